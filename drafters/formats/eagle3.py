@@ -1,0 +1,145 @@
+"""The EAGLE-3 layout, as published by its authors and by SpecForge.
+
+Tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id, ascending ids) and t2d (membership). The embedding
+is always the target's, even if the file holds one: exporters have been seen to store a random one.
+
+Traps: the published configs state no rope, and mean theta 10000 whatever the target's is. Taps that are not listed are
+hidden states 2, N/2, N-3; a list `eagle_aux_hidden_state_layer_ids` names layers by their *output*, one less than the
+index of the hidden state. Our own field `taps` holds indices into hidden_states and needs no such care.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafters.common import DraftShape
+from drafters.eagle3 import Eagle3
+from drafters.vocab import DraftVocab
+from specdec.archs import read_rope, rope_fields
+from specdec.checkpoint import StrictFill, fused, whole, write_folder
+from specdec.model import check_taps
+
+
+def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where their rows lie in our modules."""
+    shape, attention = drafter.shape, drafter.attention
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return (
+        whole(drafter.fc, "fc")
+        | whole(drafter.norm, "norm")
+        | whole(drafter.head, "lm_head")
+        | whole(drafter.embed_norm, "midlayer.input_layernorm")  # the published name misleads: it normalises embeddings
+        | whole(drafter.hidden_norm, "midlayer.hidden_norm")
+        | whole(drafter.post_norm, "midlayer.post_attention_layernorm")
+        | fused(attention.qkv, [f"midlayer.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
+        | whole(attention.o, "midlayer.self_attn.o_proj")
+        | fused(drafter.mlp.gate_up, ["midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"], [shape.intermediate] * 2)
+        | whole(drafter.mlp.down, "midlayer.mlp.down_proj")
+    )
+
+
+def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3:
+    """A drafter from a parsed config and its tensors, refused unless every one of them fits the target."""
+    shape = _shape(config, name)
+    wanted = target.config
+    if shape.hidden != wanted.hidden:
+        raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
+    if config.get("vocab_size") != wanted.vocab:
+        raise ValueError(
+            f"{name}: the drafter was made for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
+        )
+    taps = _taps(config, wanted.layers)
+    streams, rest = divmod(tensors["fc.weight"].shape[-1], wanted.hidden)
+    if rest or streams != len(taps):
+        raise ValueError(
+            f"{name}: fc.weight takes {tensors['fc.weight'].shape[-1]} features, {len(taps)} taps of the target give "
+            f"{len(taps) * wanted.hidden}"
+        )
+    check_taps(taps, wanted.layers)
+    drafter = Eagle3(shape, taps, _vocab(config, tensors, wanted.vocab, name), target.embed.weight.float().cpu())
+    fill = StrictFill(name, parameters(drafter))
+    for key, value in tensors.items():
+        if key not in ("d2t", "t2d", "embed_tokens.weight") and not fill.put(key, value):
+            raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which EAGLE-3 has no place")
+    fill.finish()
+    drafter.embedding = target.embed.weight.detach()
+    return drafter
+
+
+def _shape(config: dict, name: str) -> DraftShape:
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return DraftShape(
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            eps=config.get("rms_norm_eps", 1e-6),
+            rope=read_rope(config),
+            context=config.get("max_position_embeddings", 2048),
+        )
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json lacks the field {error}") from None
+
+
+def _taps(config: dict, layers: int) -> tuple[int, ...]:
+    if "taps" in config:
+        return tuple(config["taps"])
+    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if outputs:
+        return tuple(i + 1 for i in outputs)
+    return (2, layers // 2, layers - 3)
+
+
+def _vocab(config: dict, tensors: dict[str, Tensor], size: int, name: str) -> DraftVocab:
+    """The map d2t, checked against t2d: offsets and absolute ids look alike and draft nothing when confused."""
+    if "d2t" not in tensors:
+        return DraftVocab(size)
+    d2t = tensors["d2t"].long()
+    ids = torch.arange(len(d2t)) + d2t
+    if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero().squeeze(-1), ids):
+        raise ValueError(f"{name}: d2t and t2d name different tokens; d2t must hold target id minus draft id")
+    if len(d2t) != config.get("draft_vocab_size", len(d2t)):
+        raise ValueError(f"{name}: d2t has {len(d2t)} entries, draft_vocab_size is {config['draft_vocab_size']}")
+    return DraftVocab(size, ids)
+
+
+def save(drafter: Eagle3, folder: Path, target=None) -> None:
+    """Write the published layout. Taps go into the config; embeddings do not go into the file."""
+    shape, vocab = drafter.shape, drafter.vocab
+    ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
+    tensors = {name: t[start : start + rows] for name, (t, start, rows) in parameters(drafter).items()}
+    if not torch.equal(ids, ids.sort().values):
+        raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
+    tensors["d2t"] = ids - torch.arange(vocab.size)
+    tensors["t2d"] = vocab.contains()
+    write_folder(folder, _config(drafter, vocab, shape, target), tensors)
+
+
+def _config(drafter: Eagle3, vocab: DraftVocab, shape: DraftShape, target) -> dict:
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": shape.context,
+        "vocab_size": vocab.target_size,
+        "draft_vocab_size": vocab.size,
+        "tie_word_embeddings": False,
+        "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
+        "taps": list(drafter.taps),
+        **rope_fields(shape.rope),
+    }
+    layers = target.config.layers if target is not None else 0
+    # The other systems name layers by their outputs; the state after the final norm is no layer's output.
+    if all(0 < tap < layers for tap in drafter.taps):
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in drafter.taps]}
+    return config

@@ -1,0 +1,44 @@
+"""Draft vocabularies: all of the target's tokens, or a chosen part of them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class DraftVocab(nn.Module):
+    """Which target tokens a drafter can propose: ids [U] in draft order, or all V of them (`ids` None)."""
+
+    def __init__(self, target_size: int, ids: Tensor | None = None):
+        super().__init__()
+        if ids is not None:
+            if ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= target_size:
+                raise ValueError(f"a draft vocabulary must hold token ids from 0 to {target_size - 1}")
+            if len(ids.unique()) != len(ids):
+                raise ValueError("a draft vocabulary must not name a token twice")
+            ids = ids.long()
+        self.target_size = target_size
+        self.size = target_size if ids is None else len(ids)
+        self.register_buffer("ids", ids, persistent=False)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids -> target ids, any shape."""
+        if self.ids is None:
+            return draft_ids
+        return F.embedding(draft_ids, self.ids[:, None]).squeeze(-1)
+
+    def select(self, logits: Tensor) -> Tensor:
+        """Columns of the draft vocabulary: [..., V] -> [..., U]."""
+        return logits if self.ids is None else logits.index_select(-1, self.ids)
+
+    def contains(self) -> Tensor:
+        """[V] bool: is the target token in the draft vocabulary (EAGLE's t2d)?"""
+        if self.ids is None:
+            return torch.ones(self.target_size, dtype=torch.bool)
+        return torch.zeros(self.target_size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
+
+
+def most_frequent(counts: Tensor, size: int) -> DraftVocab:
+    """The `size` most frequent tokens of counts [V], in ascending order of id as EAGLE-3 stores them."""
+    if size >= len(counts):
+        return DraftVocab(len(counts))
+    return DraftVocab(len(counts), counts.sort(descending=True, stable=True).indices[:size].sort().values)

@@ -1,0 +1,49 @@
+"""The key/value cache: static, one tensor per layer, lengths on the device."""
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of committed tokens, and after them scratch slots for a tree.
+
+    One tensor per layer [2, B, S, K, Dh] (a single big one makes compiled forwards copy it). Slots 0..lens[b]-1 of row b
+    are committed; a forward of N nodes writes slots lens[b]..lens[b]+N-1; `commit` moves the accepted ones down and the
+    rest is simply overwritten next time.
+
+    `bound` is a host-side upper bound of lens: attention reads only `bound` plus the scratch slots in use, not all S.
+    It costs no synchronisation, because a round emits at most P tokens; the engine tightens it when it reads them.
+    """
+
+    def __init__(self, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
+        shape = (2, batch, slots, kv_heads, head_dim)
+        self.layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.rows = [kv.view(2, batch * slots, kv_heads * head_dim) for kv in self.layers]
+        self.batch, self.slots = batch, slots
+        self.lens = torch.zeros(batch, dtype=torch.int64, device=like.device)
+        self.row_start = torch.arange(batch, device=like.device)[:, None] * slots
+        self.bound = 0
+
+    def slots_of(self, offsets: Tensor) -> Tensor:
+        """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
+        return (self.row_start + self.lens[:, None] + offsets).flatten()
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B,N,K,Dh] at flat indices `slots` [B*N]."""
+        rows = self.rows[layer]
+        rows[0].index_copy_(0, slots, k.reshape(len(slots), -1))
+        rows[1].index_copy_(0, slots, v.reshape(len(slots), -1))
+
+    def commit(self, path: Tensor, n: Tensor, bound: int) -> None:
+        """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= bound."""
+        if path.shape[1] > 1:
+            offsets = torch.arange(1, path.shape[1], device=path.device)
+            source, destination = self.slots_of(path[:, 1:]), self.slots_of(offsets)
+            for rows in self.rows:
+                rows.index_copy_(1, destination, rows.index_select(1, source))
+        self.advance(n, bound)
+
+    def advance(self, n: Tensor, bound: int) -> None:
+        """Keep the first n [B] positions of the last forward as they lie."""
+        self.lens += n
+        self.bound = bound

@@ -1,0 +1,269 @@
+"""Decode with a draft checkpoint:  python -m specdec.generate --prompt "..."  (all flags: --help)."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from specdec.api import (
+    DEMO_DRAFTER,
+    DEMO_TARGET,
+    Generation,
+    Sampling,
+    generate,
+    load_drafter,
+    load_target,
+    make_tree,
+)
+from specdec.cli import one_sentence_errors
+from specdec.engine import Engine, RoundReport
+from specdec.text import TextStream, clean, encode_chat, read_prompts
+from specdec.tree import draw
+
+DRAFTED = "\033[32m"
+PLAIN = "\033[0m"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m specdec.generate", description="Decode speculatively, or plainly.")
+    model = p.add_argument_group("models")
+    model.add_argument("--target", help="folder or hub name of the target (default: the bundled demo)")
+    model.add_argument("--draft", help="folder or hub name of its drafter (default: the bundled demo's)")
+    model.add_argument("--no-draft", action="store_true", help="decode plainly")
+    model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
+    model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    text = p.add_argument_group("prompts")
+    text.add_argument("--prompt", help="one prompt")
+    text.add_argument("--prompt-file", type=Path, help="a prompt a line; or .jsonl with `prompt` or `turns` (the first)")
+    text.add_argument("--chat", action="store_true", help="talk to the target, with history")
+    text.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    text.add_argument("--max-new-tokens", type=int, default=128)
+    text.add_argument("--batch-size", type=int, default=1, help="prompts of --prompt-file decoded together")
+    sample = p.add_argument_group("sampling of the target")
+    sample.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
+    sample.add_argument("--top-k", type=int, default=0, help="0 is off")
+    sample.add_argument("--top-p", type=float, default=1.0, help="1 is off")
+    sample.add_argument("--min-p", type=float, default=0.0, help="0 is off")
+    sample.add_argument("--seed", type=int, default=0)
+    tree = p.add_argument_group("draft tree")
+    tree.add_argument("--steps", type=int, help="levels (default 5)")
+    tree.add_argument("--topk", type=int, help="nodes expanded on each level, and children of each (default 4); 1: a chain")
+    tree.add_argument("--num-draft-tokens", type=int, help="nodes that the target verifies, root counted (default 16)")
+    out = p.add_argument_group("output")
+    out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
+    out.add_argument("--compare", action="store_true", help="decode plainly too: ratio of speeds, and are they identical?")
+    out.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the summary")
+    return p
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that contradict each other."""
+    given = [flag for flag in ("prompt", "prompt_file", "chat") if getattr(args, flag) not in (None, False)]
+    if len(given) != 1:
+        raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
+    if args.no_draft:
+        for flag in ("draft", "steps", "topk", "num_draft_tokens", "show_trees", "compare"):
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
+    if args.target is not None and args.draft is None and not args.no_draft:
+        raise ValueError("a target of your own needs its drafter: give --draft, or --no-draft to decode plainly")
+    if args.chat and (args.json or args.compare or args.raw):
+        raise ValueError("--chat goes with neither --json nor --compare nor --raw")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
+    if args.batch_size > 1 and args.show_trees:
+        raise ValueError("--show-trees draws one sequence at a time: leave --batch-size at 1")
+
+
+class Screen:
+    """Shows text as it is accepted; drafted tokens coloured on a terminal. Quiet unless it shows a single row."""
+
+    def __init__(self, target, *, quiet: bool, trees: bool):
+        self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
+        self.stream = TextStream(target.tokenizer)
+        self.colour = sys.stdout.isatty()
+
+    def __call__(self, report: RoundReport) -> None:
+        if self.trees and report.tree is not None:
+            path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
+            print("\n" + draw(report.tree, path, lambda token: self.tokenizer.decode([token])))
+        if self.quiet:
+            return
+        emitted, accepted = report.emitted[0], report.accepted[0]
+        self._show(emitted[:accepted], DRAFTED)
+        self._show(emitted[accepted:], "")
+
+    def _show(self, ids: list[int], colour: str) -> None:
+        text = self.stream.feed(ids) if ids else ""
+        if text:
+            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self.colour else text)
+            sys.stdout.flush()
+
+
+class Session:
+    """Models and settings of one run of the command."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+        shape = {k: getattr(args, k) for k in ("topk", "steps", "num_draft_tokens") if getattr(args, k) is not None}
+        self.tree = None if args.no_draft else make_tree(**shape)
+        self.target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
+        self.drafter = None if args.no_draft else load_drafter(args.draft or DEMO_DRAFTER, self.target)
+
+    def run(self, prompts: list[str], screen: Screen | None = None, plain: bool = False) -> Generation:
+        args = self.args
+        return generate(
+            self.target,
+            prompts,
+            None if plain else self.drafter,
+            tree=None if plain else self.tree,
+            sampling=self.sampling,
+            max_new_tokens=args.max_new_tokens,
+            seed=args.seed,
+            raw=args.raw,
+            observer=screen,
+        )
+
+
+def run_prompts(session: Session, prompts: list[str]) -> dict:
+    """Decode every prompt, showing text on the way; the summary of all of them."""
+    args = session.args
+    single = args.batch_size == 1
+    if args.compare:  # the first call of each kind pays for memory and code that is loaded then
+        for plain in (False, True):
+            warm = argparse.Namespace(**(vars(args) | {"max_new_tokens": 8}))
+            Session.run(_with_args(session, warm), prompts[:1], plain=plain)
+    done, baseline = [], []
+    for start in range(0, len(prompts), args.batch_size):
+        batch = prompts[start : start + args.batch_size]
+        if len(prompts) > 1:
+            print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
+        done.append(session.run(batch, Screen(session.target, quiet=not single, trees=args.show_trees)))
+        if single:
+            print()
+        else:
+            print("\n".join(done[-1].text))
+        if args.compare:
+            baseline.append(session.run(batch, plain=True))
+    return summarise(session, done, baseline)
+
+
+def _with_args(session: Session, args: argparse.Namespace) -> Session:
+    twin = object.__new__(Session)
+    twin.__dict__ |= session.__dict__ | {"args": args}
+    return twin
+
+
+def merged(parts: list[Generation]) -> Generation:
+    """Several generations as if they were one: rows side by side, times added."""
+    result = parts[0].result
+    for part in parts[1:]:
+        keys = result.parts.keys() | part.result.parts.keys()
+        result = type(result)(
+            result.rows + part.result.rows,
+            result.seconds + part.result.seconds,
+            result.prefill_seconds + part.result.prefill_seconds,
+            {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
+        )
+    return Generation([t for part in parts for t in part.text], result.rows, result, parts[0].steps)
+
+
+def summarise(session: Session, done: list[Generation], baseline: list[Generation]) -> dict:
+    total = merged(done)
+    one = len(total.rows) == 1
+    summary = {
+        "text": total.text[0] if one else total.text,
+        "token_ids": total.rows[0].tokens if one else [row.tokens for row in total.rows],
+        "finish": total.rows[0].finish if one else [row.finish for row in total.rows],
+        "num_tokens": total.num_tokens,
+        "rounds": total.rounds,
+        "tau": total.tau,
+        "acceptance_by_depth": total.acceptance_by_depth,
+        "tokens_per_second": total.tokens_per_second,
+        "prefill_seconds": total.result.prefill_seconds,
+        "seconds_by_part": total.result.parts,
+    }
+    if baseline:
+        plain = merged(baseline)
+        summary["baseline_tokens_per_second"] = plain.tokens_per_second
+        summary["speedup"] = total.tokens_per_second / plain.tokens_per_second
+        same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
+        summary["identical"] = all(same) if session.sampling.greedy else None
+        summary["identical_rows"] = sum(same)
+    return summary
+
+
+def print_summary(session: Session, s: dict) -> None:
+    count = 1 if isinstance(s["text"], str) else len(s["text"])
+    print(f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
+    if s["acceptance_by_depth"]:
+        print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
+    times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
+    print(f"time by part: {times}")
+    if "speedup" in s:
+        print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {s['speedup']:.2f}x")
+        if session.sampling.greedy:
+            print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
+        else:
+            print("identical: not asked, both are draws from the same distribution")
+
+
+def chat(session: Session) -> None:
+    """Read messages until the end of input; the history grows with each answer."""
+    if not session.target.tokenizer.chat_template:
+        raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
+    engine = Engine(session.target, session.drafter, session.tree)
+    history: list[dict[str, str]] = []
+    while True:
+        try:
+            message = clean(input("> ")).strip()
+        except EOFError:
+            print()
+            return
+        if not message:
+            continue
+        history.append({"role": "user", "content": message})
+        try:
+            row = _answer(session, engine, history)
+        except ValueError as error:  # too long by now: say so, and let the user start again
+            print(f"error: {error}; starting a new conversation", file=sys.stderr)
+            history.clear()
+            continue
+        history.append({"role": "assistant", "content": session.target.tokenizer.decode(row.tokens, skip_special_tokens=True)})
+
+
+def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):
+    args = session.args
+    screen = Screen(session.target, quiet=False, trees=args.show_trees)
+    result = engine.generate(
+        [encode_chat(session.target, history)],
+        max_new_tokens=args.max_new_tokens,
+        sampling=session.sampling,
+        seed=args.seed + len(history),
+        observer=screen,
+    )
+    row = result.rows[0]
+    print(f"\n[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
+    return row
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    sys.stdout.reconfigure(errors="replace")
+    args = parser().parse_args(argv)
+    check_flags(args)
+    prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
+    session = Session(args)
+    if args.chat:
+        chat(session)
+        return
+    summary = run_prompts(session, prompts)
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        print_summary(session, summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32 as transformers does."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix: gate rows first."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False):
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * intermediate, bias=bias)
+        self.down = nn.Linear(intermediate, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of one model: what the checkpoint's config says about it.
+
+    `scaling` is 'default', 'linear' (positions divided by `factor`) or 'llama3' (Llama 3.1's frequency-dependent
+    interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between).
+    """
+
+    theta: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """[Dh/2] fp32, in radians per position."""
+        inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        if self.scaling == "linear":
+            return inv / self.factor
+        if self.scaling == "llama3":
+            wavelength = 2 * math.pi / inv
+            low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
+            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - ramp) * inv / self.factor + ramp * inv
+            return torch.where(wavelength > low, inv / self.factor, torch.where(wavelength < high, inv, blended))
+        return inv
+
+    def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [positions, Dh] fp32. The first half of sin is negated, so that one roll replaces `rotate_half`."""
+        angles = torch.outer(torch.arange(positions).float(), self.inverse_frequencies(head_dim))
+        sin = angles.sin()
+        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+class RopeTable(nn.Module):
+    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers."""
+
+    def __init__(self, rope: Rope, head_dim: int):
+        super().__init__()
+        self.rope, self.head_dim = rope, head_dim
+        self.register_buffer("cos", torch.empty(0, head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(0, head_dim), persistent=False)
+
+    def reserve(self, positions: int, like: Tensor) -> None:
+        if len(self.cos) < positions or self.cos.device != like.device or self.cos.dtype != like.dtype:
+            cos, sin = self.rope.tables(self.head_dim, max(positions, len(self.cos)))
+            # The tables are made in fp32 and rounded once, as transformers does.
+            self.cos, self.sin = cos.to(like), sin.to(like)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B,N] -> cos, sin [B,N,1,Dh]."""
+        return F.embedding(positions, self.cos).unsqueeze(2), F.embedding(positions, self.sin).unsqueeze(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

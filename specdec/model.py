@@ -1,0 +1,136 @@
+"""The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specdec.archs import ModelConfig
+from specdec.attention import CacheView
+from specdec.cache import KVCache
+from specdec.layers import GatedMLP, RMSNorm, RopeTable, rotate
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention; q, k and v rows lie in one matrix, in this order."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
+        self.o = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView, layer: int) -> Tensor:
+        b, n, _ = x.shape
+        qkv = self.qkv(x).view(b, n, -1, self.head_dim)
+        if self.q_norm is None:
+            qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
+        else:
+            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
+        q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=2)
+        return self.o(view.attend(layer, q, k, v))
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden, config.eps)
+        self.attention = Attention(config)
+        self.post_norm = RMSNorm(config.hidden, config.eps)
+        self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView, layer: int) -> Tensor:
+        x = x + self.attention(self.input_norm(x), rope, view, layer)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Target(nn.Module):
+    """A decoder-only language model whose every forward runs over a KVCache.
+
+    `name`, `tokenizer` and `eos` (a set of ids) are put there by the loader. Weights are frozen: the target is never
+    trained here.
+    """
+
+    name: str = ""
+    tokenizer = None
+    eos: frozenset[int] = frozenset()
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.rope = RopeTable(config.rope, config.head_dim)
+        self.requires_grad_(False)
+
+    def new_cache(self, batch: int, slots: int) -> KVCache:
+        config = self.config
+        self.rope.reserve(slots, self.norm.weight)
+        return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.norm.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        *,
+        depth: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        taps: Sequence[int] = (),
+        last: Tensor | None = None,
+        logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
+
+        depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
+        ancestors [B,N,N] bool: which new tokens each one sees, itself included; None for causal.
+        taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
+        last [B]: compute logits at this position of each row only.
+
+        Returns logits [B,N,V] (or [B,1,V]; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
+        """
+        b, n = tokens.shape
+        if depth is None:
+            depth = torch.arange(n, device=tokens.device).expand(b, n)
+        rope = self.rope(cache.lens[:, None] + depth)
+        view = CacheView(cache, n, ancestors)
+        x = self.embed(tokens)
+        states = {0: x} if 0 in taps else {}
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, view, layer)
+            if layer + 1 in taps:
+                states[layer + 1] = x
+        x = self.norm(x)
+        states[len(self.blocks)] = x
+        feats = torch.cat([states[tap] for tap in taps], dim=-1) if taps else None
+        if not logits:
+            return None, feats
+        if last is not None:
+            x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
+        return self.head(x), feats
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ValueError unless every tap is an index into the target's hidden_states."""
+    bad = [tap for tap in taps if not 0 <= tap <= layers]
+    if bad:
+        raise ValueError(f"the drafter taps hidden state {bad[0]}, but the target has hidden states 0 to {layers} only")
+
+
+def fast_layout(model: nn.Module) -> None:
+    """On the CPU, keep each weight of a linear map transposed in memory.
+
+    The product of 4 to 16 rows, a tree, with a matrix stored input-major costs 0.4 to 0.7 of the usual layout in torch
+    2.13 (MKL), and one row costs the same; see docs/log.md. Values and shapes do not change.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)
+
+

@@ -1,0 +1,39 @@
+"""The target's filtered distribution, and draws from it."""
+
+import torch
+from torch import Tensor
+
+from specdec.types import Sampling
+
+
+def filtered_probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """logits [..., V] -> probabilities [..., V] in fp32 after temperature, top-k, top-p and min-p, in this order.
+
+    Filters as transformers' logits warpers do: top-k keeps ties of the k-th logit; top-p keeps the smallest set of most
+    likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's probability.
+    """
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[..., -1] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    probs = scores.softmax(-1)
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """One token per row: logits [..., V] -> [...] int64.
+
+    argmax(p / e) with e ~ Exp(1) is a draw from p (exponential race), without `multinomial`'s synchronisation.
+    """
+    if sampling.greedy:
+        return logits.argmax(-1)
+    probs = filtered_probs(logits, sampling)
+    race = torch.empty_like(probs).exponential_(generator=generator)
+    return (probs / race).argmax(-1)

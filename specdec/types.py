@@ -1,0 +1,129 @@
+"""Shapes, value types and contracts of the whole project.
+
+    B batch rows   N tree nodes (root included)   D depth (steps)   P = D+1 path slots   W beam width (topk)
+    T prompt tokens   S cache slots   L layers   H hidden size   F = len(taps)*H   K kv heads   Dh head size
+    V target vocabulary   U draft vocabulary
+
+Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class DraftTree:
+    """Candidate continuations. Node 0 is the root: the last emitted token, which the target has not seen yet.
+
+    Nodes are sorted breadth first, so parents[b, i] < i for i > 0 (the root is its own parent).
+    """
+
+    tokens: Tensor  # [B, N] target vocabulary ids
+    parents: Tensor  # [B, N]
+    depth: Tensor  # [B, N], root 0
+    ancestors: Tensor  # [B, N, N] bool: ancestors[b, i, j] = j lies on the path from the root to i, i included
+    steps: int  # D: no node is deeper, so a path has at most P = D + 1 nodes
+    logq: Tensor | None = None  # [B, N] log-probability of the path under the drafter, root 0
+
+
+@dataclass
+class DraftState:
+    """What a drafter hands to a tree policy: W positions that can be expanded."""
+
+    logits: Tensor  # [B, W, U]
+    hidden: Tensor  # [B, W, H], fed back to the drafter by `step`
+
+
+@dataclass
+class Verdict:
+    """What one verification decided."""
+
+    path: Tensor  # [B, P] accepted nodes, root first; entries from n on are 0
+    n: Tensor  # [B] number of emitted tokens, 1..P
+    tokens: Tensor  # [B, P] emitted tokens: tokens[:, k] follows node path[:, k]; entries from n on are void
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target's distribution is filtered, in the order and the sense of transformers; temperature 0 is greedy.
+
+    `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
+            raise ValueError("top_k, top_p and min_p need a temperature above 0: at temperature 0 decoding is greedy")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Vocabulary(Protocol):
+    """The tokens that a drafter can propose."""
+
+    size: int  # U
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary ids -> target vocabulary ids, any shape."""
+
+
+class Drafter(Protocol):
+    """A draft model that grows token by token. Draft position t holds the feature of token t and the embedding of token
+    t+1, predicts token t+2, and has RoPE position t, in training as in decoding."""
+
+    taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
+    vocab: "Vocabulary"
+
+    def reset(self, batch: int, slots: int) -> None:
+        """Forget everything; make room for `slots` positions of `batch` rows."""
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
+        """Absorb the first n [B] of P committed positions: feats [B,P,F] of the target, tokens [B,P] one position later.
+
+        `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
+        (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
+        level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
+        """Training: the same module at the same positions. feats [B,T,F], tokens [B,T] one position later; yields for
+        j = 0..steps-1 the state (W = T) in which row t has drafted j tokens beyond its own."""
+
+
+class TreePolicy(Protocol):
+    num_draft_tokens: int  # N
+    steps: int  # D
+    topk: int  # W
+
+    def draft_slots(self) -> int:
+        """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
+
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
+        """root [B], state with W = 1 -> a tree of N nodes."""
+
+
+class Verifier(Protocol):
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+    ) -> Verdict:
+        """logits [B,N,V] of the target at each node -> what is emitted."""

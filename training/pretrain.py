@@ -1,0 +1,140 @@
+"""A small target from scratch: a byte-level BPE tokenizer with a chat template, and a Llama trained on conversations.
+
+Only the demo and tests need this; a user brings a target of his own. The model is transformers' Llama, so that what our
+engine loads was not made by our engine.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
+END = "<|end|>"
+PAD = "<|pad|>"
+
+# One role token, the text, one end token: no white space to get wrong. The generation markers tell which tokens are the
+# assistant's, so the loss mask comes from the template and not from counted offsets.
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.role == 'assistant' -%}"
+    "<|assistant|>{% generation %}{{ message.content | trim }}<|end|>{% endgeneration %}"
+    "{%- else -%}"
+    "{{ '<|' + message.role + '|>' + message.content | trim + '<|end|>' }}"
+    "{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE: any string round-trips; digits stand alone, so that arithmetic is learnable at this size."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, END, *ROLE_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=16,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=ROLE_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def pack(tokenizer, conversations: list[list[dict]], length: int, limit: int) -> Tensor:
+    """Rendered conversations end to end, cut into rows: ids [rows, length], at most `limit` tokens."""
+    ids: list[int] = []
+    for start in range(0, len(conversations), 1000):
+        rendered = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations[start : start + 1000]]
+        for row in tokenizer(rendered, add_special_tokens=False)["input_ids"]:
+            ids.extend(row)
+        if len(ids) >= limit:
+            break
+    rows = min(len(ids), limit) // length
+    return torch.tensor(ids[: rows * length], dtype=torch.int32).view(rows, length)
+
+
+def pretrain(
+    config: LlamaConfig,
+    data: Tensor,
+    heldout: Tensor,
+    *,
+    batch: int,
+    lr: float,
+    muon_lr: float,
+    seed: int,
+    checkpoint: Path,
+    compile: bool = True,
+) -> tuple[LlamaForCausalLM, dict]:
+    """One pass over data [rows, T]: Muon for the matrices of the blocks, AdamW for the rest; returns model and report.
+
+    The learning rate warms up over 2 % of the steps and falls linearly to zero over the last 60 %. Resumable: the state
+    is written to `checkpoint` every few minutes.
+    """
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
+    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    step, steps = 0, data.shape[0] // batch
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step = state["step"]
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            logits = model.lm_head(model.model(ids).last_hidden_state)
+        return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+    train_loss = torch.compile(loss_of) if compile else loss_of
+    schedule = lambda s: min((s + 1) / (0.02 * steps + 1), 1.0, (steps - s) / (0.6 * steps))  # noqa: E731
+    running, saved_at = math.nan, time.monotonic()
+    bar = tqdm(range(step, steps), initial=step, total=steps, desc="target", mininterval=5)
+    for step in bar:
+        for optimizer, base in zip(optimizers, (muon_lr, lr), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = base * schedule(step)
+        loss = train_loss(data[step * batch : (step + 1) * batch].long())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
+        bar.set_postfix(loss=f"{running:.3f}")
+        if time.monotonic() - saved_at > 180:
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
+            torch.save(state, checkpoint.with_suffix(".tmp"))
+            checkpoint.with_suffix(".tmp").rename(checkpoint)
+            saved_at = time.monotonic()
+    with torch.no_grad():
+        losses = [loss_of(rows.long()).item() for rows in heldout.split(batch) if len(rows) == batch]
+    report = {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
+    return model, report

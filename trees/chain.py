@@ -1,0 +1,41 @@
+"""A chain: the drafter's most likely token, `steps` times."""
+
+import torch
+from torch import Tensor
+
+from specdec.types import Drafter, DraftState, DraftTree
+
+
+class Chain:
+    """One path of `steps` drafted tokens; the dynamic tree with topk 1, without its bookkeeping."""
+
+    topk = 1
+
+    def __init__(self, steps: int = 5):
+        if steps < 1:
+            raise ValueError(f"steps must be at least 1, got {steps}")
+        self.steps, self.num_draft_tokens = steps, steps + 1
+
+    def draft_slots(self) -> int:
+        return self.steps - 1
+
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
+        b, n, device = len(root), self.num_draft_tokens, root.device
+        causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n)
+        tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=device)]
+        for level in range(1, self.steps + 1):
+            logits = state.logits.float()
+            best, draft_id = logits.max(-1)  # [B,1]
+            tokens.append(drafter.vocab.to_target(draft_id))
+            logq.append(logq[-1] + best - logits.logsumexp(-1))
+            if level < self.steps:
+                state = drafter.step(tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
+        nodes = torch.arange(n, device=device).expand(b, n)
+        return DraftTree(
+            tokens=torch.cat(tokens, 1),
+            parents=(nodes - 1).clamp(min=0),
+            depth=nodes,
+            ancestors=causal,
+            steps=self.steps,
+            logq=torch.cat(logq, 1),
+        )

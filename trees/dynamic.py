@@ -1,0 +1,97 @@
+"""The EAGLE-2 dynamic tree: expand the most likely nodes level by level, then keep the best of all candidates."""
+
+import torch
+from torch import Tensor
+
+from specdec.tree import ancestors_of
+from specdec.types import Drafter, DraftState, DraftTree
+
+
+class DynamicTree:
+    """Expand, accumulate, rerank (EAGLE-2, arXiv 2406.16858).
+
+    `steps` levels are drafted; on each, the `topk` best nodes propose `topk` children; of all candidates the
+    `num_draft_tokens` - 1 with the highest path probability and the root make the tree. These are SGLang's words;
+    EAGLE's (total_token T, depth d, top_k k) is (num_draft_tokens T, steps d+1, topk k).
+    """
+
+    def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
+        if topk < 1 or steps < 1:
+            raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
+        candidates = topk + (steps - 1) * topk * topk
+        if not 2 <= num_draft_tokens <= candidates + 1:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "
+                f"{candidates + 1} tokens, the root counted"
+            )
+        self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
+
+    def draft_slots(self) -> int:
+        return self.topk * (self.steps - 1)
+
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
+        return self._rerank(root, *self._expand(drafter, state))
+
+    def _expand(self, drafter: Drafter, state: DraftState) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidates in breadth-first order: tokens, path scores and parents [B,M], M = W + (D-1) W^2.
+
+        A parent is given as 1 + its place in the pool, 0 being the root.
+        """
+        w = self.topk
+        b = state.logits.shape[0]
+        device = state.logits.device
+        slots = torch.arange(w, device=device)
+        scores, draft_ids = _top_children(state.logits, w)  # [B,1,W]
+        scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
+        pool_tokens, pool_scores = [tokens], [scores]
+        pool_parents = [torch.zeros(b, w, dtype=torch.int64, device=device)]
+        hidden = state.hidden.expand(b, w, -1)
+        places = slots.expand(b, w)  # of the frontier in the pool
+        eye = torch.eye(w, dtype=torch.bool, device=device).expand(b, w, w)
+        ancestors = eye
+        for level in range(1, self.steps):
+            state = drafter.step(tokens, hidden, level, ancestors)
+            gains, draft_ids = _top_children(state.logits, w)
+            candidate_scores = (scores[..., None] + gains).flatten(1)  # [B,W*W]
+            candidate_tokens = drafter.vocab.to_target(draft_ids).flatten(1)
+            pool_scores.append(candidate_scores)
+            pool_tokens.append(candidate_tokens)
+            pool_parents.append((1 + places).repeat_interleave(w, dim=1))
+            if level + 1 < self.steps:
+                scores, chosen = candidate_scores.topk(w)
+                parent = chosen // w
+                tokens = candidate_tokens.gather(1, chosen)
+                hidden = state.hidden.gather(1, parent[..., None].expand(-1, -1, state.hidden.shape[-1]))
+                inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
+                ancestors = torch.cat([inherited, eye], dim=2)
+                places = w + (level - 1) * w * w + chosen
+        return torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1)
+
+    def _rerank(self, root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor) -> DraftTree:
+        # A child never scores above its parent, and stands behind it in the pool: in a *stable* descending sort no
+        # child precedes its parent, even among equal scores, so the selection is always closed under parents.
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.num_draft_tokens - 1]
+        kept = best.sort(dim=1).values  # breadth first again
+        b, m = tokens.shape
+        rank = torch.arange(1, self.num_draft_tokens, device=tokens.device).expand(b, -1)
+        node_of = torch.zeros(b, m + 1, dtype=torch.int64, device=tokens.device).scatter(1, kept + 1, rank)
+        zero = torch.zeros_like(root[:, None])
+        tree_parents = torch.cat([zero, node_of.gather(1, parents.gather(1, kept))], 1)
+        return DraftTree(
+            tokens=torch.cat([root[:, None], tokens.gather(1, kept)], 1),
+            parents=tree_parents,
+            depth=torch.cat([zero, self._level(kept)], 1),
+            ancestors=ancestors_of(tree_parents, self.steps),
+            steps=self.steps,
+            logq=torch.cat([zero.to(scores), scores.gather(1, kept)], 1),
+        )
+
+    def _level(self, place: Tensor) -> Tensor:
+        """Depth of a pool entry: W entries of depth 1, then W^2 of each further depth."""
+        return 2 + (place - self.topk).div(self.topk * self.topk, rounding_mode="floor").clamp_(min=-1)
+
+
+def _top_children(logits: Tensor, w: int) -> tuple[Tensor, Tensor]:
+    """logits [..., U] -> log-probabilities and draft ids [..., W] of the w most likely tokens, best first, in fp32."""
+    best, ids = logits.float().topk(w, dim=-1)
+    return best - logits.float().logsumexp(-1, keepdim=True), ids

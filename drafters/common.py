@@ -1,8 +1,8 @@
-"""What all recurrent drafters share: one transformer layer over its own cache, fed with the target's features at committed
-positions and with its own output at drafted ones; and the same layer unrolled for training.
+"""What all recurrent drafters share: one transformer layer over its own cache, fed with the target's features at
+committed positions and with its own output at drafted ones; and the same layer unrolled for training.
 
-Conventions (EAGLE, SafeAILab/EAGLE `cnets.py`): draft position t holds the feature of token t and the embedding of token
-t+1 and predicts token t+2. Its RoPE position is t. A node drafted on level l has position lens + l - 1.
+Conventions (EAGLE, SafeAILab/EAGLE `cnets.py`): draft position t holds the feature of token t and the embedding of
+token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on level l has position lens + l - 1.
 """
 
 from abc import abstractmethod

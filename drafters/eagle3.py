@@ -5,7 +5,8 @@ from torch import Tensor, nn
 
 from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Rope, RMSNorm
+from specdec.layers import GatedMLP, RMSNorm, Rope
+from specdec.model import check_taps
 
 
 class Eagle3(RecurrentDrafter):
@@ -37,8 +38,8 @@ class Eagle3(RecurrentDrafter):
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """The published choice, as indices into hidden_states; on a shallow target, where those coincide or leave the range,
-    a quarter, the middle and the end."""
+    """The published choice, as indices into hidden_states; on a shallow target, where those coincide or leave the
+    range, a quarter, the middle and the end."""
     published = (2, layers // 2, layers - 3)
     if 0 < published[0] < published[1] < published[2]:
         return published
@@ -73,6 +74,7 @@ def create(
         context=config.context,
     )
     vocab = vocab or DraftVocab(config.vocab)
+    check_taps(taps or (), config.layers)
     drafter = Eagle3(shape, tuple(taps or default_taps(config.layers)), vocab, target.embed.weight)
     drafter.to(target.embed.weight.device)
     with torch.no_grad():

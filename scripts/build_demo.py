@@ -1,41 +1,49 @@
 """Build the demo pair from a file of conversations: tokenizer, target, its own answers, an EAGLE-3 drafter.
 
-    python scripts/build_demo.py --data conversations.jsonl.xz --work build
+    python scripts/build_demo.py --data conversations.jsonl.xz --work build --out specdec/demo
 
 Every stage leaves its result under --work and is skipped when that is there, so an interrupted build goes on. The last
-stage copies the pair to --out as bf16 safetensors with a model card.
+stage measures tau on --bench and writes the pair to --out as bf16 safetensors with a model card.
 """
 
 import argparse
 import hashlib
 import json
 import random
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from training.data import read_conversations  # noqa: E402
-from training.pretrain import pack, pretrain, train_tokenizer  # noqa: E402
+from drafters.formats import save_drafter
+from specdec.api import generate, load_drafter, load_target, make_tree
+from specdec.cli import one_sentence_errors
+from specdec.text import read_prompts
+from specdec.types import Sampling
+from training.data import Message, read_conversations
+from training.pretrain import pack, pretrain, train_tokenizer
+from training.regenerate import regenerate, write_rows
 
 SEED = 0
-LENGTH = 1024
+LENGTH = 1024  # the target's context
+LIMIT_MIB = 24
 
 
-def split(path: Path) -> tuple[list, list]:
-    """(training, held-out) conversations, shuffled; every conversation with the same first prompt is on the same side."""
+def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+    """(training, held-out) conversations, shuffled; all with the same first prompt are on the same side."""
     conversations = [c for c in read_conversations(path) if c]
     random.Random(SEED).shuffle(conversations)
-    held = [int(hashlib.sha256(c[0]["content"].encode()).hexdigest(), 16) % 100 == 0 for c in conversations]
-    return [c for c, h in zip(conversations, held, strict=True) if not h], [
-        c for c, h in zip(conversations, held, strict=True) if h
-    ]
+    train, heldout = [], []
+    for c in conversations:
+        held = int(hashlib.sha256(c[0]["content"].encode()).hexdigest(), 16) % 100 == 0
+        (heldout if held else train).append(c)
+    return train, heldout
 
 
-def build_target(args: argparse.Namespace, work: Path) -> None:
+def build_target(args: argparse.Namespace, folder: Path) -> None:
     train, heldout = split(args.data)
     tokenizer = train_tokenizer((m["content"] for c in train[:30_000] for m in c), args.vocab_size)
     config = LlamaConfig(
@@ -51,35 +59,128 @@ def build_target(args: argparse.Namespace, work: Path) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    data = pack(tokenizer, train, LENGTH, args.target_tokens)
     model, report = pretrain(
         config,
-        data,
+        pack(tokenizer, train, LENGTH, args.target_tokens),
         pack(tokenizer, heldout, LENGTH, 200_000),
         batch=8,
         lr=3e-3,
         muon_lr=0.02,
         seed=SEED,
-        checkpoint=work / "pretrain.pt",
+        checkpoint=folder.parent / "pretrain.pt",
     )
-    model.to(torch.bfloat16).save_pretrained(work / "target.tmp")
-    tokenizer.save_pretrained(work / "target.tmp")
-    (work / "target.tmp" / "report.json").write_text(json.dumps(report, indent=1))
-    (work / "target.tmp").rename(work / "target")
+    aside = folder.with_name("target.partial")
+    model.to(torch.bfloat16).save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    (aside / "report.json").write_text(json.dumps(report, indent=1))
+    aside.rename(folder)
 
 
+def build_answers(args: argparse.Namespace, folder: Path) -> None:
+    """The target's own answers to training prompts: greedy to most, sampled to the rest, each in a file of its own."""
+    target = load_target(folder.parent / "target")
+    train, _ = split(args.data)
+    asked: set[str] = set()
+    prompts = []
+    for conversation in train:
+        first = conversation[0]
+        if first["role"] == "user" and first["content"] not in asked:
+            asked.add(first["content"])
+            prompts.append([first])
+    greedy, sampled = args.answers * 3 // 4, args.answers
+    for name, part, temperature in (("greedy", prompts[:greedy], 0.0), ("sampled", prompts[greedy:sampled], 0.8)):
+        if not (folder / f"{name}.jsonl").exists():
+            rows = regenerate(
+                target,
+                part,
+                max_new_tokens=args.answer_tokens,
+                batch_size=64,
+                sampling=Sampling(temperature),
+                seed=SEED,
+            )
+            write_rows(rows, folder / f"{name}.jsonl")
+    rows = [line for name in ("greedy", "sampled") for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
+    random.Random(SEED).shuffle(rows)
+    (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
+def train_command(work: Path, resume: bool) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "training.train",
+        f"target.path={work / 'target'}",
+        f"data.path={work / 'answers' / 'all.jsonl'}",
+        f"out={work / 'eagle3'}",
+        "+experiment=demo",
+        f"resume={str(resume).lower()}",
+    ]
+
+
+def measure(args: argparse.Namespace, target, drafter) -> dict:
+    """tau on the first turns of --bench, greedy, 64 new tokens."""
+    prompts = read_prompts(args.bench)
+    return {
+        f"topk {topk}, steps {steps}, num_draft_tokens {n}": round(
+            generate(target, prompts, drafter, tree=make_tree(topk, steps, n), max_new_tokens=64).tau, 3
+        )
+        for topk, steps, n in ((4, 5, 16), (10, 8, 60), (1, 5, 6))
+    }
+
+
+def publish(args: argparse.Namespace, work: Path) -> None:
+    """Copy the pair to --out in bf16, check its size, and write the card."""
+    target = load_target(work / "target")
+    pair = args.out
+    shutil.rmtree(pair / "target", ignore_errors=True)
+    shutil.copytree(work / "target", pair / "target", ignore=shutil.ignore_patterns("report.json"))
+    drafter = load_drafter(work / "eagle3" / "draft", target, dtype="bf16")
+    save_drafter(drafter, pair / "eagle3", target)
+    size = sum(p.stat().st_size for p in pair.rglob("*") if p.is_file()) / 2**20
+    if size > LIMIT_MIB:
+        raise ValueError(f"the pair takes {size:.1f} MiB, more than the {LIMIT_MIB} that may be shipped")
+    report = {
+        "target": json.loads((work / "target" / "report.json").read_text()),
+        "drafter": _last_rows(work / "eagle3" / "log.jsonl"),
+        "tau": measure(args, target, load_drafter(pair / "eagle3", target)) if args.bench else None,
+        "parameters": {
+            "target": sum(p.numel() for p in target.parameters()) - target.head.weight.numel(),
+            "drafter": sum(p.numel() for p in drafter.parameters()),
+        },
+        "mebibytes": round(size, 1),
+    }
+    (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report))
+
+
+def _last_rows(log: Path) -> dict:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return {split: [r for r in rows if r["split"] == split][-1] for split in ("train", "heldout")}
+
+
+@one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="ShareGPT-form .json, .jsonl or .jsonl.xz")
     parser.add_argument("--work", type=Path, default=Path("build"), help="folder for intermediate results")
+    parser.add_argument("--out", type=Path, default=Path("specdec/demo"), help="where the finished pair goes")
+    parser.add_argument("--bench", type=Path, help="prompts (.jsonl with `turns`) on which tau is measured")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--target-tokens", type=int, default=15_000_000)
+    parser.add_argument("--answers", type=int, default=16_000, help="prompts that the target answers")
+    parser.add_argument("--answer-tokens", type=int, default=192)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    if not (args.work / "target").exists():
-        build_target(args, args.work)
+    work = args.work
+    work.mkdir(parents=True, exist_ok=True)
+    if not (work / "target").exists():
+        build_target(args, work / "target")
+    if not (work / "answers" / "all.jsonl").exists():
+        build_answers(args, work / "answers")
+    # A finished run resumes at its last step and ends at once.
+    subprocess.run(train_command(work, resume=(work / "eagle3" / "trainer.pt").exists()), check=True)
+    publish(args, work)
 
 
 if __name__ == "__main__":

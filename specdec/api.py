@@ -54,7 +54,9 @@ def make_tree(topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None
     """The tree policy of SGLang's three words; topk 1 is a chain, whose num_draft_tokens is steps + 1."""
     if topk == 1:
         if num_draft_tokens not in (None, steps + 1):
-            raise ValueError(f"with topk 1 the tree is a chain of steps + 1 = {steps + 1} tokens, not {num_draft_tokens}")
+            raise ValueError(
+                f"with topk 1 the tree is a chain of steps + 1 = {steps + 1} tokens, not {num_draft_tokens}"
+            )
         return Chain(steps)
     if num_draft_tokens is None:
         num_draft_tokens = min(16, topk + (steps - 1) * topk * topk + 1)
@@ -87,4 +89,13 @@ def generate(
     return Generation(text, result.rows, result, tree.steps if tree else 0)
 
 
-__all__ = ["DEMO_DRAFTER", "DEMO_TARGET", "Generation", "Sampling", "generate", "load_drafter", "load_target", "make_tree"]
+__all__ = [
+    "DEMO_DRAFTER",
+    "DEMO_TARGET",
+    "Generation",
+    "Sampling",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "make_tree",
+]

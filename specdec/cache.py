@@ -7,9 +7,9 @@ from torch import Tensor
 class KVCache:
     """Keys and values of committed tokens, and after them scratch slots for a tree.
 
-    One tensor per layer [2, B, S, K, Dh] (a single big one makes compiled forwards copy it). Slots 0..lens[b]-1 of row b
-    are committed; a forward of N nodes writes slots lens[b]..lens[b]+N-1; `commit` moves the accepted ones down and the
-    rest is simply overwritten next time.
+    One tensor per layer [2, B, S, K, Dh] (a single big one makes compiled forwards copy it). Slots 0..lens[b]-1 of row
+    b are committed; a forward of N nodes writes slots lens[b]..lens[b]+N-1; `commit` moves the accepted ones down and
+    the rest is simply overwritten next time.
 
     `bound` is a host-side upper bound of lens: attention reads only `bound` plus the scratch slots in use, not all S.
     It costs no synchronisation, because a round emits at most P tokens; the engine tightens it when it reads them.

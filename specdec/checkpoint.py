@@ -59,7 +59,9 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not names:
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
         if pickles:
-            raise ValueError(f"{folder} holds only the pickle {pickles[0]}; convert it to safetensors, pickles can run code")
+            raise ValueError(
+                f"{folder} holds only the pickle {pickles[0]}; convert it to safetensors, pickles can run code"
+            )
         raise ValueError(f"{folder} is not a checkpoint: it has no safetensors")
     for name in names:
         if not (folder / name).is_file():

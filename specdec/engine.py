@@ -75,7 +75,9 @@ class Engine:
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
             if policy.topk > drafter.vocab.size:
-                raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+                raise ValueError(
+                    f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only"
+                )
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.embed.weight.device
 
@@ -133,7 +135,9 @@ class Engine:
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token")
             if len(prompt) >= context:
-                raise ValueError(f"the prompt has {len(prompt)} tokens, the target's context holds {context}, new ones included")
+                raise ValueError(
+                    f"the prompt has {len(prompt)} tokens, the target's context holds {context}, new ones included"
+                )
         return [Row(prompt, min(max_new_tokens, context - len(prompt))) for prompt in prompts]
 
     def _prefill(

@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     text = p.add_argument_group("prompts")
     text.add_argument("--prompt", help="one prompt")
-    text.add_argument("--prompt-file", type=Path, help="a prompt a line; or .jsonl with `prompt` or `turns` (the first)")
+    text.add_argument(
+        "--prompt-file", type=Path, help="a prompt a line; or .jsonl with `prompt` or `turns` (the first)"
+    )
     text.add_argument("--chat", action="store_true", help="talk to the target, with history")
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     text.add_argument("--max-new-tokens", type=int, default=128)
@@ -47,11 +49,15 @@ def parser() -> argparse.ArgumentParser:
     sample.add_argument("--seed", type=int, default=0)
     tree = p.add_argument_group("draft tree")
     tree.add_argument("--steps", type=int, help="levels (default 5)")
-    tree.add_argument("--topk", type=int, help="nodes expanded on each level, and children of each (default 4); 1: a chain")
+    tree.add_argument(
+        "--topk", type=int, help="nodes expanded on each level, and children of each (default 4); 1: a chain"
+    )
     tree.add_argument("--num-draft-tokens", type=int, help="nodes that the target verifies, root counted (default 16)")
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
-    out.add_argument("--compare", action="store_true", help="decode plainly too: ratio of speeds, and are they identical?")
+    out.add_argument(
+        "--compare", action="store_true", help="decode plainly too: ratio of speeds, and are they identical?"
+    )
     out.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the summary")
     return p
 
@@ -111,7 +117,14 @@ class Session:
         self.target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
         self.drafter = None if args.no_draft else load_drafter(args.draft or DEMO_DRAFTER, self.target)
 
-    def run(self, prompts: list[str], screen: Screen | None = None, plain: bool = False) -> Generation:
+    def run(
+        self,
+        prompts: list[str],
+        screen: Screen | None = None,
+        *,
+        plain: bool = False,
+        max_new_tokens: int | None = None,
+    ) -> Generation:
         args = self.args
         return generate(
             self.target,
@@ -119,7 +132,7 @@ class Session:
             None if plain else self.drafter,
             tree=None if plain else self.tree,
             sampling=self.sampling,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=max_new_tokens or args.max_new_tokens,
             seed=args.seed,
             raw=args.raw,
             observer=screen,
@@ -132,8 +145,7 @@ def run_prompts(session: Session, prompts: list[str]) -> dict:
     single = args.batch_size == 1
     if args.compare:  # the first call of each kind pays for memory and code that is loaded then
         for plain in (False, True):
-            warm = argparse.Namespace(**(vars(args) | {"max_new_tokens": 8}))
-            Session.run(_with_args(session, warm), prompts[:1], plain=plain)
+            session.run(prompts[:1], plain=plain, max_new_tokens=8)
     done, baseline = [], []
     for start in range(0, len(prompts), args.batch_size):
         batch = prompts[start : start + args.batch_size]
@@ -147,12 +159,6 @@ def run_prompts(session: Session, prompts: list[str]) -> dict:
         if args.compare:
             baseline.append(session.run(batch, plain=True))
     return summarise(session, done, baseline)
-
-
-def _with_args(session: Session, args: argparse.Namespace) -> Session:
-    twin = object.__new__(Session)
-    twin.__dict__ |= session.__dict__ | {"args": args}
-    return twin
 
 
 def merged(parts: list[Generation]) -> Generation:
@@ -196,13 +202,17 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
 
 def print_summary(session: Session, s: dict) -> None:
     count = 1 if isinstance(s["text"], str) else len(s["text"])
-    print(f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
+    print(
+        f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
+    )
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
     times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
-        print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {s['speedup']:.2f}x")
+        print(
+            f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {s['speedup']:.2f}x"
+        )
         if session.sampling.greedy:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
         else:
@@ -230,7 +240,9 @@ def chat(session: Session) -> None:
             print(f"error: {error}; starting a new conversation", file=sys.stderr)
             history.clear()
             continue
-        history.append({"role": "assistant", "content": session.target.tokenizer.decode(row.tokens, skip_special_tokens=True)})
+        history.append(
+            {"role": "assistant", "content": session.target.tokenizer.decode(row.tokens, skip_special_tokens=True)}
+        )
 
 
 def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):

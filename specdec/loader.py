@@ -25,15 +25,15 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
         out |= whole(attention.o, f"{at}.self_attn.o_proj")
         if config.qk_norm:
             out |= whole(attention.q_norm, f"{at}.self_attn.q_norm") | whole(attention.k_norm, f"{at}.self_attn.k_norm")
-        out |= whole(block.input_norm, f"{at}.input_layernorm") | whole(block.post_norm, f"{at}.post_attention_layernorm")
+        out |= whole(block.input_norm, f"{at}.input_layernorm") | whole(
+            block.post_norm, f"{at}.post_attention_layernorm"
+        )
         out |= fused(block.mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [config.intermediate] * 2)
         out |= whole(block.mlp.down, f"{at}.mlp.down_proj")
     return out
 
 
-def load_target(
-    path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True
-) -> Target:
+def load_target(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True) -> Target:
     """A target from a checkpoint folder or hub name.
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
@@ -56,7 +56,9 @@ def load_target(
     fill.finish()
     if config.tied:
         if spare_head is not None and not torch.equal(spare_head.to(target.embed.weight), target.embed.weight):
-            raise ValueError(f"{path}: lm_head.weight differs from the embedding, but the config says that they are tied")
+            raise ValueError(
+                f"{path}: lm_head.weight differs from the embedding, but the config says that they are tied"
+            )
         target.head.weight.detach().copy_(target.embed.weight)
     fast_layout(target)
     target.eval().name = str(path)

@@ -132,5 +132,3 @@ def fast_layout(model: nn.Module) -> None:
         if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
             weight = module.weight.detach()
             module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)
-
-

@@ -7,7 +7,7 @@ from specdec.model import Target
 
 
 def clean(text: str) -> str:
-    """Bytes of the command line that are not UTF-8 arrive as surrogates, which no tokenizer takes: show them as U+FFFD."""
+    """Bytes of the command line that are not UTF-8 arrive as surrogates, which no tokenizer takes: make them U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -18,7 +18,7 @@ def encode_chat(target: Target, messages: list[dict[str, str]]) -> list[int]:
 
 
 def encode_prompt(target: Target, prompt: str, raw: bool = False) -> list[int]:
-    """A prompt -> ids: as a user's message where the tokenizer has a chat template, as plain text where not or if raw."""
+    """A prompt -> ids: as a user's message where the tokenizer has a chat template, as plain text if not or if raw."""
     prompt = clean(prompt)
     if not prompt.strip():
         raise ValueError("the prompt is empty; write something after --prompt")

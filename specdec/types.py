@@ -96,7 +96,7 @@ class Drafter(Protocol):
         """Forget everything; make room for `slots` positions of `batch` rows."""
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        """Absorb the first n [B] of P committed positions: feats [B,P,F] of the target, tokens [B,P] one position later.
+        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target, tokens [B,P] one further on.
 
         `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
         (W = 1) at the last absorbed position. Prefill is the same call with P = T."""

@@ -13,8 +13,8 @@ def sample_and_match(
     """Draw the target's token g at every node, and walk down from the root as long as a child carries the token drawn.
 
     Each emitted token is a draw from the target's own distribution given the tokens before it, so the output is
-    distributed as the target's whatever was drafted. For trees of distinct siblings the accepted length has the same law
-    as EAGLE's accept-or-renormalise walk: a node is left through one of its children with the children's total
+    distributed as the target's whatever was drafted. For trees of distinct siblings the accepted length has the same
+    law as EAGLE's accept-or-renormalise walk: a node is left through one of its children with the children's total
     probability. logits [B,N,V]; the greedy and the sampled case are the same code.
     """
     drawn = sample(logits, sampling, generator)  # [B,N]

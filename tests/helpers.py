@@ -9,21 +9,21 @@ from specdec.archs import ModelConfig
 from specdec.layers import Rope
 from specdec.model import Target
 
-SMALL = dict(
-    vocab_size=99,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+SMALL = {
+    "vocab_size": 99,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: int = 0, **fields):
-    """A random transformers model of a family, saved; biases and norms are random too, so that none can be forgotten."""
+    """A random transformers model of a family, saved; biases and norms are random too, so that none is forgotten."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(SMALL | fields))
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -55,7 +55,11 @@ def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 
 def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None):
     """A random EAGLE-3 drafter for a tiny target; its draft vocabulary leaves tokens out unless it is None."""
     torch.manual_seed(seed)
-    vocab = None if draft_vocab is None else DraftVocab(target.config.vocab, torch.arange(draft_vocab) * 2 % target.config.vocab)
+    vocab = (
+        None
+        if draft_vocab is None
+        else DraftVocab(target.config.vocab, torch.arange(draft_vocab) * 2 % target.config.vocab)
+    )
     if vocab is not None:
         vocab = DraftVocab(target.config.vocab, vocab.ids.sort().values)
     return eagle3.create(target, vocab=vocab).eval()

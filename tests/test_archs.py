@@ -1,4 +1,4 @@
-"""Logits of every family agree with transformers: prefill and token by token, biases, norms, GQA, tying, shards, rope."""
+"""Logits of every family agree with transformers: prefill, token by token, biases, norms, GQA, tying, shards, rope."""
 
 import json
 
@@ -17,20 +17,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 CASES = {
-    "llama": dict(family="llama"),
-    "llama-tied": dict(family="llama", tie_word_embeddings=True),
-    "llama-biases": dict(family="llama", attention_bias=True, mlp_bias=True),
-    "llama-mha": dict(family="llama", num_key_value_heads=6),
-    "llama-head-dim": dict(family="llama", head_dim=16),
-    "llama3-rope": dict(family="llama", rope_parameters=LLAMA3_ROPE),
-    "linear-rope": dict(family="llama", rope_parameters={"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}),
-    "llama-sharded": dict(family="llama", shard="20KB"),
-    "mistral": dict(family="mistral", sliding_window=None),
-    "mistral-window": dict(family="mistral", sliding_window=64),
-    "qwen2": dict(family="qwen2"),
-    "qwen2-tied": dict(family="qwen2", tie_word_embeddings=True),
-    "qwen3": dict(family="qwen3", head_dim=16),
-    "qwen3-biases": dict(family="qwen3", head_dim=16, attention_bias=True),
+    "llama": {"family": "llama"},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-mha": {"family": "llama", "num_key_value_heads": 6},
+    "llama-head-dim": {"family": "llama", "head_dim": 16},
+    "llama3-rope": {"family": "llama", "rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "llama-sharded": {"family": "llama", "shard": "20KB"},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral-window": {"family": "mistral", "sliding_window": 64},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3-biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True},
 }
 
 
@@ -96,7 +96,10 @@ def test_ragged_prefill_and_tree_match_single_sequences(tmp_path):
     [
         ({"model_type": "gpt2"}, "model family 'gpt2' is not supported"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "rope type 'yarn' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope type 'yarn' is not supported",
+        ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
     ],
 )

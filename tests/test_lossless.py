@@ -70,7 +70,9 @@ def test_sampled_output_follows_the_target(tree, sampling):
     target = tiny_target(vocab=11)
     drafter = tiny_drafter(target, draft_vocab=8)
     prompt, count = [3, 1, 4], 4000
-    result = Engine(target, drafter, TREES[tree]).generate([prompt] * count, max_new_tokens=3, sampling=sampling, seed=7)
+    result = Engine(target, drafter, TREES[tree]).generate(
+        [prompt] * count, max_new_tokens=3, sampling=sampling, seed=7
+    )
     seen = torch.zeros(11, 11)
     for row in result.rows:
         seen[tuple(row.tokens[1:])] += 1

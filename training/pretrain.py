@@ -15,6 +15,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from training.optim import Optimizers
+
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 END = "<|end|>"
 PAD = "<|pad|>"
@@ -94,18 +96,12 @@ def pretrain(
     """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
-    others = [p for n, p in model.named_parameters() if not (p.ndim == 2 and "layers" in n)]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=muon_lr, momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
+    optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
     step, steps = 0, data.shape[0] // batch
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+        optimizers.load_state_dict(state["optimizers"])
         step = state["step"]
 
     def loss_of(ids: Tensor) -> Tensor:
@@ -114,25 +110,20 @@ def pretrain(
         return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
     train_loss = torch.compile(loss_of) if compile else loss_of
-    schedule = lambda s: min((s + 1) / (0.02 * steps + 1), 1.0, (steps - s) / (0.6 * steps))  # noqa: E731
     running, saved_at = math.nan, time.monotonic()
     bar = tqdm(range(step, steps), initial=step, total=steps, desc="target", mininterval=5)
     for step in bar:
-        for optimizer, base in zip(optimizers, (muon_lr, lr), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = base * schedule(step)
         loss = train_loss(data[step * batch : (step + 1) * batch].long())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        # Up over 2 % of the steps, then constant, then down to zero over the last 60 %.
+        scale = min((step + 1) / (0.02 * steps + 1), 1.0, (steps - step) / (0.6 * steps))
+        optimizers.step(scale, clip=1.0)
         running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
         bar.set_postfix(loss=f"{running:.3f}")
         if time.monotonic() - saved_at > 180:
-            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step + 1}
-            torch.save(state, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").rename(checkpoint)
+            state = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "step": step + 1}
+            torch.save(state, checkpoint.with_suffix(".partial"))
+            checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
     with torch.no_grad():
         losses = [loss_of(rows.long()).item() for rows in heldout.split(batch) if len(rows) == batch]

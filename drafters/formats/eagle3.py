@@ -1,7 +1,7 @@
 """The EAGLE-3 layout, as published by its authors and by SpecForge.
 
-Tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id, ascending ids) and t2d (membership). The embedding
-is always the target's, even if the file holds one: exporters have been seen to store a random one.
+Tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id, ascending ids) and t2d (membership). The
+embedding is always the target's, even if the file holds one: exporters have been seen to store a random one.
 
 Traps: the published configs state no rope, and mean theta 10000 whatever the target's is. Taps that are not listed are
 hidden states 2, N/2, N-3; a list `eagle_aux_hidden_state_layer_ids` names layers by their *output*, one less than the
@@ -47,7 +47,7 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3
         raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
     if config.get("vocab_size") != wanted.vocab:
         raise ValueError(
-            f"{name}: the drafter was made for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
+            f"{name}: the drafter is made for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
         )
     taps = _taps(config, wanted.layers)
     streams, rest = divmod(tensors["fc.weight"].shape[-1], wanted.hidden)

@@ -32,19 +32,19 @@ def read_common(config: dict, **differences) -> ModelConfig:
     if activation not in ("silu", "swish"):
         raise ValueError(f"activation {activation!r} is not supported; supported is 'silu'")
     heads = config["num_attention_heads"]
-    fields = dict(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        intermediate=config["intermediate_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
-        eps=config.get("rms_norm_eps", 1e-6),
-        rope=read_rope(config),
-        context=config.get("max_position_embeddings", 2048),
-        tied=config.get("tie_word_embeddings", False),
-    )
+    fields = {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab": config["vocab_size"],
+        "eps": config.get("rms_norm_eps", 1e-6),
+        "rope": read_rope(config),
+        "context": config.get("max_position_embeddings", 2048),
+        "tied": config.get("tie_word_embeddings", False),
+    }
     return ModelConfig(**(fields | differences))
 
 

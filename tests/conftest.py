@@ -1,0 +1,36 @@
+"""Checkpoints on disk that several tests share: a tiny target with a tokenizer, and a drafter that fits it."""
+
+import pytest
+import torch
+from helpers import save_hf
+
+from drafters import eagle3
+from drafters.formats import save_drafter
+from drafters.vocab import DraftVocab
+from specdec.loader import load_target
+from training.pretrain import train_tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "What is 12 + 30? It is 42.",
+    "Ein Straßenname, ein Café, 日本語.",
+]
+
+
+@pytest.fixture(scope="session")
+def target_path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "target"
+    tokenizer = train_tokenizer(iter(TEXTS * 20), 320)
+    save_hf(path, "llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def drafter_path(target_path):
+    target = load_target(target_path)
+    torch.manual_seed(0)
+    vocab = DraftVocab(target.config.vocab, torch.arange(0, target.config.vocab, 2))
+    drafter = eagle3.create(target, vocab=vocab)
+    save_drafter(drafter, target_path.parent / "drafter", target)
+    return target_path.parent / "drafter"

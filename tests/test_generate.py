@@ -1,0 +1,279 @@
+"""The command line: what it prints, any character in a prompt, and one sentence for each mistake."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec import generate as cli
+
+
+@pytest.fixture
+def run(target_path, drafter_path, capsys):
+    """Call the command with the tiny pair; returns (exit code, standard output, standard error)."""
+
+    def call(*args, target=target_path, draft=drafter_path):
+        models = ["--target", str(target)] + (["--draft", str(draft)] if draft else [])
+        try:
+            cli.main([*models, *map(str, args)])
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def last_json(out: str) -> dict:
+    return json.loads(out.rstrip("\n").split("\n")[-1])
+
+
+def test_json_has_what_is_promised(run):
+    code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json")
+    result = last_json(out)
+    assert code == 0
+    assert result["identical"] is True
+    assert len(result["token_ids"]) == result["num_tokens"] <= 20
+    assert result["tau"] == pytest.approx((result["num_tokens"] - 1) / result["rounds"])
+    assert len(result["acceptance_by_depth"]) == 5
+    assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
+    assert isinstance(result["text"], str)
+
+
+def test_summary_and_trees(run):
+    code, out, _ = run(
+        "--prompt", "The quick", "--max-new-tokens", 12, "--compare", "--show-trees", "--topk", 2, "--steps", 2
+    )
+    assert code == 0
+    assert "identical: yes (1 of 1)" in out
+    assert "time by part: " in out
+    assert "|-- " in out
+    assert "\033[" not in out, "colours belong on a terminal only"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["日本語 ünïcode 🎉", "tabs\tand\nnewlines", "<|end|><|user|>", "\x00\x07", "\udcff\udc80", "'\"\\$`%s{}"]
+)
+def test_any_characters(run, prompt):
+    code, out, err = run("--prompt", prompt, "--max-new-tokens", 4, "--json")
+    assert code == 0, err
+    assert last_json(out)["num_tokens"] >= 1
+
+
+def test_streamed_text_is_the_final_text(run):
+    code, out, _ = run("--prompt", "日本語 Café", "--max-new-tokens", 40, "--json")
+    lines = out.rstrip("\n").split("\n")
+    assert code == 0
+    final, shown = last_json(out)["text"], "\n".join(lines[:-1])
+    # A character cut off at the very end is held back by the stream, and shown as U+FFFD in the text.
+    assert final.rstrip("\ufffd\n").startswith(shown.rstrip("\n")[:-1])
+    assert len(shown) >= len(final) - 8
+
+
+def test_prompt_files_and_batches_agree(run, tmp_path):
+    prompts = ["The quick brown", "What is 12?", "日本語"]
+    text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    text.write_text("\n".join(prompts), encoding="utf-8")
+    rows.write_text(
+        "\n".join(
+            [
+                json.dumps({"prompt": prompts[0]}),
+                json.dumps({"turns": [*prompts[1:2], "x"]}),
+                json.dumps({"prompt": prompts[2]}),
+            ]
+        )
+    )
+    results = [
+        last_json(run("--prompt-file", file, "--max-new-tokens", 12, "--batch-size", size, "--json")[1])["token_ids"]
+        for file, size in ((text, 1), (text, 2), (rows, 1), (rows, 3))
+    ]
+    assert all(result == results[0] for result in results)
+    assert len(results[0]) == 3
+
+
+def test_sampling_is_seeded(run):
+    def tokens(seed):
+        return last_json(
+            run("--prompt", "fox", "--temperature", 1, "--seed", seed, "--max-new-tokens", 16, "--json")[1]
+        )["token_ids"]
+
+    assert tokens(1) == tokens(1) != tokens(2)
+
+
+def test_context_ends_the_text(run):
+    code, out, _ = run("--prompt", "fox " * 100, "--max-new-tokens", 500, "--json")
+    result = last_json(out)
+    assert code == 0
+    assert result["finish"] in ("context", "eos")
+
+
+def test_chat_keeps_its_history(run, monkeypatch):
+    lines = iter(["The quick", "", "brown fox"])
+    seen = []
+    original = cli.encode_chat
+    monkeypatch.setattr(
+        cli, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
+    )
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or _stop(lines))
+    code, _, err = run("--chat", "--max-new-tokens", 6)
+    assert code == 0, err
+    assert [m["role"] for m in seen[-1]] == ["user", "assistant", "user"]
+
+
+def _stop(lines):
+    rest = next(lines, None)
+    if rest is None:
+        raise EOFError
+    return rest
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "  \n"], "the prompt is empty"),
+        (["--prompt", "fox " * 400], "tokens, the target's context holds 128"),
+        (["--prompt", "x", "--topk", "2", "--steps", "2", "--num-draft-tokens", "9"], "a tree holds 2 to 7 tokens"),
+        (["--prompt", "x", "--topk", "1", "--num-draft-tokens", "9"], "a chain of steps + 1 = 6 tokens"),
+        (["--prompt", "x", "--topk", "500"], "but the draft vocabulary has"),
+        (["--prompt", "x", "--steps", "0"], "must be at least 1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompt", "x", "--prompt-file", "y"], "exactly one of"),
+        ([], "exactly one of"),
+        (["--prompt", "x", "--no-draft"], "--draft contradicts --no-draft"),
+        (["--prompt", "x", "--top-k", "5"], "need a temperature above 0"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
+        (["--prompt", "x", "--dtype", "int3"], "dtype must be"),
+        (["--prompt", "x", "--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--prompt-file", "/no/such"], "no such prompt file"),
+        (["--chat", "--json"], "--chat goes with neither"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, args, message):
+    code, _, err = run(*args)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def damaged(source, folder, change):
+    shutil.copytree(source, folder)
+    change(folder)
+    return folder
+
+
+def edit_tensors(change):
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def edit_config(**fields):
+    def apply(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | fields))
+
+    return apply
+
+
+def truncate(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+BROKEN = {
+    "truncated": (truncate, "damaged or not safetensors"),
+    "pickled": (pickled, "holds only the pickle pytorch_model.bin"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "it has no safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
+    "bad config": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+}
+BROKEN_TARGET = BROKEN | {
+    "missing tensor": (edit_tensors(lambda t: t.pop("model.norm.weight")), "lacks the tensor model.norm.weight"),
+    "extra tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(1))), "holds the tensor extra"),
+    "wrong shape": (edit_config(intermediate_size=88), "has shape [80, 48], the config asks for [88, 48]"),
+}
+BROKEN_DRAFT = BROKEN | {
+    "missing tensor": (edit_tensors(lambda t: t.pop("norm.weight")), "lacks the tensor norm.weight"),
+    "extra tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(1))), "holds the tensor extra"),
+    "not a drafter": (edit_tensors(lambda t: t.pop("fc.weight")), "is not an EAGLE-3 drafter"),
+    "hidden size": (edit_config(hidden_size=60), "hidden size is 60, the target's is 48"),
+    "vocabulary": (edit_config(vocab_size=1000), "vocabulary of 1000, the target's is"),
+    "tap count": (edit_config(taps=[1, 2]), "fc.weight takes 144 features, 2 taps of the target give 96"),
+    "tap range": (edit_config(taps=[1, 2, 9]), "taps hidden state 9, but the target has hidden states 0 to 3"),
+    "absolute d2t": (
+        edit_tensors(lambda t: t["d2t"].add_(torch.arange(len(t["d2t"])) // 2)),
+        "d2t and t2d name different",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_TARGET)
+def test_broken_targets(run, case, target_path, tmp_path):
+    change, message = BROKEN_TARGET[case]
+    code, _, err = run("--prompt", "x", target=damaged(target_path, tmp_path / "copy", change))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("case", BROKEN_DRAFT)
+def test_broken_drafters(run, case, drafter_path, tmp_path):
+    change, message = BROKEN_DRAFT[case]
+    code, _, err = run("--prompt", "x", draft=damaged(drafter_path, tmp_path / "copy", change))
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_missing_paths(run, tmp_path):
+    for kind in ("target", "draft"):
+        code, _, err = run("--prompt", "x", **{kind: tmp_path / "nowhere"})
+        assert code == 2
+        assert "no such checkpoint folder" in err
+    code, _, err = run("--prompt", "x", draft=None)
+    assert code == 2
+    assert "a target of your own needs its drafter" in err
+
+
+def test_hub_names_are_looked_up_and_refused_offline(run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, err = run("--prompt", "x", target="nobody/nothing-of-this-name")
+    assert code == 2
+    assert "nobody/nothing-of-this-name is neither a local folder nor" in err
+
+
+def test_as_a_program(target_path, drafter_path):
+    """A fresh process: exit code 2, one line, no traceback."""
+    command = [
+        sys.executable,
+        "-m",
+        "specdec.generate",
+        "--target",
+        str(target_path),
+        "--draft",
+        "nowhere/x/y",
+        "--prompt",
+        "x",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,70 @@
+"""A round does not wait for the device: no operator in it needs a value on the host."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specdec.engine import Engine
+from specdec.trace import Clock
+from specdec.types import Sampling
+from trees import Chain, DynamicTree
+
+ROOT = Path(__file__).parents[1]
+BLOCKING = ("_local_scalar_dense", "nonzero", "masked_select", "item", "equal", "is_nonzero")
+
+
+class NoHostSync(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        boolean_index = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if name in BLOCKING or boolean_index:
+            raise AssertionError(f"host synchronisation inside a round: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_guard_sees_what_it_should():
+    x = torch.ones(3)
+    for bad in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: x[x > 0], lambda: bool(x[0] > 0)):
+        with pytest.raises(AssertionError, match="host synchronisation"), NoHostSync():
+            bad()
+
+
+def test_no_tolist_or_cpu_where_the_guard_is_blind():
+    """On CPU tensors these two run without an operator."""
+    files = [*(ROOT / "trees").glob("*.py"), *(ROOT / "drafters").glob("*.py")]
+    files += [
+        ROOT / "specdec" / f"{name}.py" for name in ("verify", "sampling", "cache", "attention", "model", "layers")
+    ]
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        assert ".tolist(" not in source, path
+        assert ".cpu(" not in source, path
+
+
+@pytest.mark.parametrize("policy", [Chain(3), DynamicTree(3, 3, 9)], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
+@torch.inference_mode()
+def test_round(policy, sampling):
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target, draft_vocab=8), policy)
+    rows = engine._rows([[1, 2, 3], [4]], 20)
+    generator = torch.Generator().manual_seed(0)
+    root, state, cache = engine._prefill(rows, sampling, generator)
+    active = torch.tensor([True, False])
+    with NoHostSync():
+        for _ in range(2):
+            root, state, _, _ = engine.round(root, state, cache, active, sampling, generator, Clock(engine.device))
+
+
+@torch.inference_mode()
+def test_plain_round():
+    engine = Engine(tiny_target())
+    generator = torch.Generator().manual_seed(0)
+    root, _, cache = engine._prefill(engine._rows([[1, 2, 3], [4]], 20), Sampling(1.0), generator)
+    with NoHostSync():
+        engine.plain_round(root, cache, torch.tensor([True, True]), Sampling(1.0), generator, Clock(engine.device))

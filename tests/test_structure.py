@@ -1,0 +1,72 @@
+"""Who may import whom (docs/structures.md)."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOTS_OF_COMPOSITION = {"specdec.api", "specdec.generate", "specdec"}
+ALLOWED = {
+    "specdec.types": set(),
+    "specdec.layers": set(),
+    "specdec.cache": set(),
+    "specdec.cli": set(),
+    "specdec.trace": set(),
+    "specdec.checkpoint": set(),
+    "specdec.attention": {"specdec.cache"},
+    "specdec.archs": {"specdec.layers", "specdec.archs"},
+    "specdec.tree": {"specdec.types"},
+    "specdec.sampling": {"specdec.types"},
+    "specdec.verify": {"specdec.types", "specdec.sampling"},
+    "specdec.model": {"specdec.archs", "specdec.attention", "specdec.cache", "specdec.layers"},
+    "specdec.loader": {"specdec.archs", "specdec.checkpoint", "specdec.model"},
+    "specdec.text": {"specdec.model"},
+    "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
+    "drafters": {"drafters"}
+    | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
+    "trees": {"trees", "specdec.types", "specdec.tree"},
+    "training": {"training", "specdec", "drafters"},
+}
+PACKAGES = ("specdec", "drafters", "trees", "training")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{a.name}" for a in node.names} if node.module in PACKAGES else {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+    return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
+def rule_of(module: str) -> set[str]:
+    while module not in ALLOWED:
+        assert "." in module, f"{module} has no rule: add one to ALLOWED and to docs/structures.md"
+        module = module.rsplit(".", 1)[0]
+    return ALLOWED[module]
+
+
+def test_import_directions():
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            module = module_name(path)
+            if module in ROOTS_OF_COMPOSITION:
+                continue
+            rule = rule_of(module)
+            for name in imports(path):
+                assert any(name == a or name.startswith(a + ".") for a in rule), f"{module} must not import {name}"
+
+
+def test_files_and_functions_stay_readable():
+    for package in (*PACKAGES, "scripts"):
+        for path in (ROOT / package).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            assert len(path.read_text(encoding="utf-8").splitlines()) <= 400, path
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef):
+                    assert node.end_lineno - node.lineno < 75, f"{path.name}: {node.name} is too long to read at once"

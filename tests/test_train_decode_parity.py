@@ -1,0 +1,45 @@
+"""Step j of the training-time test and level j of the decoder are the same numbers."""
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+
+@pytest.mark.parametrize("prefix", [1, 4, 9])
+def test_unrolled_step_equals_decoding_level(prefix):
+    """Decode a chain whose tokens are the text itself: level j behind prefix t then sees what row t of step j sees."""
+    steps, length = 5, 16
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    torch.manual_seed(0)
+    feats = torch.randn(2, length, len(drafter.taps) * target.config.hidden)
+    tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
+    with torch.no_grad():
+        unrolled = list(drafter.unroll(feats, tokens, steps))
+        drafter.reset(2, 64)
+        n = torch.full((2,), prefix)
+        state = drafter.extend(feats[:, :prefix], tokens[:, :prefix], n, prefix)
+        for j, expected in enumerate(unrolled):
+            torch.testing.assert_close(state.logits[:, 0], expected.logits[:, prefix - 1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(state.hidden[:, 0], expected.hidden[:, prefix - 1], rtol=0, atol=1e-5)
+            sees_all = torch.ones(2, 1, j + 1, dtype=torch.bool)
+            state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
+
+
+@torch.no_grad()
+def test_extending_in_pieces_equals_extending_at_once():
+    """Ragged pieces of committed positions leave the same cache as one prefill; drafted entries leave no trace."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    torch.manual_seed(0)
+    feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
+    drafter.reset(1, 64)
+    whole = drafter.extend(feats, tokens, torch.tensor([9]), 9)
+    drafter.reset(1, 64)
+    done = 0
+    for count in (4, 1, 4):
+        padded = slice(done, min(done + 5, 9))  # more than is absorbed: the rest is scratch
+        state = drafter.extend(feats[:, padded], tokens[:, padded], torch.tensor([count]), done + 5)
+        done += count
+        drafter.step(tokens[:, :1].expand(1, 2), state.hidden.expand(1, 2, -1), 1, torch.eye(2, dtype=torch.bool)[None])
+    torch.testing.assert_close(state.logits, whole.logits, rtol=0, atol=1e-5)

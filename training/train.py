@@ -1,0 +1,107 @@
+"""Train a drafter (Hydra):  python -m training.train target.path=... data.path=... out=...
+
+Every setting is in conf/train.yaml and its groups; `python -m training.train --cfg job` prints them all.
+"""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from drafters.vocab import DraftVocab, most_frequent
+from specdec.api import DEMO_TARGET
+from specdec.cli import one_sentence_errors
+from specdec.loader import load_target
+from specdec.model import Target
+from training.data import Batches, Sample, count_tokens, read_conversations, tokenise
+from training.trainer import Trainer, TrainerConfig
+
+
+def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples; the last `data.heldout` conversations of the file are held out."""
+    if not config.path:
+        raise ValueError("no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz)")
+    paths = [config.path] if isinstance(config.path, str) else config.path
+    conversations = itertools.chain.from_iterable(read_conversations(p) for p in paths)
+    length = min(config.max_length, target.config.context)
+    samples = tokenise(target.tokenizer, conversations, length, config.limit)
+    if len(samples) <= config.heldout:
+        raise ValueError(
+            f"the data hold {len(samples)} conversations, of which data.heldout={config.heldout} are held out"
+        )
+    cut = len(samples) - config.heldout
+    return samples[:cut], samples[cut:]
+
+
+def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
+    """The `size` most frequent tokens of what is to be learnt; the whole vocabulary if size is null."""
+    vocab = target.config.vocab
+    if size is None or size >= vocab:
+        return DraftVocab(vocab)
+    counts = count_tokens(samples, vocab)
+    chosen = most_frequent(counts, size)
+    print(f"draft vocabulary: {size} of {vocab} tokens cover {counts[chosen.ids].sum() / counts.sum():.2%} of the data")
+    return chosen
+
+
+def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int):
+    """A fresh drafter as conf/drafter/*.yaml describes it."""
+    settings = OmegaConf.to_container(config, resolve=True)
+    vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
+    torch.manual_seed(seed)
+    return instantiate(settings, target=target, vocab=vocab)
+
+
+def prepare_folder(out: Path, resume: bool) -> None:
+    if (out / "log.jsonl").exists() and not resume:
+        raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "log.jsonl").touch()
+    except OSError as error:
+        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    trainer_config = TrainerConfig(**OmegaConf.to_container(config.trainer, resolve=True))
+    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    out = Path(config.out)
+    train, heldout = load_samples(config.data, target)
+    prepare_folder(out, config.resume)
+    drafter = build_drafter(config.drafter, target, train, trainer_config.seed)
+    run_config = OmegaConf.to_container(config, resolve=True)
+    (out / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+    trainer = Trainer(
+        target,
+        drafter,
+        instantiate(config.objective),
+        Batches(train, trainer_config.batch_tokens, trainer_config.seed),
+        Batches(heldout, trainer_config.batch_tokens, trainer_config.seed) if heldout else None,
+        trainer_config,
+        out,
+        run_config,
+    )
+    if config.resume:
+        trainer.resume()
+    tokens = sum(len(s.ids) for s in train)
+    parameters = sum(p.numel() for p in drafter.parameters())
+    print(
+        f"{len(train)} conversations, {tokens} tokens an epoch; drafter of {parameters} parameters, taps {drafter.taps}"
+    )
+    metrics = trainer.train()
+    print(json.dumps(metrics | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
+
+
+@hydra.main(config_path="../conf", config_name="train", version_base="1.3")
+def main(config: DictConfig) -> None:
+    run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

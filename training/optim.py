@@ -53,7 +53,7 @@ class Optimizers:
 
 
 def schedule(step: int, steps: int, warmup: int, kind: str = "cosine") -> float:
-    """Share of the base learning rate at 0-based `step`: linear warm-up, then 'constant', or 'linear' or 'cosine' to 0."""
+    """Share of the base learning rate at 0-based `step`: linear warm-up, then constant, or linear or cosine to 0."""
     if step < warmup:
         return (step + 1) / warmup
     left = (steps - step) / max(steps - warmup, 1)

@@ -24,7 +24,7 @@ STATE = "trainer.pt"
 
 @dataclass
 class TrainerConfig:
-    """conf/trainer/*.yaml. `steps` optimiser steps of at most `batch_tokens` tokens; warmup below 1 is a share of them."""
+    """conf/trainer/*.yaml. `steps` optimiser steps of at most `batch_tokens` tokens; warmup below 1 is a share."""
 
     steps: int = 1000
     batch_tokens: int = 4096

@@ -47,7 +47,7 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3
         raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
     if config.get("vocab_size") != wanted.vocab:
         raise ValueError(
-            f"{name}: the drafter is made for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
+            f"{name}: the drafter is for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
         )
     taps = _taps(config, wanted.layers)
     streams, rest = divmod(tensors["fc.weight"].shape[-1], wanted.hidden)

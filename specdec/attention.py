@@ -42,6 +42,13 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2)
 
 
+class NoCache:
+    """The view of a forward that keeps nothing: causal over its own positions. For training."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_causal(q, k, v)
+
+
 class CacheView:
     """What the layers of one forward share: where n new positions go in the cache, and what each of them sees.
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.archs import ModelConfig
-from specdec.attention import CacheView
+from specdec.attention import CacheView, NoCache
 from specdec.cache import KVCache
 from specdec.layers import GatedMLP, RMSNorm, RopeTable, rotate
 
@@ -23,7 +23,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
         b, n, _ = x.shape
         qkv = self.qkv(x).view(b, n, -1, self.head_dim)
         if self.q_norm is None:
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView, layer: int) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
         x = x + self.attention(self.input_norm(x), rope, view, layer)
         return x + self.mlp(self.post_norm(x))
 
@@ -77,7 +77,7 @@ class Target(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        cache: KVCache,
+        cache: KVCache | None,
         *,
         depth: Tensor | None = None,
         ancestors: Tensor | None = None,
@@ -86,6 +86,8 @@ class Target(nn.Module):
         logits: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
+
+        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is kept.
 
         depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
         ancestors [B,N,N] bool: which new tokens each one sees, itself included; None for causal.
@@ -97,8 +99,11 @@ class Target(nn.Module):
         b, n = tokens.shape
         if depth is None:
             depth = torch.arange(n, device=tokens.device).expand(b, n)
-        rope = self.rope(cache.lens[:, None] + depth)
-        view = CacheView(cache, n, ancestors)
+        if cache is None:
+            self.rope.reserve(n, self.norm.weight)
+            rope, view = self.rope(depth), NoCache()
+        else:
+            rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors)
         x = self.embed(tokens)
         states = {0: x} if 0 in taps else {}
         for layer, block in enumerate(self.blocks):

@@ -19,7 +19,7 @@ def online_features(
     device = target.embed.weight.device
     tokens = batch.tokens.to(device)
     with torch.no_grad(), autocast:
-        logits, feats = target(tokens, target.new_cache(*tokens.shape), taps=taps)
+        logits, feats = target(tokens, None, taps=taps)
     return {
         "feats": feats.to(target.embed.weight.dtype),
         "tokens": tokens,

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.types import Drafter
+from training.losses import soft_cross_entropy
 
 
 class Eagle3Objective:
@@ -26,25 +27,21 @@ class Eagle3Objective:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics: per step, losses [steps] and accuracy [steps],
         the share of counted positions whose most likely token agrees with the target's."""
-        best = target_logits.argmax(-1)
-        known = drafter.vocab.contains().to(best.device)[best]
+        known = drafter.vocab.contains().to(tokens.device)[target_logits.argmax(-1)]
         probs = drafter.vocab.select(target_logits).float().softmax(-1)
-        # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
-        counted = known * loss_mask
-        following = F.pad(tokens[:, 1:], (0, 1))
+        choice, counted = probs.argmax(-1), known * loss_mask
         losses, accuracy = [], []
+        # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
+        following = F.pad(tokens[:, 1:], (0, 1))
         for j, state in enumerate(drafter.unroll(feats, following, self.steps)):
-            p, mask = _later(probs, 1 + j), _later(counted, 1 + j)
-            logq = state.logits.float().log_softmax(-1)
-            entropy = -(p * logq).sum(-1) * mask
-            losses.append(entropy.sum() / (mask.sum().clamp(min=1) if self.mean == "masked" else mask.numel()))
-            agree = (logq.detach().argmax(-1) == p.argmax(-1)) * mask
-            accuracy.append(agree.sum() / mask.sum().clamp(min=1))
+            later = 1 + j
+            here = max(tokens.shape[1] - later, 0)  # the last rows have nothing to learn from
+            entropy, best = soft_cross_entropy(state.logits[:, :here], probs[:, later:])
+            mask = counted[:, later:]
+            total = mask.sum().clamp(min=1) if self.mean == "masked" else counted.numel()
+            losses.append((entropy * mask).sum() / total)
+            accuracy.append(((best == choice[:, later:]) * mask).sum() / mask.sum().clamp(min=1))
         losses = torch.stack(losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
         return (losses * weights).sum(), {"losses": losses.detach(), "accuracy": torch.stack(accuracy)}
 
-
-def _later(x: Tensor, by: int) -> Tensor:
-    """x [B,T,...] read `by` positions later, zeros behind the end."""
-    return torch.cat([x[:, by:], torch.zeros_like(x[:, :by])], dim=1)

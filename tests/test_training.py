@@ -177,6 +177,10 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["trainer.schedule=exponential"], "schedule must be"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["drafter.init=zeros"], "init must be"),
+        (["trainer.stepz=3"], "Could not override 'trainer.stepz'"),
+        (["+trainer.stepz=3"], "unexpected keyword argument 'stepz'"),
+        (["objective=nothing"], "Could not find 'objective/nothing'"),
+        (["objective.mean=none"], "mean must be 'masked' or 'all'"),
     ],
 )
 def test_mistakes_are_one_sentence(target_path, data, tmp_path, overrides, message):

@@ -5,13 +5,14 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 
 import itertools
 import json
-import sys
+import os
 from pathlib import Path
 
 import hydra
 import torch
-from hydra.utils import instantiate
+from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
@@ -49,6 +50,21 @@ def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) ->
     return chosen
 
 
+def instantiate(settings, **extra):
+    """Hydra's, but a ValueError or TypeError of what is called comes out as a ValueError of its own words."""
+    try:
+        return hydra.utils.instantiate(settings, **extra)
+    except InstantiationException as error:
+        raise ValueError(str(error.__cause__ or error)) from None
+
+
+def trainer_settings(config: DictConfig) -> TrainerConfig:
+    try:
+        return TrainerConfig(**OmegaConf.to_container(config, resolve=True))
+    except TypeError as error:
+        raise ValueError(f"conf/trainer: {error}") from None
+
+
 def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int):
     """A fresh drafter as conf/drafter/*.yaml describes it."""
     settings = OmegaConf.to_container(config, resolve=True)
@@ -69,7 +85,7 @@ def prepare_folder(out: Path, resume: bool) -> None:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
-    trainer_config = TrainerConfig(**OmegaConf.to_container(config.trainer, resolve=True))
+    trainer_config = trainer_settings(config.trainer)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     out = Path(config.out)
     train, heldout = load_samples(config.data, target)
@@ -99,9 +115,18 @@ def run(config: DictConfig) -> None:
 
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")
-def main(config: DictConfig) -> None:
+def hydra_main(config: DictConfig) -> None:
     run(config)
 
 
+@one_sentence_errors
+def main() -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
+    try:
+        hydra_main()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error).strip().split("\n")[0]) from None
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

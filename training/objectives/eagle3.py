@@ -44,4 +44,3 @@ class Eagle3Objective:
         losses = torch.stack(losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
         return (losses * weights).sum(), {"losses": losses.detach(), "accuracy": torch.stack(accuracy)}
-

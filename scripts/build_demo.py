@@ -134,7 +134,7 @@ def publish(args: argparse.Namespace, work: Path) -> None:
     pair = args.out
     shutil.rmtree(pair / "target", ignore_errors=True)
     shutil.copytree(work / "target", pair / "target", ignore=shutil.ignore_patterns("report.json"))
-    drafter = load_drafter(work / "eagle3" / "draft", target, dtype="bf16")
+    drafter = load_drafter(work / "eagle3" / "draft", target).to(torch.bfloat16)
     save_drafter(drafter, pair / "eagle3", target)
     size = sum(p.stat().st_size for p in pair.rglob("*") if p.is_file()) / 2**20
     if size > LIMIT_MIB:

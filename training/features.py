@@ -21,7 +21,7 @@ def online_features(
     with torch.no_grad(), autocast:
         logits, feats = target(tokens, None, taps=taps)
     return {
-        "feats": feats.to(target.embed.weight.dtype),
+        "feats": feats.float(),
         "tokens": tokens,
         "target_logits": logits,
         "loss_mask": batch.loss_mask.to(device),

@@ -40,7 +40,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-sum_v p(v) log softmax(x)(v) per position, and the most likely token: logits, probs [B,T,U] -> [B,T] fp32, [B,T].
+    """-sum_v p(v) log softmax(x)(v), and the most likely token: logits, probs [B,T,U] -> [B,T] fp32, [B,T].
 
     probs are constants in fp32; only the logits get a gradient.
     """

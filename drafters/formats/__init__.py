@@ -5,13 +5,12 @@ from pathlib import Path
 
 from drafters.common import RecurrentDrafter
 from drafters.formats import eagle3
-from specdec.checkpoint import check_device, choose_dtype, read_json, read_tensors, resolve
+from specdec.checkpoint import read_json, read_tensors, resolve
+from specdec.model import fast_layout
 
 
-def load_drafter(
-    path: str | os.PathLike, target, *, dtype: str | None = None, device: str | None = None
-) -> RecurrentDrafter:
-    """A drafter for `target` from a checkpoint folder or hub name; dtype and device are the target's unless given.
+def load_drafter(path: str | os.PathLike, target) -> RecurrentDrafter:
+    """A drafter for `target` from a checkpoint folder or hub name, in the target's dtype and on its device.
 
     Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """
@@ -20,10 +19,9 @@ def load_drafter(
     tensors = dict(read_tensors(folder))
     if not ("fc.weight" in tensors and any(name.startswith("midlayer.") for name in tensors)):
         raise ValueError(f"{path} is not an EAGLE-3 drafter: it has no fc.weight with midlayer.* tensors")
-    drafter = eagle3.build(config, tensors, target, str(path))
-    weight = target.embed.weight
-    drafter.to(choose_dtype(dtype, config, device) if dtype else weight.dtype)
-    return drafter.to(check_device(device) if device else weight.device).eval()
+    drafter = eagle3.build(config, tensors, target, str(path)).to(target.embed.weight).eval()
+    fast_layout(drafter)
+    return drafter
 
 
 def save_drafter(drafter: RecurrentDrafter, folder: str | os.PathLike, target=None) -> None:

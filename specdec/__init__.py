@@ -6,13 +6,14 @@
 >>> specdec.generate(target, "What is a tree?", drafter).text[0]  # doctest: +SKIP
 """
 
+import importlib
+
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str):
     # The interface composes all packages, and they import from this one: it is loaded when first asked for.
-    from specdec import api
-
+    api = importlib.import_module("specdec.api")
     if name in api.__all__:
         return getattr(api, name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")

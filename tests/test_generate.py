@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec import generate as cli
+from specdec import command as cli
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Decode with a draft checkpoint:  python -m specdec.generate --prompt "..."  (all flags: --help)."""
+"""The command `python -m specdec.generate`: flags, screen, summary."""
 
 import argparse
 import json
@@ -276,6 +276,3 @@ def main(argv: list[str] | None = None) -> None:
     else:
         print_summary(session, summary)
 
-
-if __name__ == "__main__":
-    main()

@@ -55,11 +55,12 @@ def create(
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
-    init: str = "head",
+    init: str = "target",
 ) -> Eagle3:
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
-    init: 'head' copies the target's output rows of the draft vocabulary into the draft head, 'random' does not.
+    init: 'target' starts from what the target knows (`_start_from_target`), 'random' from nothing. The parameters are
+    fp32 whatever the target is, as training wants them.
     """
     config = target.config
     heads = num_attention_heads or config.heads
@@ -81,9 +82,20 @@ def create(
         for module in drafter.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        if init == "head":
-            rows = target.head.weight if vocab.ids is None else target.head.weight[vocab.ids]
-            drafter.head.weight.copy_(rows)
+        if init == "target":
+            _start_from_target(drafter, target)
         elif init != "random":
-            raise ValueError(f"init must be 'head' or 'random', got {init!r}")
+            raise ValueError(f"init must be 'target' or 'random', got {init!r}")
     return drafter
+
+
+def _start_from_target(drafter: Eagle3, target) -> None:
+    """Let the untrained drafter repeat what the target predicted one token before: the head's rows are the target's,
+    and, if the last hidden state is tapped, `fc` passes it through to a head that sees it at its usual scale."""
+    vocab, layers, h = drafter.vocab, target.config.layers, drafter.shape.hidden
+    drafter.head.weight.copy_(target.head.weight if vocab.ids is None else target.head.weight[vocab.ids])
+    if layers in drafter.taps:
+        at = drafter.taps.index(layers) * h
+        drafter.fc.weight.zero_()
+        drafter.fc.weight[:, at : at + h] = torch.eye(h)
+        drafter.norm.weight.fill_(target.norm.weight.square().mean().sqrt())

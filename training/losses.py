@@ -25,7 +25,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 x, p = logits[piece].float(), probs[piece]
                 mass = p.sum(-1, keepdim=True)
                 lse = x.logsumexp(-1, keepdim=True)
-                loss[piece] = (lse * mass).squeeze(-1) - torch.linalg.vecdot(x, p)
+                # Not `vecdot`: autocast would round it to bf16.
+                loss[piece] = (lse * mass).squeeze(-1) - (x * p).sum(-1)
                 best[piece] = x.max(-1).indices
                 torch.sub((x - lse).exp_().mul_(mass), p, out=x)
                 grad[piece] = x

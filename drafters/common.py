@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView
 from specdec.cache import KVCache
-from specdec.layers import Rope, RopeTable, rotate
+from specdec.layers import Rope, RopeTable, check_heads, rotate
 from specdec.types import DraftState
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
@@ -34,6 +34,9 @@ class DraftShape:
     eps: float
     rope: Rope
     context: int = 2048
+
+    def __post_init__(self) -> None:
+        check_heads(self.heads, self.kv_heads)
 
 
 class DraftAttention(nn.Module):
@@ -97,12 +100,12 @@ class RecurrentDrafter(nn.Module):
     def _forward(self, tokens: Tensor, hidden: Tensor, ancestors: Tensor | None, level: int) -> Tensor:
         """Level 0 are committed positions, one after the other; on a tree level all nodes share one position."""
         b, n = tokens.shape
-        cache = self.cache
+        cache, groups = self.cache, self.shape.heads // self.shape.kv_heads
         if level == 0:
-            view = CacheView(cache, n, None)
+            view = CacheView(cache, n, None, groups)
             positions = cache.lens[:, None] + torch.arange(n, device=tokens.device)
         else:
-            view = CacheView(cache, n, ancestors, offset=(level - 1) * n)
+            view = CacheView(cache, n, ancestors, groups, offset=(level - 1) * n)
             positions = (cache.lens[:, None] + (level - 1)).expand(b, n)
         attend = lambda q, k, v: view.attend(0, q, k, v)  # noqa: E731
         return self.layer(F.embedding(tokens, self.embedding), hidden, self.rope(positions), attend)

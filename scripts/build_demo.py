@@ -157,14 +157,14 @@ def publish(args: argparse.Namespace, work: Path) -> None:
 CARD = """# The demo pair
 
 A target of {target_m:.1f} M parameters (Llama architecture, {layers} layers, hidden size {hidden}, vocabulary {vocab},
-context {context}) and its EAGLE-3 drafter of {drafter_m:.1f} M, both trained from scratch on {cpus} CPU cores; bf16
-safetensors, {mebibytes} MiB with the tokenizer. It is a demonstration: it writes English in the form of a chat, and
+context {context}) and its EAGLE-3 drafter of {drafter_m:.1f} M, both trained from scratch; bf16 safetensors,
+{mebibytes} MiB with the tokenizer. It is a demonstration: it writes English in the form of a chat, and
 what it says is often wrong.
 
 - Target: one pass over {tokens:,} tokens; loss {train_loss:.3f} in training, {heldout_loss:.3f} held out (nats a
   token).
 - Drafter: {draft_tokens:,} padded tokens of the target's own answers (three quarters greedy, one quarter at temperature
-  0.8), {draft_steps} steps of training-time test; held-out agreement with the target's first choice, by step:
+  0.8), {draft_steps} steps; held-out agreement with the target's first choice, by step:
   {accuracy}.
 - tau on the first turns of MT-bench, greedy, 64 new tokens: {tau}.
 
@@ -172,10 +172,8 @@ Made by
 
     python scripts/build_demo.py --data DATA --bench MT_BENCH
 
-with DATA {rows} conversations in ShareGPT form: GSM8K train (MIT), GPTeacher (MIT), Schema-Guided Dialogue
-(CC-BY-SA-4.0), Taskmaster-4 (CC-BY-4.0), FLAN CoT (Apache-2.0), OASST model outputs (Apache-2.0), LLaMA-Factory demos
-(Apache-2.0), Dolly subset (CC-BY-SA-3.0). None of these texts is in this repository. The weights are under the
-project's licence, Apache-2.0.
+with DATA {rows} conversations in ShareGPT form, of which none is in this repository{note}. The weights
+are under the project's licence, Apache-2.0.
 """
 
 
@@ -189,13 +187,13 @@ def card(args: argparse.Namespace, report: dict) -> str:
         hidden=args.hidden_size,
         vocab=args.vocab_size,
         context=LENGTH,
-        cpus=torch.get_num_threads(),
         mebibytes=report["mebibytes"],
         **report["target"],
         draft_tokens=train["tokens"],
         draft_steps=train["step"],
         accuracy=", ".join(f"{a:.2f}" for a in heldout["accuracy"]),
         tau="; ".join(f"{tau:.2f} ({name})" for name, tau in (report["tau"] or {}).items()) or "not measured",
+        note=": see DATA.md" if (args.out / "DATA.md").exists() else "",
         rows=f"{sum(1 for _ in read_conversations(args.data)):,}",
     )
 
@@ -220,13 +218,19 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=192)
     args = parser.parse_args()
     work = args.work
-    work.mkdir(parents=True, exist_ok=True)
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {error.filename}: {error.strerror}") from None
     if not (work / "target").exists():
         build_target(args, work / "target")
     if not (work / "answers" / "all.jsonl").exists():
         build_answers(args, work / "answers")
     # A finished run resumes at its last step and ends at once.
-    subprocess.run(train_command(work, resume=(work / "eagle3" / "trainer.pt").exists()), check=True)
+    trained = subprocess.run(train_command(work, resume=(work / "eagle3" / "trainer.pt").exists()), check=False)
+    if trained.returncode:
+        sys.exit(trained.returncode)
     publish(args, work)
 
 

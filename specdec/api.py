@@ -45,9 +45,9 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding only: the prefill, with the first token, is left out."""
+        """Decoding only: the prefill, with the first token, is left out, and so is the time spent on showing text."""
         decoded = self.num_tokens - len(self.rows)
-        return decoded / max(self.result.seconds - self.result.prefill_seconds, 1e-9)
+        return decoded / self.result.decode_seconds if decoded else 0.0
 
 
 def make_tree(topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None) -> TreePolicy:

@@ -18,19 +18,23 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
     return torch.where(offset[:, None] < 0, True, inside & (offset[:, None] < m))
 
 
+def packed_mask(mask: Tensor, groups: int) -> Tensor:
+    """mask [B,N,S] -> [B,1,groups*N,S]: the same for each of the query heads that share a key head."""
+    b, n, slots = mask.shape
+    return mask[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
+
+
 def attend(q: Tensor, kv: Tensor, visible: int, mask: Tensor | None) -> Tensor:
     """q [B,N,heads,Dh] over kv [2,B,S,K,Dh], of which the first `visible` slots count -> [B,N,heads*Dh].
 
-    mask [B,N,visible] bool, or None if every slot is visible to every node. The query heads that share a key head are
-    packed along the node axis, so keys and values are never repeated.
+    mask [B,1,groups*N,visible] bool, from `packed_mask`, or None if every slot is visible to every node. The query
+    heads that share a key head are packed along the node axis, so keys and values are never repeated.
     """
     b, n, heads, dim = q.shape
     keys, values = kv[0, :, :visible].transpose(1, 2), kv[1, :, :visible].transpose(1, 2)  # [B,K,S,Dh]
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
     packed = q.view(b, n, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * n, dim)
-    if mask is not None:
-        mask = mask[:, None, None].expand(b, 1, groups, n, visible).reshape(b, 1, groups * n, visible)
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
     return out.view(b, kv_heads, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
 
@@ -53,20 +57,22 @@ class CacheView:
     """What the layers of one forward share: where n new positions go in the cache, and what each of them sees.
 
     The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool tells which scratch
-    slots each of them sees, itself included; None means causal. All committed slots are visible.
+    slots each of them sees, itself included; None means causal. All committed slots are visible. groups is the number
+    of query heads to a key head. A single causal position of a single row reads `bound` slots without a mask: there,
+    in plain decoding, the bound must be exact.
     """
 
-    def __init__(self, cache: KVCache, n: int, ancestors: Tensor | None, offset: int = 0):
+    def __init__(self, cache: KVCache, n: int, ancestors: Tensor | None, groups: int, offset: int = 0):
         nodes = torch.arange(offset, offset + n, device=cache.lens.device)
         self.cache, self.slots = cache, cache.slots_of(nodes)
         self.fresh = ancestors is None and cache.bound == 0
         self.visible = min(cache.bound + offset + n, cache.slots)
         self.mask = None
         if self.fresh or (n == 1 and ancestors is None and cache.batch == 1):
-            return  # one row, one position: everything up to it is visible, and `bound` is its exact length
+            return
         if ancestors is None:
             ancestors = (nodes[:, None] >= nodes).expand(cache.batch, n, n)
-        self.mask = tree_mask(cache.lens, ancestors, self.visible)
+        self.mask = packed_mask(tree_mask(cache.lens, ancestors, self.visible), groups)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""

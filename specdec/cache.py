@@ -11,7 +11,8 @@ class KVCache:
     b are committed; a forward of N nodes writes slots lens[b]..lens[b]+N-1; `commit` moves the accepted ones down and
     the rest is simply overwritten next time.
 
-    `bound` is a host-side upper bound of lens: attention reads only `bound` plus the scratch slots in use, not all S.
+    `bound` is a host-side upper bound of lens, of the rows that still decode: attention reads only `bound` plus the
+    scratch slots in use, not all S.
     It costs no synchronisation, because a round emits at most P tokens; the engine tightens it when it reads them.
     """
 

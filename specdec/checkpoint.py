@@ -28,12 +28,11 @@ def resolve(path: str | os.PathLike) -> Path:
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
         raise ValueError(f"no such checkpoint folder: {path}")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except Exception as error:  # the hub's own errors and whatever its HTTP library raises
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
 
 
@@ -53,7 +52,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint folder, one at a time."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
     else:
         names = sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
@@ -85,6 +84,8 @@ class StrictFill:
         """True if the name is one of ours; ValueError on a wrong shape."""
         if name not in self.parameters:
             return False
+        if name not in self.missing:
+            raise ValueError(f"{self.source}: the tensor {name} is there twice; remove the files that do not belong")
         tensor, start, rows = self.parameters[name]
         slot = tensor.detach()[start : start + rows]
         if slot.shape != value.shape:
@@ -116,12 +117,12 @@ def whole(module: nn.Module, name: str) -> dict[str, tuple[Tensor, int, int]]:
     return {f"{name}.{key}": (p, 0, p.shape[0]) for key, p in module.named_parameters()}
 
 
-def choose_dtype(dtype: str, config: dict, device: str) -> torch.dtype:
+def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
         raise ValueError(f"dtype must be auto, fp32, fp16 or bf16, got {dtype!r}")
-    if torch.device(device).type == "cpu":
+    if device.type == "cpu":
         return torch.float32
     stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return getattr(torch, stated, torch.bfloat16)
@@ -136,15 +137,25 @@ def check_device(device: str) -> torch.device:
 
 
 def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors as one folder, whole or not at all; an older folder is replaced."""
+    """Write config.json and model.safetensors as one folder, whole or not at all; an older one of the kind is replaced.
+
+    Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
+    """
     folder = Path(folder)
-    aside = folder.with_name(folder.name + ".partial")
+    aside, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
+    others = sorted(p.name for p in folder.glob("*") if p.name not in ("config.json", "model.safetensors"))
+    if others:
+        raise ValueError(f"{folder} holds {others[0]}, which is not of a drafter; choose another folder to write to")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        for leftover in (aside, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
         aside.mkdir(parents=True)
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
         aside.rename(folder)
-    except OSError as error:
-        raise ValueError(f"cannot write {folder}: {error.strerror or error}") from None
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None

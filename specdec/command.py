@@ -99,6 +99,11 @@ class Screen:
         self._show(emitted[:accepted], DRAFTED)
         self._show(emitted[accepted:], "")
 
+    def end(self) -> None:
+        """Show what was held back, and end the line."""
+        if not self.quiet:
+            print(self.stream.end())
+
     def _show(self, ids: list[int], colour: str) -> None:
         text = self.stream.feed(ids) if ids else ""
         if text:
@@ -151,10 +156,10 @@ def run_prompts(session: Session, prompts: list[str]) -> dict:
         batch = prompts[start : start + args.batch_size]
         if len(prompts) > 1:
             print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
-        done.append(session.run(batch, Screen(session.target, quiet=not single, trees=args.show_trees)))
-        if single:
-            print()
-        else:
+        screen = Screen(session.target, quiet=not single, trees=args.show_trees)
+        done.append(session.run(batch, screen))
+        screen.end()
+        if not single:
             print("\n".join(done[-1].text))
         if args.compare:
             baseline.append(session.run(batch, plain=True))
@@ -193,7 +198,9 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
     if baseline:
         plain = merged(baseline)
         summary["baseline_tokens_per_second"] = plain.tokens_per_second
-        summary["speedup"] = total.tokens_per_second / plain.tokens_per_second
+        # A text that ends with its first token decodes nothing, in no time.
+        rate = plain.tokens_per_second
+        summary["speedup"] = total.tokens_per_second / rate if rate else None
         same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
         summary["identical"] = all(same) if session.sampling.greedy else None
         summary["identical_rows"] = sum(same)
@@ -210,9 +217,8 @@ def print_summary(session: Session, s: dict) -> None:
     times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
-        print(
-            f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {s['speedup']:.2f}x"
-        )
+        ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
+        print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
         if session.sampling.greedy:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
         else:
@@ -256,13 +262,16 @@ def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):
         observer=screen,
     )
     row = result.rows[0]
-    print(f"\n[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
+    screen.end()
+    print(f"[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
     return row
 
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     args = parser().parse_args(argv)
     check_flags(args)
     prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
@@ -275,4 +284,3 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(summary))
     else:
         print_summary(session, summary)
-

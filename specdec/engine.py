@@ -17,10 +17,14 @@ from specdec.verify import sample_and_match
 
 @dataclass
 class Row:
-    """One sequence while it is decoded, and its result. finish: 'eos', 'length' (max_new_tokens) or 'context'."""
+    """One sequence while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
+
+    finish: 'eos', 'length' (max_new_tokens) or 'context' (the target's context is full).
+    """
 
     prompt: list[int]
     limit: int
+    at_limit: str = "length"
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     trace: RowTrace = field(default_factory=RowTrace)
@@ -35,7 +39,7 @@ class Row:
         if end is not None:
             self.finish = "eos"
         elif len(self.tokens) == self.limit:
-            self.finish = "length"
+            self.finish = self.at_limit
         return kept
 
 
@@ -54,7 +58,12 @@ class Result:
     rows: list[Row]
     seconds: float  # all of it
     prefill_seconds: float  # until the first token
-    parts: dict[str, float]  # seconds in prefill, draft, verify, commit, host
+    parts: dict[str, float]  # seconds in prefill, draft, verify, commit, host, output
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last, without the time that the observer took."""
+        return self.seconds - self.prefill_seconds - self.parts.get("output", 0.0)
 
 
 class Engine:
@@ -105,8 +114,7 @@ class Engine:
         clock.mark("prefill")
         report = RoundReport([row.add(t, eos) for row, t in zip(rows, first, strict=True)], [0] * len(rows))
         prefill_seconds = time.perf_counter() - start
-        if observer:
-            observer(report)
+        self._observe(observer, report, clock)
         while any(row.finish is None for row in rows):
             active = torch.tensor([row.finish is None for row in rows], device=self.device)
             # Exact lengths are known here; within the round the caches work with upper bounds.
@@ -121,9 +129,14 @@ class Engine:
                 report = RoundReport(emitted, [n - 1 for n in counts], tree, verdict)
             self._record(rows, report, eos)
             clock.mark("host")
-            if observer:
-                observer(report)
+            self._observe(observer, report, clock)
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
+
+    @staticmethod
+    def _observe(observer: Callable[[RoundReport], None] | None, report: RoundReport, clock: Clock) -> None:
+        if observer is not None:
+            observer(report)
+            clock.mark("output")
 
     def _rows(self, prompts: list[list[int]], max_new_tokens: int) -> list[Row]:
         context = self.target.config.context
@@ -134,11 +147,21 @@ class Engine:
         for prompt in prompts:
             if not prompt:
                 raise ValueError("the prompt is empty; give at least one token")
+            vocab = self.target.config.vocab
+            if min(prompt) < 0 or max(prompt) >= vocab:
+                raise ValueError(
+                    f"the prompt holds token {max(prompt)}, but the target's vocabulary has {vocab} tokens only: "
+                    "the tokenizer does not belong to it"
+                )
             if len(prompt) >= context:
                 raise ValueError(
                     f"the prompt has {len(prompt)} tokens, the target's context holds {context}, new ones included"
                 )
-        return [Row(prompt, min(max_new_tokens, context - len(prompt))) for prompt in prompts]
+        room = [context - len(prompt) for prompt in prompts]
+        return [
+            Row(prompt, min(max_new_tokens, r), "length" if max_new_tokens <= r else "context")
+            for prompt, r in zip(prompts, room, strict=True)
+        ]
 
     def _prefill(
         self, rows: list[Row], sampling: Sampling, generator: torch.Generator
@@ -214,7 +237,5 @@ class Engine:
             row.trace.accepted.append(report.accepted[i])
             kept = row.add(report.emitted[i], eos)
             row.trace.emitted.append(len(kept))
-            if row.finish == "length" and len(row.prompt) + len(row.tokens) == self.target.config.context:
-                row.finish = "context"
             report.emitted[i] = kept
             report.accepted[i] = min(report.accepted[i], len(kept))

@@ -1,6 +1,6 @@
 """Decode with a draft checkpoint:  python -m specdec.generate --prompt "..."  (all flags: --help).
 
-Only the entry: from Python, `specdec.generate` is the function of `specdec.api`, and importing this module would hide it.
+Only the entry: from Python, `specdec.generate` is the function of `specdec.api`; importing this module would hide it.
 """
 
 from specdec.command import main

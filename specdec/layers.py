@@ -35,6 +35,11 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+def check_heads(heads: int, kv_heads: int) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+
+
 @dataclass(frozen=True)
 class Rope:
     """Rotary position embedding of one model: what the checkpoint's config says about it.

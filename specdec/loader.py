@@ -42,10 +42,10 @@ def load_target(path: str | os.PathLike, *, dtype: str = "auto", device: str = "
     folder = resolve(path)
     raw = read_json(folder / "config.json")
     config = read_config(raw, str(path))
-    torch_dtype = choose_dtype(dtype, raw, device)
+    place = check_device(device)
     with torch.device("meta"):
-        target = Target(config)
-    target = target.to_empty(device=check_device(device)).to(torch_dtype)
+        target = Target(config).to(choose_dtype(dtype, raw, place))
+    target.to_empty(device=place)
     fill = StrictFill(str(path), target_parameters(target))
     spare_head = None
     for name, value in read_tensors(folder):
@@ -59,7 +59,7 @@ def load_target(path: str | os.PathLike, *, dtype: str = "auto", device: str = "
             raise ValueError(
                 f"{path}: lm_head.weight differs from the embedding, but the config says that they are tied"
             )
-        target.head.weight.detach().copy_(target.embed.weight)
+        target.head.weight = target.embed.weight
     fast_layout(target)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
@@ -81,5 +81,6 @@ def load_tokenizer(folder: Path):
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder} has no tokenizer that loads: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{folder} has no tokenizer that loads: {reason}") from None

@@ -103,7 +103,8 @@ class Target(nn.Module):
             self.rope.reserve(n, self.norm.weight)
             rope, view = self.rope(depth), NoCache()
         else:
-            rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors)
+            groups = self.config.heads // self.config.kv_heads
+            rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors, groups)
         x = self.embed(tokens)
         states = {0: x} if 0 in taps else {}
         for layer, block in enumerate(self.blocks):

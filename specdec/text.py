@@ -3,17 +3,26 @@
 import json
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from specdec.model import Target
 
 
 def clean(text: str) -> str:
-    """Bytes of the command line that are not UTF-8 arrive as surrogates, which no tokenizer takes: make them U+FFFD."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    """Make surrogates, which no tokenizer takes, U+FFFD: bytes of the command line that are not UTF-8 arrive as such,
+    and JSON can hold half a pair."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def encode_chat(target: Target, messages: list[dict[str, str]]) -> list[int]:
     """Messages -> ids with the chat template of the target, up to where the assistant speaks."""
-    text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"the target's chat template does not take this conversation: {error}") from None
     return target.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -47,9 +56,11 @@ def _prompt_of(line: str, where: str) -> str:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
-    prompt = row.get("prompt") or (row.get("turns") or [None])[0] if isinstance(row, dict) else None
+    fields = row if isinstance(row, dict) else {}
+    turns = fields.get("turns")
+    prompt = fields.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
     if not isinstance(prompt, str):
-        raise ValueError(f"{where} has neither 'prompt' nor 'turns'")
+        raise ValueError(f"{where} has neither a text 'prompt' nor a list 'turns'")
     return prompt
 
 
@@ -59,17 +70,24 @@ class TextStream:
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.shown = 0  # ids whose text has been given out
-        self.context = 0  # where decoding starts: some tokenizers need the token before to place a space
+        self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
+        self.chunk = 0  # where the newest chunk that was given out whole ends
+        self.given = 0  # characters of the text from `start` that have been given out
 
     def feed(self, ids: list[int]) -> str:
+        """The text that these ids make final."""
         self.ids += ids
-        before = self._decode(self.ids[self.context : self.shown])
-        now = self._decode(self.ids[self.context :])
-        if len(now) <= len(before) or now.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self.context, self.shown = self.shown, len(self.ids)
-        return now[len(before) :]
+        text = self._decode()
+        final = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        new, self.given = final[self.given :], max(self.given, len(final))
+        if final == text:
+            self.start, self.chunk = self.chunk, len(self.ids)
+            self.given = len(self._decode())
+        return new
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def end(self) -> str:
+        """What was held back: nothing more is to come."""
+        return self._decode()[self.given :]
+
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)

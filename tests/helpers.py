@@ -1,6 +1,7 @@
 """Small models made on the spot."""
 
 import torch
+from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drafters import eagle3
@@ -8,6 +9,8 @@ from drafters.vocab import DraftVocab
 from specdec.archs import ModelConfig
 from specdec.layers import Rope
 from specdec.model import Target
+from specdec.sampling import filtered_probs
+from specdec.types import Sampling
 
 SMALL = {
     "vocab_size": 99,
@@ -63,3 +66,41 @@ def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None):
     if vocab is not None:
         vocab = DraftVocab(target.config.vocab, vocab.ids.sort().values)
     return eagle3.create(target, vocab=vocab).eval()
+
+
+@torch.inference_mode()
+def joint_of_tokens_2_and_3(target, prompt, sampling):
+    """Exact joint distribution [V,V] of the second and third new token, the first summed out.
+
+    The first comes from the prefill; these two come from trees, in one round or in two.
+    """
+    vocab = target.config.vocab
+    pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
+    rows = torch.cat([torch.tensor([prompt]).expand(len(pairs), -1), pairs], 1)
+    logits, _ = target(rows, None)
+    first, second, third = (filtered_probs(logits[:, i], sampling).view(vocab, vocab, vocab) for i in (-3, -2, -1))
+    # first[v1, v2, x] = p(x), second[v1, v2, x] = p(x | v1), third[v1, v2, x] = p(x | v1, v2)
+    return torch.einsum("a,ab,abc->bc", first[0, 0], second[:, 0], third)
+
+
+def pvalue_of_tokens_2_and_3(target: Target, prompt: list[int], sampling: Sampling, result) -> float:
+    """Chi-square of the second and third tokens of many rows of one prompt against their exact joint distribution."""
+    vocab = target.config.vocab
+    seen = torch.zeros(vocab, vocab, dtype=torch.float64)
+    for row in result.rows:
+        seen[tuple(row.tokens[1:3])] += 1
+    expected = joint_of_tokens_2_and_3(target, prompt, sampling).double() * len(result.rows)
+    assert seen[expected == 0].sum() == 0, "a token was emitted that the filters exclude"
+    observed, expected = merge_rare_cells(seen.flatten(), expected.flatten())
+    assert len(observed) > 3
+    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+
+
+def merge_rare_cells(seen, expected, least=5.0):
+    """Cells with an expected count below `least` are counted together, as the chi-square approximation needs."""
+    rare = expected < least
+    keep = ~rare
+    if expected[rare].sum() < least:
+        return seen[keep].numpy(), expected[keep].numpy()
+    pooled = [torch.cat([x[keep], x[rare].sum()[None]]).numpy() for x in (seen, expected)]
+    return pooled[0], pooled[1]

@@ -38,6 +38,7 @@ CASES = {
 @torch.inference_mode()
 def test_logits_match_transformers(case, tmp_path):
     model = save_hf(tmp_path, **CASES[case])
+    assert (tmp_path / "model.safetensors.index.json").exists() == ("shard" in CASES[case])
     target = load_target(tmp_path, tokenizer=False)
     ids = torch.randint(99, (2, 40))
     out = model(ids, output_hidden_states=True)

@@ -13,6 +13,7 @@ from drafters.formats import load_drafter, save_drafter
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.loader import load_target
 from training.data import Batches, count_tokens, read_conversations, tokenise
+from training.losses import soft_cross_entropy
 from training.regenerate import main as regenerate_main
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -63,6 +64,34 @@ def test_sharegpt_and_openai_forms(tmp_path, name):
     (lzma.open if name.endswith("xz") else open)(tmp_path / name, "wt", encoding="utf-8").write(text)
     first, second = read_conversations(tmp_path / name)
     assert first == second == openai["messages"]
+
+
+def test_without_markers_the_mask_is_what_a_message_adds(target_path):
+    tokenizer = load_target(target_path).tokenizer
+    conversation = [*CONVERSATIONS[0], *CONVERSATIONS[1]]
+    (marked,) = tokenise(tokenizer, [conversation], 500)
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    (unmarked,) = tokenise(tokenizer, [conversation], 500)
+    assert unmarked.ids.tolist() == marked.ids.tolist()
+    assert unmarked.mask.tolist() == marked.mask.tolist()
+    tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="rewrites earlier text"):
+        tokenise(tokenizer, [conversation], 500)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_fused_loss_equals_the_plain_one(autocast):
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 300, 50) * 4).requires_grad_()
+    probs = torch.randn(3, 300, 50).softmax(-1)
+    expected = -(probs * logits.log_softmax(-1)).sum(-1)
+    (wanted,) = torch.autograd.grad((expected * torch.arange(300)).sum(), logits)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss, best = soft_cross_entropy(logits, probs)
+    (grad,) = torch.autograd.grad((loss * torch.arange(300)).sum(), logits)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(best, logits.argmax(-1))
 
 
 def test_batches_are_deterministic_and_hold_every_sample(target_path):
@@ -173,6 +202,8 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["out=/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["resume=true"], "nothing to resume"),
         (["data.heldout=60"], "of which data.heldout=60 are held out"),
+        (["objective.steps=0"], "objective.steps must be at least 1"),
+        (["drafter.num_attention_heads=5", "drafter.num_key_value_heads=2"], "5 attention heads cannot share 2"),
         (["trainer.steps=0"], "trainer.steps must be at least 1"),
         (["trainer.schedule=exponential"], "schedule must be"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
@@ -189,6 +220,38 @@ def test_mistakes_are_one_sentence(target_path, data, tmp_path, overrides, messa
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_mistake_does_not_lock_the_folder(target_path, data, tmp_path):
+    assert train(target_path, data, tmp_path / "run", "drafter.taps=[1,2,9]").returncode == 2
+    assert train(target_path, data, tmp_path / "run", "trainer.steps=2")["step"] == 2
+
+
+@pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
+def test_another_drafters_run_is_not_resumed(target_path, data, tmp_path, change):
+    train(target_path, data, tmp_path / "run", "trainer.steps=2")
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    done = train(target_path, data, tmp_path / "run", "trainer.steps=4", "resume=true", change)
+    assert done.returncode == 2
+    assert "belongs to another drafter" in done.stderr
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+def test_a_damaged_state_is_named(target_path, data, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "trainer.pt").write_bytes(b"no zip")
+    done = train(target_path, data, tmp_path / "run", "resume=true")
+    assert done.returncode == 2
+    assert "damaged or not ours" in done.stderr
+
+
+def test_saving_never_deletes_a_stranger(target_path, drafter_path, tmp_path):
+    target = load_target(target_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "precious.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"holds precious.txt"):
+        save_drafter(load_drafter(drafter_path, target), tmp_path / "models", target)
+    assert (tmp_path / "models" / "precious.txt").read_text() == "x"
 
 
 def test_a_second_run_does_not_overwrite_the_first(target_path, data, tmp_path):

@@ -2,12 +2,14 @@
 
 import json
 import lzma
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -47,10 +49,14 @@ def _messages(row: dict, where: str) -> list[Message]:
         raise ValueError(f"{where} has none of 'conversations' (ShareGPT), 'messages' (OpenAI) and 'text'")
     messages = []
     for turn in row.get("conversations") or row.get("messages") or []:
-        role = ROLES.get(turn.get("from", turn.get("role")))
-        if role is None:
-            raise ValueError(f"{where} has a turn by {turn.get('from', turn.get('role'))!r}; known are {sorted(ROLES)}")
-        messages.append({"role": role, "content": turn.get("value", turn.get("content")) or ""})
+        if not isinstance(turn, dict):
+            raise ValueError(f"{where} has a turn that is not an object: {turn!r}")
+        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        if role not in ROLES:
+            raise ValueError(f"{where} has a turn by {role!r}; known are {', '.join(ROLES)}")
+        if not isinstance(content, str | None):
+            raise ValueError(f"{where} has content that is not text, which is not supported")
+        messages.append({"role": ROLES[role], "content": content or ""})
     return messages
 
 
@@ -65,29 +71,54 @@ class Sample:
 def tokenise(
     tokenizer, conversations: Iterable[list[Message]], max_length: int, limit: int | None = None
 ) -> list[Sample]:
-    """Render with the chat template and cut at max_length; conversations with nothing to learn are left out."""
+    """Render with the chat template and cut at max_length.
+
+    Conversations with nothing to learn, or that the template refuses, are left out.
+    """
     samples = []
     for messages in conversations:
         if limit is not None and len(samples) >= limit:
             break
-        ids, mask = _render(tokenizer, messages) if messages else ([], [])
+        try:
+            ids, mask = _render(tokenizer, messages) if messages else ([], [])
+        except TemplateError:  # for example a template that wants the user to speak first
+            continue
         if any(mask[:max_length]):
             samples.append(Sample(np.array(ids[:max_length], dtype=np.int32), np.array(mask[:max_length], dtype=bool)))
     return samples
 
 
 def _render(tokenizer, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Ids and loss mask: all of a plain text; of a conversation what the template marks as generated."""
+    """Ids and loss mask: all of a plain text; of a conversation what the assistant says, its end token included.
+
+    Templates with {% generation %} markers tell that themselves. Of another template's text, what the assistant says is
+    what rendering one message more adds behind the prompt for it; a template that rewrites earlier text is refused.
+    """
     if messages[0]["role"] == "text":
         ids = tokenizer(messages[0]["content"])["input_ids"]
         return ids, [1] * len(ids)
-    if "{% generation" not in (tokenizer.chat_template or "").replace("{%-", "{%"):
-        raise ValueError(
-            "the tokenizer's chat template has no {% generation %} markers, so the assistant's tokens cannot be told; "
-            "add them to the template around the assistant's content"
+    if re.search(r"{%-?\s*generation", tokenizer.chat_template or ""):
+        out = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-    out = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    return out["input_ids"], out["assistant_masks"]
+        return out["input_ids"], out["assistant_masks"]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = [_span(tokenizer, messages, i, text) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    mask = [int(any(a <= start and end <= b for a, b in spans)) for start, end in out["offset_mapping"]]
+    return out["input_ids"], mask
+
+
+def _span(tokenizer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
+    """Characters [start, end) of message i in the rendered text."""
+    before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+    after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+    if not (after.startswith(before) and text.startswith(after)):
+        raise ValueError(
+            "the chat template rewrites earlier text, so the assistant's tokens cannot be told; put {% generation %} "
+            "markers around the assistant's content in it"
+        )
+    return len(before), len(after)
 
 
 def count_tokens(samples: list[Sample], vocab: int) -> Tensor:

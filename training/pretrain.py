@@ -94,6 +94,11 @@ def pretrain(
     The learning rate warms up over 2 % of the steps and falls linearly to zero over the last 60 %. Resumable: the state
     is written to `checkpoint` every few minutes.
     """
+    if len(data) < batch or len(heldout) == 0:
+        raise ValueError(
+            f"the data fill {len(data)} rows of {data.shape[1]} tokens, and {len(heldout)} held out; "
+            f"at least {batch} and 1 are needed"
+        )
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
@@ -126,6 +131,6 @@ def pretrain(
             checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
     with torch.no_grad():
-        losses = [loss_of(rows.long()).item() for rows in heldout.split(batch) if len(rows) == batch]
+        losses = [loss_of(row[None].long()).item() for row in heldout]
     report = {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
     return model, report

@@ -6,10 +6,12 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 import itertools
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import hydra
 import torch
+import transformers
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,7 +22,7 @@ from specdec.cli import one_sentence_errors
 from specdec.loader import load_target
 from specdec.model import Target
 from training.data import Batches, Sample, count_tokens, read_conversations, tokenise
-from training.trainer import Trainer, TrainerConfig
+from training.trainer import STATE, Trainer, TrainerConfig
 
 
 def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list[Sample]]:
@@ -73,26 +75,36 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     return instantiate(settings, target=target, vocab=vocab)
 
 
-def prepare_folder(out: Path, resume: bool) -> None:
-    if (out / "log.jsonl").exists() and not resume:
+def check_folder(out: Path, resume: bool) -> None:
+    """A finished or saved run is never overwritten; what a run left that never saved is."""
+    if (out / STATE).exists() and not resume:
         raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "log.jsonl").touch()
+        if not os.access(out, os.W_OK):
+            raise ValueError(f"cannot write to {out}: no permission")
     except OSError as error:
         raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+
+
+def record(config: DictConfig, out: Path, resume: bool) -> None:
+    """Write down what is run: resolved settings, versions, revision; and start the log afresh unless it goes on."""
+    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
+    (out / "config.yaml").write_text(head + OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+    if not resume:
+        (out / "log.jsonl").write_text("")
 
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     trainer_config = trainer_settings(config.trainer)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     out = Path(config.out)
+    check_folder(out, config.resume)
+    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     train, heldout = load_samples(config.data, target)
-    prepare_folder(out, config.resume)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed)
     run_config = OmegaConf.to_container(config, resolve=True)
-    (out / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
     trainer = Trainer(
         target,
         drafter,
@@ -105,6 +117,7 @@ def run(config: DictConfig) -> None:
     )
     if config.resume:
         trainer.resume()
+    record(config, out, config.resume)
     tokens = sum(len(s.ids) for s in train)
     parameters = sum(p.numel() for p in drafter.parameters())
     print(

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,6 +153,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "drafter": {name: p.detach() for name, p in self.drafter.named_parameters()},
+            "meaning": self._meaning(),
             "vocab": self.drafter.vocab.ids,
             "optimizers": self.optimizers.state_dict(),
             "rng": torch.get_rng_state(),
@@ -160,6 +162,10 @@ class Trainer:
         torch.save(state, aside)
         os.replace(aside, self.out / STATE)
 
+    def _meaning(self) -> str:
+        """What the weights mean beyond their shapes: taps, rope, and so on."""
+        return f"{type(self.drafter).__name__} taps {list(self.drafter.taps)} {self.drafter.shape}"
+
     def resume(self) -> None:
         """Go on from the folder's state. Raises ValueError if there is none, or if it is of another drafter."""
         path = self.out / STATE
@@ -167,20 +173,21 @@ class Trainer:
             raise ValueError(f"nothing to resume: {path} does not exist")
         try:
             state = torch.load(path, map_location=self.target.embed.weight.device, weights_only=True)
-        except (RuntimeError, EOFError, OSError, ValueError) as error:
-            raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
-        own = dict(self.drafter.named_parameters())
-        fits = own.keys() == state["drafter"].keys() and all(
-            own[k].shape == v.shape for k, v in state["drafter"].items()
+            weights, vocab, meaning = state["drafter"], state["vocab"], state["meaning"]
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged or not ours: {str(error).splitlines()[0]}") from None
+        own, ids = dict(self.drafter.named_parameters()), self.drafter.vocab.ids
+        same_shapes = {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in weights.items()}
+        same_vocab = (ids is None and vocab is None) or (
+            ids is not None and vocab is not None and torch.equal(ids, vocab)
         )
-        ids = self.drafter.vocab.ids
-        if not fits or not (ids is state["vocab"] or torch.equal(ids, state["vocab"])):
+        if not same_shapes or not same_vocab or meaning != self._meaning():
             raise ValueError(
                 f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
             )
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(state["drafter"][name])
+                parameter.copy_(weights[name])
         self.optimizers.load_state_dict(state["optimizers"])
         torch.set_rng_state(state["rng"].cpu())
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]

@@ -4,8 +4,8 @@ Tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id, ascending
 embedding is always the target's, even if the file holds one: exporters have been seen to store a random one.
 
 Traps: the published configs state no rope, and mean theta 10000 whatever the target's is. Taps that are not listed are
-hidden states 2, N/2, N-3; a list `eagle_aux_hidden_state_layer_ids` names layers by their *output*, one less than the
-index of the hidden state. Our own field `taps` holds indices into hidden_states and needs no such care.
+hidden states 2, N/2, N-3, and a list of them means different things in different places (`_taps`). Our own field `taps`
+holds indices into hidden_states.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3
         raise ValueError(
             f"{name}: the drafter is for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
         )
-    taps = _taps(config, wanted.layers)
+    taps = _taps(config, wanted.layers, name)
     streams, rest = divmod(tensors["fc.weight"].shape[-1], wanted.hidden)
     if rest or streams != len(taps):
         raise ValueError(
@@ -57,17 +57,25 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3
             f"{len(taps) * wanted.hidden}"
         )
     check_taps(taps, wanted.layers)
-    drafter = Eagle3(shape, taps, _vocab(config, tensors, wanted.vocab, name), target.embed.weight.float().cpu())
+    drafter = Eagle3(shape, taps, _vocab(config, tensors, wanted.vocab, name), target.embed.weight)
     fill = StrictFill(name, parameters(drafter))
     for key, value in tensors.items():
         if key not in ("d2t", "t2d", "embed_tokens.weight") and not fill.put(key, value):
             raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which EAGLE-3 has no place")
     fill.finish()
-    drafter.embedding = target.embed.weight.detach()
     return drafter
 
 
+# Fields of other trainers that change the forward; false or absent means the published one.
+OTHER_FORWARDS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+
+
 def _shape(config: dict, name: str) -> DraftShape:
+    for field in OTHER_FORWARDS:
+        if config.get(field):
+            raise ValueError(f"{name}: the drafter's config sets {field}, which is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return DraftShape(
@@ -84,13 +92,19 @@ def _shape(config: dict, name: str) -> DraftShape:
         raise ValueError(f"{name}: config.json lacks the field {error}") from None
 
 
-def _taps(config: dict, layers: int) -> tuple[int, ...]:
-    if "taps" in config:
-        return tuple(config["taps"])
+def _taps(config: dict, layers: int, name: str) -> tuple[int, ...]:
+    """Indices into hidden_states. A list inside `eagle_config` counts layers by their outputs (SpecForge, SGLang), one
+    at the top of the config by their inputs (speculators, vLLM)."""
     outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if outputs:
-        return tuple(i + 1 for i in outputs)
-    return (2, layers // 2, layers - 3)
+    if "taps" in config:
+        taps = config["taps"]
+    elif outputs:
+        taps = [i + 1 for i in outputs]
+    else:
+        taps = config.get("eagle_aux_hidden_state_layer_ids") or [2, layers // 2, layers - 3]
+    if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+        raise ValueError(f"{name}: taps must be a list of layer numbers, got {taps!r}")
+    return tuple(taps)
 
 
 def _vocab(config: dict, tensors: dict[str, Tensor], size: int, name: str) -> DraftVocab:
@@ -107,7 +121,8 @@ def _vocab(config: dict, tensors: dict[str, Tensor], size: int, name: str) -> Dr
 
 
 def save(drafter: Eagle3, folder: Path, target=None) -> None:
-    """Write the published layout. Taps go into the config; embeddings do not go into the file."""
+    """Write the published layout. Embeddings do not go into the file; taps go into the config as `taps`, and, given the
+    target, as `eagle_config` too, unless the state after the final norm is among them: others have no name for it."""
     shape, vocab = drafter.shape, drafter.vocab
     ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
     tensors = {name: t[start : start + rows] for name, (t, start, rows) in parameters(drafter).items()}
@@ -139,7 +154,6 @@ def _config(drafter: Eagle3, vocab: DraftVocab, shape: DraftShape, target) -> di
         **rope_fields(shape.rope),
     }
     layers = target.config.layers if target is not None else 0
-    # The other systems name layers by their outputs; the state after the final norm is no layer's output.
     if all(0 < tap < layers for tap in drafter.taps):
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in drafter.taps]}
     return config

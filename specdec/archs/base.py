@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specdec.layers import Rope
+from specdec.layers import Rope, check_heads
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ def read_common(config: dict, **differences) -> ModelConfig:
         "context": config.get("max_position_embeddings", 2048),
         "tied": config.get("tie_word_embeddings", False),
     }
+    check_heads(fields["heads"], fields["kv_heads"])
     return ModelConfig(**(fields | differences))
 
 

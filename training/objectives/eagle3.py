@@ -17,6 +17,8 @@ class Eagle3Objective:
     """
 
     def __init__(self, steps: int = 7, decay: float = 0.8, mean: str = "masked"):
+        if steps < 1:
+            raise ValueError(f"objective.steps must be at least 1, got {steps}")
         if mean not in ("masked", "all"):
             raise ValueError(f"mean must be 'masked' or 'all', got {mean!r}")
         self.steps, self.decay, self.mean = steps, decay, mean

@@ -1,0 +1,48 @@
+"""On a GPU: a round never synchronises, and greedy text in fp32 is plain decoding's."""
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+from specdec.engine import Engine
+from specdec.trace import Clock
+from specdec.types import Sampling
+from trees import Chain, DynamicTree
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+POLICIES = {"chain": Chain(3), "dynamic": DynamicTree(3, 3, 9)}
+
+
+def engine_on_gpu(policy) -> Engine:
+    target = tiny_target().to("cuda")
+    return Engine(target, tiny_drafter(target, draft_vocab=8).to("cuda"), policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
+@torch.inference_mode()
+def test_round_does_not_synchronise(policy, sampling):
+    engine = engine_on_gpu(POLICIES[policy])
+    rows = engine._rows([[1, 2, 3], [4]], 20)
+    generator = torch.Generator("cuda").manual_seed(0)
+    root, state, cache = engine._prefill(rows, sampling, generator)
+    active = torch.tensor([True, False], device="cuda")
+    clock = Clock(engine.device)
+    root, state, _, _ = engine.round(root, state, cache, active, sampling, generator, clock)  # warm up the libraries
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.round(root, state, cache, active, sampling, generator, clock)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_text_is_plain_decodings(policy):
+    engine = engine_on_gpu(POLICIES[policy])
+    prompts = [[3, 5, 7], [1], [2, 4, 6, 8]]
+    fast = engine.generate(prompts, max_new_tokens=40).rows
+    plain = Engine(engine.target).generate(prompts, max_new_tokens=40).rows
+    assert [row.tokens for row in fast] == [row.tokens for row in plain]

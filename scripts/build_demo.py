@@ -77,24 +77,25 @@ def build_target(args: argparse.Namespace, folder: Path) -> None:
 
 
 def build_answers(args: argparse.Namespace, folder: Path) -> None:
-    """The target's own answers to training prompts: greedy to most, sampled to the rest, each in a file of its own."""
+    """The target's own answers to prompts of the training data, drawn in proportion to how long their answers are there:
+    otherwise one-line dialogues are all that a drafter sees. A prompt's first answer is greedy, further ones sampled."""
     target = load_target(folder.parent / "target")
-    train, _ = split(args.data)
-    asked: set[str] = set()
-    prompts = []
-    for conversation in train:
-        first = conversation[0]
-        if first["role"] == "user" and first["content"] not in asked:
-            asked.add(first["content"])
-            prompts.append([first])
-    greedy, sampled = args.answers * 3 // 4, args.answers
-    for name, part, temperature in (("greedy", prompts[:greedy], 0.0), ("sampled", prompts[greedy:sampled], 0.8)):
+    pairs = [(c[0], len(c[1]["content"])) for c in split(args.data)[0] if len(c) > 1 and c[0]["role"] == "user"]
+    drawn = random.Random(SEED).choices([p for p, _ in pairs], [length for _, length in pairs], k=args.answers)
+    first: dict[str, Message] = {}
+    again: list[Message] = []
+    for prompt in drawn:
+        if prompt["content"] in first:
+            again.append(prompt)
+        else:
+            first[prompt["content"]] = prompt
+    for name, prompts, temperature in (("greedy", first.values(), 0.0), ("sampled", again, 0.8)):
         if not (folder / f"{name}.jsonl").exists():
             rows = regenerate(
                 target,
-                part,
+                [[prompt] for prompt in prompts],
                 max_new_tokens=args.answer_tokens,
-                batch_size=64,
+                batch_size=128,
                 sampling=Sampling(temperature),
                 seed=SEED,
             )
@@ -214,8 +215,8 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--target-tokens", type=int, default=15_000_000)
-    parser.add_argument("--answers", type=int, default=12_000, help="prompts that the target answers")
-    parser.add_argument("--answer-tokens", type=int, default=192)
+    parser.add_argument("--answers", type=int, default=10_000, help="prompts that the target answers")
+    parser.add_argument("--answer-tokens", type=int, default=160)
     args = parser.parse_args()
     work = args.work
     try:

@@ -297,7 +297,8 @@ def test_a_file_that_does_not_belong_is_refused(run, target_path, tmp_path):
 
 def test_the_python_interface_in_a_fresh_process(target_path, drafter_path):
     program = (
-        f"import specdec; t = specdec.load_target({str(target_path)!r}); d = specdec.load_drafter({str(drafter_path)!r}, t)\n"
+        f"import specdec; t = specdec.load_target({str(target_path)!r})\n"
+        f"d = specdec.load_drafter({str(drafter_path)!r}, t)\n"
         "out = specdec.generate(t, ['one', 'and two'], d, max_new_tokens=5); print(len(out.text), out.tau >= 1)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -164,8 +164,8 @@ what it says is often wrong.
 
 - Target: one pass over {tokens:,} tokens; loss {train_loss:.3f} in training, {heldout_loss:.3f} held out (nats a
   token).
-- Drafter: {draft_tokens:,} padded tokens of the target's own answers (three quarters greedy, one quarter at temperature
-  0.8), {draft_steps} steps; held-out agreement with the target's first choice, by step:
+- Drafter: {draft_tokens:,} padded tokens of the target's own answers (a prompt's first answer greedy, further ones at
+  temperature 0.8), {draft_steps} steps; held-out agreement with the target's first choice, by step:
   {accuracy}.
 - tau on the first turns of MT-bench, greedy, 64 new tokens: {tau}.
 

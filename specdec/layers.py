@@ -17,9 +17,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+        # Longer than `F.rms_norm`, and faster on the CPU, where that is made of the same operators and more.
+        h = x if x.dtype == torch.float32 else x.float()
+        h = h * (h * h).sum(-1, keepdim=True).mul_(1 / h.shape[-1]).add_(self.eps).rsqrt_()
+        return h.to(x.dtype) * self.weight
 
 
 class GatedMLP(nn.Module):

@@ -12,7 +12,7 @@ from specdec.layers import GatedMLP, RMSNorm, RopeTable, rotate
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention; q, k and v rows lie in one matrix, in this order."""
+    """Grouped-query self-attention over x [B*N,H]; q, k and v rows lie in one matrix, in this order."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -24,7 +24,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-        b, n, _ = x.shape
+        b, n = rope[0].shape[:2]
         qkv = self.qkv(x).view(b, n, -1, self.head_dim)
         if self.q_norm is None:
             qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
@@ -32,7 +32,7 @@ class Attention(nn.Module):
             q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
         q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=2)
-        return self.o(view.attend(layer, q, k, v))
+        return self.o(view.attend(layer, q, k, v).flatten(0, 1))
 
 
 class Block(nn.Module):
@@ -105,7 +105,9 @@ class Target(nn.Module):
         else:
             groups = self.config.heads // self.config.kv_heads
             rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors, groups)
-        x = self.embed(tokens)
+        x = self.embed(
+            tokens.flatten()
+        )  # [B*N,H]: a linear map of two dimensions has less to prepare than one of three
         states = {0: x} if 0 in taps else {}
         for layer, block in enumerate(self.blocks):
             x = block(x, rope, view, layer)
@@ -113,12 +115,12 @@ class Target(nn.Module):
                 states[layer + 1] = x
         x = self.norm(x)
         states[len(self.blocks)] = x
-        feats = torch.cat([states[tap] for tap in taps], dim=-1) if taps else None
+        feats = torch.cat([states[tap] for tap in taps], dim=-1).view(b, n, -1) if taps else None
         if not logits:
             return None, feats
         if last is not None:
-            x = x.gather(1, last[:, None, None].expand(-1, 1, x.shape[-1]))
-        return self.head(x), feats
+            x = x[torch.arange(b, device=x.device) * n + last]
+        return self.head(x).view(b, -1, self.config.vocab), feats
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:

@@ -77,8 +77,8 @@ def build_target(args: argparse.Namespace, folder: Path) -> None:
 
 
 def build_answers(args: argparse.Namespace, folder: Path) -> None:
-    """The target's own answers to prompts of the training data, drawn in proportion to how long their answers are there:
-    otherwise one-line dialogues are all that a drafter sees. A prompt's first answer is greedy, further ones sampled."""
+    """The target's own answers to prompts of the training data, drawn in proportion to how long their answers are
+    there: else one-line dialogues are most of what a drafter sees. A prompt's first answer is greedy, more sampled."""
     target = load_target(folder.parent / "target")
     pairs = [(c[0], len(c[1]["content"])) for c in split(args.data)[0] if len(c) > 1 and c[0]["role"] == "user"]
     drawn = random.Random(SEED).choices([p for p, _ in pairs], [length for _, length in pairs], k=args.answers)

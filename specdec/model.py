@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from specdec.archs import ModelConfig
 from specdec.attention import CacheView, NoCache
 from specdec.cache import KVCache
-from specdec.layers import GatedMLP, RMSNorm, RopeTable, rotate
+from specdec.layers import GatedMLP, Linear, RMSNorm, RopeTable, rotate
 
 
 class Attention(nn.Module):
@@ -18,8 +18,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Linear(config.hidden, rows, bias=config.qkv_bias)
-        self.o = nn.Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
+        self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
+        self.o = Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
 
@@ -65,7 +65,7 @@ class Target(nn.Module):
         self.embed = nn.Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
-        self.head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.head = Linear(config.hidden, config.vocab, bias=False)
         self.rope = RopeTable(config.rope, config.head_dim)
         self.requires_grad_(False)
 

@@ -28,8 +28,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 # Not `vecdot`: autocast would round it to bf16.
                 loss[piece] = (lse * mass).squeeze(-1) - (x * p).sum(-1)
                 best[piece] = x.max(-1).indices
-                torch.sub((x - lse).exp_().mul_(mass), p, out=x)
-                grad[piece] = x
+                grad[piece] = (x - lse).exp_().mul_(mass).sub_(p)
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(best)
         return loss, best

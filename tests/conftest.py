@@ -21,7 +21,7 @@ TEXTS = [
 def target_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoints") / "target"
     tokenizer = train_tokenizer(iter(TEXTS * 20), 320)
-    save_hf(path, "llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    save_hf(path, "llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, head=15.0)
     tokenizer.save_pretrained(path)
     return path
 

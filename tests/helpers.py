@@ -25,7 +25,7 @@ SMALL = {
 }
 
 
-def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: int = 0, **fields):
+def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: int = 0, head: float = 1.0, **fields):
     """A random transformers model of a family, saved; biases and norms are random too, so that none is forgotten."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(SMALL | fields))
@@ -36,6 +36,8 @@ def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: 
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             elif "embed" not in name and "lm_head" not in name:
                 parameter.mul_(4)  # far enough from linear that a wrong term shows
+            elif "lm_head" in name:
+                parameter.mul_(head)  # a larger head makes the next token less of a lottery
     model.save_pretrained(folder, max_shard_size=shard)
     return model
 

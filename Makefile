@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(RUN) -m specdec.generate --prompt "What are some good ways to learn a new language?" --max-new-tokens 160 --compare
+	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

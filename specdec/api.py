@@ -59,7 +59,7 @@ def make_tree(topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None
             )
         return Chain(steps)
     if num_draft_tokens is None:
-        num_draft_tokens = min(16, topk + (steps - 1) * topk * topk + 1)
+        num_draft_tokens = min(16, DynamicTree.candidates(topk, steps) + 1)
     return DynamicTree(topk, steps, num_draft_tokens)
 
 

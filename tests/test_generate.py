@@ -251,22 +251,23 @@ BROKEN_DRAFT = BROKEN | {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN_TARGET)
-def test_broken_targets(run, case, target_path, tmp_path):
-    change, message = BROKEN_TARGET[case]
-    code, _, err = run("--prompt", "x", target=damaged(target_path, tmp_path / "copy", change))
+def check_refused(run, message: str, **models):
+    code, _, err = run("--prompt", "x", **models)
     assert code == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("case", BROKEN_TARGET)
+def test_broken_targets(run, case, target_path, tmp_path):
+    change, message = BROKEN_TARGET[case]
+    check_refused(run, message, target=damaged(target_path, tmp_path / "copy", change))
 
 
 @pytest.mark.parametrize("case", BROKEN_DRAFT)
 def test_broken_drafters(run, case, drafter_path, tmp_path):
     change, message = BROKEN_DRAFT[case]
-    code, _, err = run("--prompt", "x", draft=damaged(drafter_path, tmp_path / "copy", change))
-    assert code == 2
-    assert message in err
-    assert err.count("\n") == 1
+    check_refused(run, message, draft=damaged(drafter_path, tmp_path / "copy", change))
 
 
 def test_missing_paths(run, tmp_path):

@@ -18,13 +18,18 @@ class DynamicTree:
     def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
         if topk < 1 or steps < 1:
             raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
-        candidates = topk + (steps - 1) * topk * topk
+        candidates = self.candidates(topk, steps)
         if not 2 <= num_draft_tokens <= candidates + 1:
             raise ValueError(
                 f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "
                 f"{candidates + 1} tokens, the root counted"
             )
         self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
+
+    @staticmethod
+    def candidates(topk: int, steps: int) -> int:
+        """Nodes that are drafted, the root not counted: topk on the first level, topk squared on each further one."""
+        return topk + (steps - 1) * topk * topk
 
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)

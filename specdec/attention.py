@@ -24,15 +24,17 @@ def packed_mask(mask: Tensor, groups: int) -> Tensor:
     return mask[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
 
 
-def attend(q: Tensor, kv: Tensor, visible: int, mask: Tensor | None) -> Tensor:
-    """q [B,N,heads,Dh] over kv [2,B,S,K,Dh], of which the first `visible` slots count -> [B,N,heads*Dh].
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
 
-    mask [B,1,groups*N,visible] bool, from `packed_mask`, or None if every slot is visible to every node. The query
-    heads that share a key head are packed along the node axis, so keys and values are never repeated.
+    mask [B,1,groups*N,S] bool, from `packed_mask`, or None if every slot is visible to every node. The query heads that
+    share a key head are packed along the node axis, so keys and values are never repeated.
     """
     b, n, heads, dim = q.shape
-    keys, values = kv[0, :, :visible].transpose(1, 2), kv[1, :, :visible].transpose(1, 2)  # [B,K,S,Dh]
     kv_heads = keys.shape[1]
+    if n == 1:  # the same as below without five views, which take as long as the attention itself on the CPU
+        out = F.scaled_dot_product_attention(q.view(b, kv_heads, heads // kv_heads, dim), keys, values, attn_mask=mask)
+        return out.reshape(b, 1, heads * dim)
     groups = heads // kv_heads
     packed = q.view(b, n, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * n, dim)
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
@@ -79,4 +81,4 @@ class CacheView:
         self.cache.write(layer, self.slots, k, v)
         if self.fresh:
             return attend_causal(q, k, v)
-        return attend(q, self.cache.layers[layer], self.visible, self.mask)
+        return attend(q, *self.cache.read(layer, self.visible), self.mask)

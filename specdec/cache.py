@@ -19,7 +19,10 @@ class KVCache:
     def __init__(self, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
         shape = (2, batch, slots, kv_heads, head_dim)
         self.layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        # The views that every forward needs, made once: on the CPU a view costs a good part of a small operator.
         self.rows = [kv.view(2, batch * slots, kv_heads * head_dim) for kv in self.layers]
+        self.flat = [rows.unbind() for rows in self.rows]  # keys and values, each [B*S, K*Dh]
+        self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
         self.batch, self.slots = batch, slots
         self.lens = torch.zeros(batch, dtype=torch.int64, device=like.device)
         self.row_start = torch.arange(batch, device=like.device)[:, None] * slots
@@ -31,9 +34,14 @@ class KVCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B,N,K,Dh] at flat indices `slots` [B*N]."""
-        rows = self.rows[layer]
-        rows[0].index_copy_(0, slots, k.reshape(len(slots), -1))
-        rows[1].index_copy_(0, slots, v.reshape(len(slots), -1))
+        keys, values = self.flat[layer]
+        keys.index_copy_(0, slots, k.reshape(slots.shape[0], -1))
+        values.index_copy_(0, slots, v.reshape(slots.shape[0], -1))
+
+    def read(self, layer: int, visible: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `visible` slots, each [B,K,visible,Dh]."""
+        keys, values = self.heads[layer]
+        return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
 
     def commit(self, path: Tensor, n: Tensor, bound: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= bound."""

@@ -1,6 +1,7 @@
 """The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
+class Bound(nn.Module):
+    """A module whose `bind` gives what it computes as a plain function of its present weights.
+
+    A decoder calls tens of modules a token, and torch looks for hooks, parameters and submodules anew at every call: for
+    the demo target that is a seventh of the time of a token (docs/log.md). So `Target` binds once per decoding, and calls
+    functions. Bound functions see weights as they lay in memory then; bind again after moving or casting the module.
+    """
+
+    def bind(self) -> Callable[..., Tensor]:
+        raise NotImplementedError
+
+    def forward(self, *inputs) -> Tensor:
+        return self.bind()(*inputs)
+
+
+class RMSNorm(Bound):
     """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32 as transformers does."""
 
     def __init__(self, size: int, eps: float):
@@ -16,33 +32,48 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        # Longer than `F.rms_norm`, and faster on the CPU, where that is made of the same operators and more.
-        h = x if x.dtype == torch.float32 else x.float()
-        h = h * (h * h).sum(-1, keepdim=True).mul_(1 / h.shape[-1]).add_(self.eps).rsqrt_()
-        return h.to(x.dtype) * self.weight
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        weight, share = self.weight, 1 / len(self.weight)
+        epsilon = torch.tensor(self.eps, device=weight.device)
+
+        def norm(x: Tensor) -> Tensor:
+            # On the CPU `F.rms_norm` is made of more operators than these.
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            scale = torch.addcmul(epsilon, length, length, value=share).rsqrt_()
+            return (x * scale).to(x.dtype) * weight
+
+        return norm
 
 
-class Linear(nn.Linear):
-    """nn.Linear, which spends a fifth of its time at one row on the CPU on finding out that it is a plain product."""
+class Linear(nn.Linear, Bound):
+    """nn.Linear for rows: bound, it takes x [R,in] to [R,out] without `F.linear`'s search for what kind of product it is."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 2 and self.bias is None:
-            return torch.mm(x, self.weight.t())
-        return F.linear(x, self.weight, self.bias)
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        matrix, bias = self.weight.t(), self.bias
+        if bias is None:
+            return lambda x: torch.mm(x, matrix)
+        return lambda x: torch.addmm(bias, x, matrix)
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix: gate rows first."""
+class GatedMLP(Bound):
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix: gate rows first; bound, for rows [R,H]."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False):
         super().__init__()
         self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
         self.down = Linear(intermediate, hidden, bias=bias)
 
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        gate_up, down = self.gate_up.bind(), self.down.bind()
+
+        def mlp(x: Tensor) -> Tensor:
+            gate, up = gate_up(x).chunk(2, dim=-1)
+            return down(F.silu(gate) * up)
+
+        return mlp
+
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.bind()(x.flatten(0, -2)).view_as(x)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

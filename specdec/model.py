@@ -1,6 +1,6 @@
 """The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from specdec.archs import ModelConfig
 from specdec.attention import CacheView, NoCache
 from specdec.cache import KVCache
-from specdec.layers import GatedMLP, Linear, RMSNorm, RopeTable, rotate
+from specdec.layers import Bound, GatedMLP, Linear, RMSNorm, RopeTable, rotate
 
 
-class Attention(nn.Module):
+class Attention(Bound):
     """Grouped-query self-attention over x [B*N,H]; q, k and v rows lie in one matrix, in this order."""
 
     def __init__(self, config: ModelConfig):
@@ -23,19 +23,25 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-        b, n = rope[0].shape[:2]
-        qkv = self.qkv(x).view(b, n, -1, self.head_dim)
-        if self.q_norm is None:
-            qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        else:
-            q, k, v = qkv.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=2)
-        q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=2)
-        return self.o(view.attend(layer, q, k, v).flatten(0, 1))
+    def bind(self) -> Callable[..., Tensor]:
+        qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
+        q_heads, kv_heads = self.heads, self.kv_heads
+        q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
+
+        def attention(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            heads = qkv(x).view(*rope[0].shape[:2], -1, dim)
+            if q_norm is None:
+                qk, v = heads.split([q_heads + kv_heads, kv_heads], dim=2)
+            else:
+                q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=2)
+                qk = torch.cat([q_norm(q), k_norm(k)], dim=2)
+            q, k = rotate(qk, *rope).split([q_heads, kv_heads], dim=2)
+            return o(view.attend(layer, q, k, v).flatten(0, 1))
+
+        return attention
 
 
-class Block(nn.Module):
+class Block(Bound):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.input_norm = RMSNorm(config.hidden, config.eps)
@@ -43,9 +49,16 @@ class Block(nn.Module):
         self.post_norm = RMSNorm(config.hidden, config.eps)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-        x = x + self.attention(self.input_norm(x), rope, view, layer)
-        return x + self.mlp(self.post_norm(x))
+    def bind(self) -> Callable[..., Tensor]:
+        input_norm, attention, post_norm, mlp = (
+            part.bind() for part in (self.input_norm, self.attention, self.post_norm, self.mlp)
+        )
+
+        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            x = x + attention(input_norm(x), rope, view, layer)
+            return x + mlp(post_norm(x))
+
+        return block
 
 
 class Target(nn.Module):
@@ -58,6 +71,7 @@ class Target(nn.Module):
     name: str = ""
     tokenizer = None
     eos: frozenset[int] = frozenset()
+    bound: tuple[list[Callable[..., Tensor]], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -69,8 +83,14 @@ class Target(nn.Module):
         self.rope = RopeTable(config.rope, config.head_dim)
         self.requires_grad_(False)
 
+    def bind(self) -> None:
+        """Bind every part to its present weights: see `layers.Bound`."""
+        self.bound = [block.bind() for block in self.blocks], self.norm.bind(), self.head.bind()
+
     def new_cache(self, batch: int, slots: int) -> KVCache:
+        """An empty cache of `batch` rows; whatever happened to the weights before, the forwards over it see."""
         config = self.config
+        self.bind()
         self.rope.reserve(slots, self.norm.weight)
         return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.norm.weight)
 
@@ -100,27 +120,27 @@ class Target(nn.Module):
         if depth is None:
             depth = torch.arange(n, device=tokens.device).expand(b, n)
         if cache is None:
+            self.bind()
             self.rope.reserve(n, self.norm.weight)
             rope, view = self.rope(depth), NoCache()
         else:
             groups = self.config.heads // self.config.kv_heads
             rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors, groups)
-        x = self.embed(
-            tokens.flatten()
-        )  # [B*N,H]: a linear map of two dimensions has less to prepare than one of three
+        blocks, norm, head = self.bound
+        x = self.embed(tokens.flatten())  # [B*N,H]
         states = {0: x} if 0 in taps else {}
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(blocks):
             x = block(x, rope, view, layer)
             if layer + 1 in taps:
                 states[layer + 1] = x
-        x = self.norm(x)
-        states[len(self.blocks)] = x
+        x = norm(x)
+        states[len(blocks)] = x
         feats = torch.cat([states[tap] for tap in taps], dim=-1).view(b, n, -1) if taps else None
         if not logits:
             return None, feats
         if last is not None:
             x = x[torch.arange(b, device=x.device) * n + last]
-        return self.head(x).view(b, -1, self.config.vocab), feats
+        return head(x).view(b, -1, self.config.vocab), feats
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:

@@ -24,10 +24,9 @@ class Chain:
         causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=device)]
         for level in range(1, self.steps + 1):
-            logits = state.logits.float()
-            best, draft_id = logits.max(-1)  # [B,1]
+            best, draft_id = state.logits.float().log_softmax(-1).max(-1)  # [B,1]
             tokens.append(drafter.vocab.to_target(draft_id))
-            logq.append(logq[-1] + best - logits.logsumexp(-1))
+            logq.append(logq[-1] + best)
             if level < self.steps:
                 state = drafter.step(tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
         nodes = torch.arange(n, device=device).expand(b, n)

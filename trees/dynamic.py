@@ -98,5 +98,5 @@ class DynamicTree:
 
 def _top_children(logits: Tensor, w: int) -> tuple[Tensor, Tensor]:
     """logits [..., U] -> log-probabilities and draft ids [..., W] of the w most likely tokens, best first, in fp32."""
-    best, ids = logits.float().topk(w, dim=-1)
-    return best - logits.float().logsumexp(-1, keepdim=True), ids
+    best, ids = logits.float().log_softmax(-1).topk(w, dim=-1)
+    return best, ids

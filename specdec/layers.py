@@ -12,9 +12,9 @@ from torch import Tensor, nn
 class Bound(nn.Module):
     """A module whose `bind` gives what it computes as a plain function of its present weights.
 
-    A decoder calls tens of modules a token, and torch looks for hooks, parameters and submodules anew at every call: for
-    the demo target that is a seventh of the time of a token (docs/log.md). So `Target` binds once per decoding, and calls
-    functions. Bound functions see weights as they lay in memory then; bind again after moving or casting the module.
+    A decoder calls tens of modules a token, and torch looks for hooks, parameters and submodules anew at every call:
+    for the demo target that is a seventh of the time of a token (docs/log.md). So `Target` binds once per decoding, and
+    calls functions. Those see the weights as they lay in memory then: bind again after moving or casting the module.
     """
 
     def bind(self) -> Callable[..., Tensor]:
@@ -46,7 +46,7 @@ class RMSNorm(Bound):
 
 
 class Linear(nn.Linear, Bound):
-    """nn.Linear for rows: bound, it takes x [R,in] to [R,out] without `F.linear`'s search for what kind of product it is."""
+    """nn.Linear that, bound, takes rows x [R,in] to [R,out] without `F.linear`'s search for the kind of product."""
 
     def bind(self) -> Callable[[Tensor], Tensor]:
         matrix, bias = self.weight.t(), self.bias

@@ -81,7 +81,7 @@ class RecurrentDrafter(nn.Module):
 
     # Decoding
 
-    def reset(self, batch: int, slots: int) -> None:
+    def reset(self, batch: int, slots: int, first: Tensor) -> None:
         shape = self.shape
         self.rope.reserve(slots, self.embedding)
         self.cache = KVCache(1, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)

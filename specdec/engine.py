@@ -181,7 +181,7 @@ class Engine:
         cache.advance(lens, longest)
         if self.drafter is None:
             return root, None, cache
-        self.drafter.reset(len(rows), room + path + max(path, self.policy.draft_slots()))
+        self.drafter.reset(len(rows), room + path + max(path, self.policy.draft_slots()), tokens[:, 0])
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
         return root, self.drafter.extend(feats, following, lens, longest), cache
 
@@ -196,7 +196,7 @@ class Engine:
         clock: Clock,
     ) -> tuple[Tensor, DraftState, DraftTree, Verdict]:
         """One round, free of host synchronisation. Rows that are not active [B] stand still."""
-        tree = self.policy.grow(self.drafter, root, state)
+        tree = self.policy.grow(self.drafter, root, state, sampling, generator)
         clock.mark("draft")
         logits, feats = self.target(
             tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps
@@ -207,8 +207,9 @@ class Engine:
         bound = cache.bound + tree.steps + 1
         cache.commit(verdict.path, n, bound)
         clock.mark("commit")
-        accepted = feats.gather(1, verdict.path[..., None].expand(-1, -1, feats.shape[-1]))
-        state = self.drafter.extend(accepted, verdict.tokens, n, bound)
+        if feats is not None:
+            feats = feats.gather(1, verdict.path[..., None].expand(-1, -1, feats.shape[-1]))
+        state = self.drafter.extend(feats, verdict.tokens, n, bound)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
         return root, state, tree, verdict

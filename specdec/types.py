@@ -28,6 +28,9 @@ class DraftTree:
     ancestors: Tensor  # [B, N, N] bool: ancestors[b, i, j] = j lies on the path from the root to i, i included
     steps: int  # D: no node is deeper, so a path has at most P = D + 1 nodes
     logq: Tensor | None = None  # [B, N] log-probability of the path under the drafter, root 0
+    q: Tensor | None = (
+        None  # [B, N, V] what each node's children were drawn from, in order of index, without replacement
+    )
 
 
 @dataclass
@@ -35,7 +38,7 @@ class DraftState:
     """What a drafter hands to a tree policy: W positions that can be expanded."""
 
     logits: Tensor  # [B, W, U]
-    hidden: Tensor  # [B, W, H], fed back to the drafter by `step`
+    hidden: Tensor  # [B, W, any], what the drafter keeps of each position: the policy hands it back to `step`
 
 
 @dataclass
@@ -86,17 +89,21 @@ class Vocabulary(Protocol):
 
 
 class Drafter(Protocol):
-    """A draft model that grows token by token. Draft position t holds the feature of token t and the embedding of token
-    t+1, predicts token t+2, and has RoPE position t, in training as in decoding."""
+    """A draft model. Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2,
+    and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
+    continuation up, fit too: what they remember of a position is their `hidden`."""
 
     taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
     vocab: "Vocabulary"
 
-    def reset(self, batch: int, slots: int) -> None:
-        """Forget everything; make room for `slots` positions of `batch` rows."""
+    def reset(self, batch: int, slots: int, first: Tensor) -> None:
+        """Forget everything; make room for `slots` positions of `batch` rows.
 
-    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target, tokens [B,P] one further on.
+        first [B]: token 0 of each row, the only one that no `extend` brings."""
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
+        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
+        [B,P] one further on.
 
         `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
         (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
@@ -106,23 +113,35 @@ class Drafter(Protocol):
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
-        """Training: the same module at the same positions. feats [B,T,F], tokens [B,T] one position later; yields for
+        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one position later; yields for
         j = 0..steps-1 the state (W = T) in which row t has drafted j tokens beyond its own."""
 
 
 class TreePolicy(Protocol):
     num_draft_tokens: int  # N
     steps: int  # D
-    topk: int  # W
+    topk: int  # the most children a node can have
+    samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
 
     def draft_slots(self) -> int:
         """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
-        """root [B], state with W = 1 -> a tree of N nodes."""
+    def grow(
+        self,
+        drafter: Drafter,
+        root: Tensor,
+        state: DraftState,
+        sampling: Sampling | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DraftTree:
+        """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""
 
 
 class Verifier(Protocol):
+    lossless: bool  # the output is distributed as the target's own
+    needs_q: bool  # works on trees of policies that sample only
+    chains_only: bool
+
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     ) -> Verdict:

@@ -38,7 +38,7 @@ def drafter(reference):
 @torch.inference_mode()
 def test_both_drafting_steps_match(drafter, reference):
     policy = DynamicTree(topk=5, steps=5, num_draft_tokens=24)
-    drafter.reset(1, 64)
+    drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))
     absorbed = 0
     for step in ("step0", "step1"):
         feats, ids = reference[f"{step}_features"], reference[f"{step}_ids"]

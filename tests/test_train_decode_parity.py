@@ -16,7 +16,7 @@ def test_unrolled_step_equals_decoding_level(prefix):
     tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
     with torch.no_grad():
         unrolled = list(drafter.unroll(feats, tokens, steps))
-        drafter.reset(2, 64)
+        drafter.reset(2, 64, torch.zeros(2, dtype=torch.int64))
         n = torch.full((2,), prefix)
         state = drafter.extend(feats[:, :prefix], tokens[:, :prefix], n, prefix)
         for j, expected in enumerate(unrolled):
@@ -33,9 +33,9 @@ def test_extending_in_pieces_equals_extending_at_once():
     drafter = tiny_drafter(target)
     torch.manual_seed(0)
     feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
-    drafter.reset(1, 64)
+    drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))
     whole = drafter.extend(feats, tokens, torch.tensor([9]), 9)
-    drafter.reset(1, 64)
+    drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))
     done = 0
     for count in (4, 1, 4):
         padded = slice(done, min(done + 5, 9))  # more than is absorbed: the rest is scratch

@@ -82,7 +82,7 @@ def test_ties_never_orphan_a_node(logits, n):
 def test_invariants_with_a_real_drafter(policy):
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=8)
-    drafter.reset(3, 64)
+    drafter.reset(3, 64, torch.zeros(3, dtype=torch.int64))
     f = len(drafter.taps) * target.config.hidden
     state = drafter.extend(torch.randn(3, 6, f), torch.randint(17, (3, 6)), torch.tensor([6, 2, 4]), 6)
     tree = policy.grow(drafter, torch.tensor([1, 2, 3]), state)
@@ -96,7 +96,7 @@ def test_topk_1_is_the_chain():
     feats, tokens = torch.randn(2, 6, len(drafter.taps) * target.config.hidden), torch.randint(17, (2, 6))
     trees = []
     for policy in (Chain(4), DynamicTree(1, 4, 5)):
-        drafter.reset(2, 64)
+        drafter.reset(2, 64, torch.zeros(2, dtype=torch.int64))
         state = drafter.extend(feats, tokens, torch.tensor([6, 3]), 6)
         trees.append(policy.grow(drafter, torch.tensor([1, 2]), state))
     for field in ("tokens", "parents", "depth", "ancestors"):

@@ -10,6 +10,7 @@ class Chain:
     """One path of `steps` drafted tokens; the dynamic tree with topk 1, without its bookkeeping."""
 
     topk = 1
+    samples = False
 
     def __init__(self, steps: int = 5):
         if steps < 1:
@@ -19,7 +20,7 @@ class Chain:
     def draft_slots(self) -> int:
         return self.steps - 1
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
         b, n, device = len(root), self.num_draft_tokens, root.device
         causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=device)]

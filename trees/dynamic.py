@@ -15,6 +15,8 @@ class DynamicTree:
     EAGLE's (total_token T, depth d, top_k k) is (num_draft_tokens T, steps d+1, topk k).
     """
 
+    samples = False
+
     def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
         if topk < 1 or steps < 1:
             raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
@@ -34,7 +36,7 @@ class DynamicTree:
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
         return self._rerank(root, *self._expand(drafter, state))
 
     def _expand(self, drafter: Drafter, state: DraftState) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,8 +113,8 @@ class Drafter(Protocol):
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
-        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one position later; yields for
-        j = 0..steps-1 the state (W = T) in which row t has drafted j tokens beyond its own."""
+        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
+        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own."""
 
 
 class TreePolicy(Protocol):

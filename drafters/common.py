@@ -8,6 +8,7 @@ token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on leve
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView
 from specdec.cache import KVCache
-from specdec.layers import Rope, RopeTable, check_heads, rotate
+from specdec.layers import RMSNorm, Rope, RopeTable, check_heads, rotate
 from specdec.types import DraftState
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
@@ -24,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B
 
 @dataclass(frozen=True)
 class DraftShape:
-    """The shape of a one-layer drafter. `hidden` is the draft's own, and the width of the target's embeddings."""
+    """The shape of a draft layer. `hidden` is the draft's own, and the width of the target's embeddings."""
 
     hidden: int
     intermediate: int
@@ -39,32 +40,144 @@ class DraftShape:
         check_heads(self.heads, self.kv_heads)
 
 
+def shape_like(
+    target,
+    *,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    rope_theta: float | None = None,
+) -> DraftShape:
+    """The shape of a fresh drafter for a target; what is not given is the target's, its rope included."""
+    config = target.config
+    heads = num_attention_heads or config.heads
+    return DraftShape(
+        hidden=config.hidden,
+        intermediate=intermediate_size or config.intermediate,
+        heads=heads,
+        kv_heads=num_key_value_heads or min(config.kv_heads, heads),
+        head_dim=config.head_dim,
+        eps=config.eps,
+        rope=config.rope if rope_theta is None else Rope(rope_theta),
+        context=config.context,
+    )
+
+
+def start(drafter: nn.Module, target, init: str) -> None:
+    """Random weights, on the target's device; `init` 'target' then lets the drafter repeat what the target said one
+    token before (`start_from`), 'random' leaves it at that. Parameters are fp32 whatever the target is."""
+    if init not in ("target", "random"):
+        raise ValueError(f"init must be 'target' or 'random', got {init!r}")
+    drafter.to(target.embed.weight.device)
+    with torch.no_grad():
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if init == "target":
+            drafter.start_from(target)
+
+
+def typical_scale(target) -> Tensor:
+    """The root mean square of the target's last hidden state, which its final norm's weights fix."""
+    return target.norm.weight.square().mean().sqrt()
+
+
 class DraftAttention(nn.Module):
     """Attention of the draft layer: fused q, k, v over an input of any width."""
 
-    def __init__(self, shape: DraftShape, width: int, bias: bool = False):
+    def __init__(
+        self,
+        shape: DraftShape,
+        width: int,
+        bias: bool = False,
+        qk_norm: bool = False,
+        gate: bool = False,
+        rotary_dim: int | None = None,
+    ):
+        """gate: each query head is followed by a gate of its size for the head's output (Qwen3-Next). rotary_dim: only
+        so many of a head's dimensions are rotated (GLM-4.5, Qwen3-Next)."""
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.qkv = nn.Linear(width, (shape.heads + 2 * shape.kv_heads) * shape.head_dim, bias=bias)
+        self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
+        rows = shape.heads * (2 if gate else 1) + 2 * shape.kv_heads
+        self.qkv = nn.Linear(width, rows * shape.head_dim, bias=bias)
         self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        qkv = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=2)
-        q, k = rotate(qk, *rope).split([self.heads, self.kv_heads], dim=2)
-        return self.o(attend(q, k, v))
+        rows = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
+        q_rows = self.heads * (2 if self.gate else 1)
+        q, k, v = rows.split([q_rows, self.kv_heads, self.kv_heads], dim=2)
+        if self.gate:
+            q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        qk = torch.cat([q, k], dim=2) if self.gate or self.q_norm is not None else rows[:, :, : q_rows + self.kv_heads]
+        turned = rotate(qk[..., : self.rotary_dim], *rope)
+        if self.rotary_dim < self.head_dim:
+            turned = torch.cat([turned, qk[..., self.rotary_dim :]], dim=-1)
+        q, k = turned.split([self.heads, self.kv_heads], dim=2)
+        out = attend(q, k, v)
+        return self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
+
+
+class SharedHead(nn.Module):
+    """Rows of a head that is not the drafter's to train: logits over its draft vocabulary."""
+
+    def __init__(self, weight: Tensor, ids: Tensor | None):
+        """weight [V,H]; ids [U] of the rows to keep, or None for all, which are then shared and not copied."""
+        super().__init__()
+        rows = weight.detach() if ids is None else weight.detach()[ids.to(weight.device)]
+        self.register_buffer("weight", rows, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def restrict(drafter: nn.Module, ids: Tensor) -> None:
+    """FR-Spec (arXiv 2502.14856): let a drafter with a `head` propose only these target tokens [U'], in this order; of
+    those that it does not know, none. The head shrinks with its vocabulary; what is verified, and emitted, does not."""
+    old = drafter.vocab
+    chosen = DraftVocab(old.target_size, ids.to(drafter.head.weight.device))
+    if old.ids is None:
+        rows = chosen.ids
+    else:
+        place = torch.full((old.target_size,), -1, device=old.ids.device)
+        place[old.ids] = torch.arange(old.size, device=old.ids.device)
+        rows = place[chosen.ids]
+        rows = rows[rows >= 0]
+        if not len(rows):
+            raise ValueError("the token map and the drafter's own vocabulary have no token in common")
+        chosen = DraftVocab(old.target_size, old.ids[rows])
+    drafter.head, drafter.vocab = SharedHead(drafter.head.weight, rows), chosen
 
 
 class RecurrentDrafter(nn.Module):
     """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
-    (`layer`), and how its output becomes logits (`predict`); cache, positions and training unroll live here."""
+    (`layer`), and how its output becomes logits (`predict`); cache, positions and training unroll live here.
 
-    def __init__(self, shape: DraftShape, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor):
-        """embedding [V,H]: the target's, shared and frozen."""
+    `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
+    positions as the first does, and sees of the drafted ones those that went through itself.
+    """
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        taps: tuple[int, ...],
+        vocab: DraftVocab,
+        embedding: Tensor,
+        layers: int = 1,
+        rotary_dim: int | None = None,
+    ):
+        """embedding [V,H]: the target's, shared and frozen. rotary_dim: see `DraftAttention`."""
         super().__init__()
-        self.shape, self.taps, self.vocab = shape, tuple(taps), vocab
+        self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
-        self.rope = RopeTable(shape.rope, shape.head_dim)
+        self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
+        self.max_steps: int | None = None
         self.cache: KVCache | None = None
 
     @abstractmethod
@@ -72,43 +185,50 @@ class RecurrentDrafter(nn.Module):
         """Features of the target [B,n,F] -> the layer's hidden input [B,n,H]."""
 
     @abstractmethod
-    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is."""
+    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
+        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is.
+
+        index: which of the drafter's layers, always 0 for a drafter of one."""
 
     @abstractmethod
-    def predict(self, hidden: Tensor) -> Tensor:
-        """Hidden output [B,n,H] -> logits [B,n,U]."""
+    def predict(self, hidden: Tensor, index: int) -> Tensor:
+        """Hidden output [B,n,H] of layer `index` -> logits [B,n,U]."""
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [B,n,H] of tokens at draft positions [B,n]."""
+        return F.embedding(tokens, self.embedding)
 
     # Decoding
 
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         shape = self.shape
         self.rope.reserve(slots, self.embedding)
-        self.cache = KVCache(1, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = KVCache(self.layers, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        hidden = self._forward(tokens, self.fuse(feats), None, 0)
+        count = tokens.shape[1]
+        cache = self.cache
+        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads)
+        positions = cache.lens[:, None] + torch.arange(count, device=tokens.device)
+        rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)
+        for index in range(1, self.layers):
+            self.layer(embeds, hidden, rope, partial(view.attend, index), index)
+        hidden = self.layer(embeds, hidden, rope, partial(view.attend, 0), 0)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
         hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
-        self.cache.advance(n, bound)
-        return DraftState(self.predict(hidden), hidden)
+        cache.advance(n, bound)
+        return DraftState(self.predict(hidden, 0), hidden)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        hidden = self._forward(tokens, hidden, ancestors, level)
-        return DraftState(self.predict(hidden), hidden)
-
-    def _forward(self, tokens: Tensor, hidden: Tensor, ancestors: Tensor | None, level: int) -> Tensor:
-        """Level 0 are committed positions, one after the other; on a tree level all nodes share one position."""
         b, n = tokens.shape
-        cache, groups = self.cache, self.shape.heads // self.shape.kv_heads
-        if level == 0:
-            view = CacheView(cache, n, None, groups)
-            positions = cache.lens[:, None] + torch.arange(n, device=tokens.device)
-        else:
-            view = CacheView(cache, n, ancestors, groups, offset=(level - 1) * n)
-            positions = (cache.lens[:, None] + (level - 1)).expand(b, n)
-        attend = lambda q, k, v: view.attend(0, q, k, v)  # noqa: E731
-        return self.layer(F.embedding(tokens, self.embedding), hidden, self.rope(positions), attend)
+        index = min(level, self.layers - 1)
+        first = max(index, 1)  # the first level whose nodes went through this layer
+        own = ancestors[:, :, (first - 1) * n :]
+        view = CacheView(self.cache, n, own, self.shape.heads // self.shape.kv_heads, offset=(level - first) * n)
+        positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
+        embeds = self.embed(tokens, positions)
+        hidden = self.layer(embeds, hidden, self.rope(positions), partial(view.attend, index), index)
+        return DraftState(self.predict(hidden, index), hidden)
 
     # Training
 
@@ -121,12 +241,15 @@ class RecurrentDrafter(nn.Module):
         b, t = tokens.shape
         self.rope.reserve(t + steps, self.embedding)
         rows = torch.arange(t, device=tokens.device).expand(b, t)
-        attend = UnrolledAttention()
-        hidden = self.fuse(feats)
+        attention = [UnrolledAttention() for _ in range(self.layers)]
+        hidden = context = self.fuse(feats)
         for j in range(steps):
-            ahead = F.pad(tokens[:, j:], (0, min(j, t)))
-            hidden = self.layer(F.embedding(ahead, self.embedding), hidden, self.rope(rows + j), attend)
-            yield DraftState(self.predict(hidden), hidden)
+            index = min(j, self.layers - 1)
+            if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
+                self.layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
+            ahead = self.embed(F.pad(tokens[:, j:], (0, min(j, t))), rows + j)
+            hidden = self.layer(ahead, hidden, self.rope(rows + j), attention[index], index)
+            yield DraftState(self.predict(hidden, index), hidden)
 
 
 class UnrolledAttention:

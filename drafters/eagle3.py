@@ -1,40 +1,100 @@
 """EAGLE-3: one layer over three fused hidden states of the target (arXiv 2503.01840)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter
+from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, shape_like, start, typical_scale
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, RMSNorm, Rope
+from specdec.layers import GatedMLP, RMSNorm
 from specdec.model import check_taps
+
+
+@dataclass(frozen=True)
+class Eagle3Forward:
+    """Where trainers of EAGLE-3 heads differ; the default is the EAGLE repository's forward.
+
+    tap_norms: a norm for each tap before `fc` (EAGLE-3.1, `fc_norm`). input_norm: one norm over all of them together
+    (speculators, `norm_before_fc`). residual_norm: the residual starts from the normed hidden state (speculators,
+    `norm_before_residual`). feedback: what is fed back is the hidden state before or after the final norm, 'pre' or
+    'post' (`norm_output` as speculators and vLLM read it). head_norm: the final norm stands before the head
+    (`norm_output` as SpecForge reads it). qkv_bias: ModelOpt, with `attention_bias`.
+    """
+
+    tap_norms: bool = False
+    input_norm: bool = False
+    residual_norm: bool = False
+    feedback: str = "pre"
+    head_norm: bool = True
+    qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.feedback not in ("pre", "post"):
+            raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
+        if self.tap_norms and self.input_norm:
+            raise ValueError("fc_norm (a norm for each tap) and norm_before_fc (one over all) exclude each other")
+        if self.feedback == "post" and not self.head_norm:
+            raise ValueError("a head that feeds the normed state back predicts from it too: head_norm must be true")
 
 
 class Eagle3(RecurrentDrafter):
     """The published head. Features of the taps, concatenated low to high, go through `fc`; the layer attends over
     [norm(embedding), norm(hidden)]; its output is fed back *before* the final norm, which only the head sees."""
 
-    def __init__(self, shape: DraftShape, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor):
+    def __init__(
+        self,
+        shape: DraftShape,
+        taps: tuple[int, ...],
+        vocab: DraftVocab,
+        embedding: Tensor,
+        forward: Eagle3Forward | None = None,
+        tap_width: int | None = None,
+    ):
+        """tap_width: hidden size of the target, where the draft's own is another."""
         super().__init__(shape, taps, vocab, embedding)
-        h = shape.hidden
-        self.fc = nn.Linear(len(taps) * h, h, bias=False)
+        self.how = how = forward or Eagle3Forward()
+        h, width = shape.hidden, tap_width or shape.hidden
+        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if how.tap_norms else None
+        self.input_norm = RMSNorm(len(taps) * width, shape.eps) if how.input_norm else None
+        self.fc = nn.Linear(len(taps) * width, h, bias=False)
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, 2 * h)
+        self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
         self.head = nn.Linear(h, vocab.size, bias=False)
 
     def fuse(self, feats: Tensor) -> Tensor:
+        if self.tap_norms is not None:
+            streams = feats.chunk(len(self.taps), dim=-1)
+            feats = torch.cat([norm(x) for norm, x in zip(self.tap_norms, streams, strict=True)], dim=-1)
+        if self.input_norm is not None:
+            feats = self.input_norm(feats)
         return self.fc(feats)
 
-    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = torch.cat([self.embed_norm(embeds), self.hidden_norm(hidden)], dim=-1)
-        hidden = hidden + self.attention(x, rope, attend)
-        return hidden + self.mlp(self.post_norm(hidden))
+    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.embed_norm(embeds), normed], dim=-1)
+        hidden = (normed if self.how.residual_norm else hidden) + self.attention(x, rope, attend)
+        hidden = hidden + self.mlp(self.post_norm(hidden))
+        return self.norm(hidden) if self.how.feedback == "post" else hidden
 
-    def predict(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden))
+    def predict(self, hidden: Tensor, index: int) -> Tensor:
+        normed = self.how.feedback == "post" or not self.how.head_norm  # already, or never
+        return self.head(hidden if normed else self.norm(hidden))
+
+    def start_from(self, target) -> None:
+        """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head
+        that sees it at its usual scale."""
+        ids, h = self.vocab.ids, self.shape.hidden
+        self.head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
+        if target.config.layers in self.taps:
+            at = self.taps.index(target.config.layers) * h
+            self.fc.weight.zero_()
+            self.fc.weight[:, at : at + h] = torch.eye(h)
+            self.norm.weight.fill_(typical_scale(target))
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -56,46 +116,23 @@ def create(
     num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
     init: str = "target",
+    **forward,
 ) -> Eagle3:
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
-    init: 'target' starts from what the target knows (`_start_from_target`), 'random' from nothing. The parameters are
-    fp32 whatever the target is, as training wants them.
+    init: see `common.start`. forward: fields of `Eagle3Forward`.
     """
-    config = target.config
-    heads = num_attention_heads or config.heads
-    shape = DraftShape(
-        hidden=config.hidden,
-        intermediate=intermediate_size or config.intermediate,
-        heads=heads,
-        kv_heads=num_key_value_heads or min(config.kv_heads, heads),
-        head_dim=config.head_dim,
-        eps=config.eps,
-        rope=Rope(rope_theta),
-        context=config.context,
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
     )
-    vocab = vocab or DraftVocab(config.vocab)
-    check_taps(taps or (), config.layers)
-    drafter = Eagle3(shape, tuple(taps or default_taps(config.layers)), vocab, target.embed.weight)
-    drafter.to(target.embed.weight.device)
-    with torch.no_grad():
-        for module in drafter.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        if init == "target":
-            _start_from_target(drafter, target)
-        elif init != "random":
-            raise ValueError(f"init must be 'target' or 'random', got {init!r}")
+    layers = target.config.layers
+    taps = tuple(taps or default_taps(layers))
+    check_taps(taps, layers)
+    vocab = vocab or DraftVocab(target.config.vocab)
+    drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
+    start(drafter, target, init)
     return drafter
-
-
-def _start_from_target(drafter: Eagle3, target) -> None:
-    """Let the untrained drafter repeat what the target predicted one token before: the head's rows are the target's,
-    and, if the last hidden state is tapped, `fc` passes it through to a head that sees it at its usual scale."""
-    vocab, layers, h = drafter.vocab, target.config.layers, drafter.shape.hidden
-    drafter.head.weight.copy_(target.head.weight if vocab.ids is None else target.head.weight[vocab.ids])
-    if layers in drafter.taps:
-        at = drafter.taps.index(layers) * h
-        drafter.fc.weight.zero_()
-        drafter.fc.weight[:, at : at + h] = torch.eye(h)
-        drafter.norm.weight.fill_(target.norm.weight.square().mean().sqrt())

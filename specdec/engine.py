@@ -83,6 +83,10 @@ class Engine:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
+            if drafter.max_steps is not None and policy.steps > drafter.max_steps:
+                raise ValueError(
+                    f"steps is {policy.steps}, but this drafter guesses {drafter.max_steps} tokens ahead at most"
+                )
             if policy.topk > drafter.vocab.size:
                 raise ValueError(
                     f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only"

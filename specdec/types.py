@@ -95,6 +95,7 @@ class Drafter(Protocol):
 
     taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
     vocab: "Vocabulary"
+    max_steps: int | None  # no tree may be deeper; None: any may
 
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         """Forget everything; make room for `slots` positions of `batch` rows.

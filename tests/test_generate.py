@@ -236,7 +236,7 @@ BROKEN_TARGET = BROKEN | {
 BROKEN_DRAFT = BROKEN | {
     "missing tensor": (edit_tensors(lambda t: t.pop("norm.weight")), "lacks the tensor norm.weight"),
     "extra tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(1))), "holds the tensor extra"),
-    "not a drafter": (edit_tensors(lambda t: t.pop("fc.weight")), "is not an EAGLE-3 drafter"),
+    "not a drafter": (edit_tensors(lambda t: t.pop("fc.weight")), "is not a drafter of a known layout"),
     "hidden size": (edit_config(hidden_size=60), "hidden size is 60, the target's is 48"),
     "vocabulary": (edit_config(vocab_size=1000), "vocabulary of 1000, the target's is"),
     "tap count": (edit_config(taps=[1, 2]), "fc.weight takes 144 features, 2 taps of the target give 96"),

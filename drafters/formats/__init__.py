@@ -3,10 +3,18 @@
 import os
 from pathlib import Path
 
+from torch import nn
+
 from drafters.common import RecurrentDrafter
-from drafters.formats import eagle3
+from drafters.eagle import Eagle
+from drafters.eagle3 import Eagle3
+from drafters.formats import eagle, eagle3, medusa, mtp
+from drafters.medusa import Medusa
+from drafters.mtp import Mtp
 from specdec.checkpoint import read_json, read_tensors, resolve
 from specdec.model import fast_layout
+
+LAYOUTS = {Eagle3: eagle3, Eagle: eagle, Mtp: mtp, Medusa: medusa}
 
 
 def load_drafter(path: str | os.PathLike, target) -> RecurrentDrafter:
@@ -17,13 +25,27 @@ def load_drafter(path: str | os.PathLike, target) -> RecurrentDrafter:
     folder = resolve(path)
     config = read_json(folder / "config.json")
     tensors = dict(read_tensors(folder))
-    if not ("fc.weight" in tensors and any(name.startswith("midlayer.") for name in tensors)):
-        raise ValueError(f"{path} is not an EAGLE-3 drafter: it has no fc.weight with midlayer.* tensors")
-    drafter = eagle3.build(config, tensors, target, str(path)).to(target.embed.weight).eval()
+    drafter = _recognise(set(tensors), str(path)).build(config, tensors, target, str(path))
+    drafter = drafter.to(target.embed.weight).eval()
     fast_layout(drafter)
     return drafter
 
 
-def save_drafter(drafter: RecurrentDrafter, folder: str | os.PathLike, target=None) -> None:
+def _recognise(names: set[str], path: str):
+    if "fc.weight" in names and any(name.startswith("midlayer.") for name in names):
+        return eagle3
+    if "fc.weight" in names and "lm_head.weight" not in names:
+        return eagle
+    if any(name.startswith(mtp.PREFIX) for name in names):
+        return mtp
+    if "0.0.linear.weight" in names:
+        return medusa
+    raise ValueError(
+        f"{path} is not a drafter of a known layout: it has none of midlayer.* with fc (EAGLE-3), layers.0.* with fc "
+        "(EAGLE-1/2), model.mtp_layers.* (MTP), 0.0.linear (Medusa)"
+    )
+
+
+def save_drafter(drafter: nn.Module, folder: str | os.PathLike, target=None) -> None:
     """Write a drafter in the layout of its kind, as one folder, whole or not at all."""
-    eagle3.save(drafter, Path(folder), target)
+    LAYOUTS[type(drafter)].save(drafter, Path(folder), target)

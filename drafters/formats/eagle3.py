@@ -15,40 +15,32 @@ from torch import Tensor
 
 from drafters.common import DraftShape
 from drafters.eagle3 import Eagle3
+from drafters.formats.fields import check_fit, dtype_name, fill, layer_parameters, read_shape, shape_fields
 from drafters.vocab import DraftVocab
-from specdec.archs import read_rope, rope_fields
-from specdec.checkpoint import StrictFill, fused, whole, write_folder
+from specdec.checkpoint import whole, write_folder
 from specdec.model import check_taps
 
 
 def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
     """Published tensor names -> where their rows lie in our modules."""
-    shape, attention = drafter.shape, drafter.attention
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return (
         whole(drafter.fc, "fc")
         | whole(drafter.norm, "norm")
         | whole(drafter.head, "lm_head")
         | whole(drafter.embed_norm, "midlayer.input_layernorm")  # the published name misleads: it normalises embeddings
         | whole(drafter.hidden_norm, "midlayer.hidden_norm")
-        | whole(drafter.post_norm, "midlayer.post_attention_layernorm")
-        | fused(attention.qkv, [f"midlayer.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
-        | whole(attention.o, "midlayer.self_attn.o_proj")
-        | fused(drafter.mlp.gate_up, ["midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"], [shape.intermediate] * 2)
-        | whole(drafter.mlp.down, "midlayer.mlp.down_proj")
+        | layer_parameters(drafter, "midlayer")
     )
 
 
 def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3:
     """A drafter from a parsed config and its tensors, refused unless every one of them fits the target."""
-    shape = _shape(config, name)
+    for field in OTHER_FORWARDS:
+        if config.get(field):
+            raise ValueError(f"{name}: the drafter's config sets {field}, which is not supported")
+    shape = read_shape(config, name)
     wanted = target.config
-    if shape.hidden != wanted.hidden:
-        raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
-    if config.get("vocab_size") != wanted.vocab:
-        raise ValueError(
-            f"{name}: the drafter is for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
-        )
+    check_fit(config, shape, target, name)
     taps = _taps(config, wanted.layers, name)
     streams, rest = divmod(tensors["fc.weight"].shape[-1], wanted.hidden)
     if rest or streams != len(taps):
@@ -58,38 +50,12 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle3
         )
     check_taps(taps, wanted.layers)
     drafter = Eagle3(shape, taps, _vocab(config, tensors, wanted.vocab, name), target.embed.weight)
-    fill = StrictFill(name, parameters(drafter))
-    for key, value in tensors.items():
-        if key not in ("d2t", "t2d", "embed_tokens.weight") and not fill.put(key, value):
-            raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which EAGLE-3 has no place")
-    fill.finish()
+    fill(parameters(drafter), tensors, name, "EAGLE-3", aside=("d2t", "t2d", "embed_tokens.weight"))
     return drafter
 
 
 # Fields of other trainers that change the forward; false or absent means the published one.
 OTHER_FORWARDS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
-
-
-def _shape(config: dict, name: str) -> DraftShape:
-    for field in OTHER_FORWARDS:
-        if config.get(field):
-            raise ValueError(f"{name}: the drafter's config sets {field}, which is not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
-    try:
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return DraftShape(
-            hidden=hidden,
-            intermediate=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
-            eps=config.get("rms_norm_eps", 1e-6),
-            rope=read_rope(config),
-            context=config.get("max_position_embeddings", 2048),
-        )
-    except KeyError as error:
-        raise ValueError(f"{name}: config.json lacks the field {error}") from None
 
 
 def _taps(config: dict, layers: int, name: str) -> tuple[int, ...]:
@@ -136,22 +102,11 @@ def save(drafter: Eagle3, folder: Path, target=None) -> None:
 def _config(drafter: Eagle3, vocab: DraftVocab, shape: DraftShape, target) -> dict:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": shape.context,
+        **shape_fields(shape),
         "vocab_size": vocab.target_size,
         "draft_vocab_size": vocab.size,
-        "tie_word_embeddings": False,
-        "dtype": str(drafter.fc.weight.dtype).removeprefix("torch."),
+        "dtype": dtype_name(drafter.fc.weight),
         "taps": list(drafter.taps),
-        **rope_fields(shape.rope),
     }
     layers = target.config.layers if target is not None else 0
     if all(0 < tap < layers for tap in drafter.taps):

@@ -1,0 +1,68 @@
+"""EAGLE-1 and EAGLE-2: one layer that predicts the target's next feature (arXiv 2401.15077; 2406.16858 is a tree)."""
+
+import torch
+from torch import Tensor, nn
+
+from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
+from drafters.vocab import DraftVocab
+from specdec.layers import GatedMLP, RMSNorm
+
+
+class Eagle(RecurrentDrafter):
+    """The published head. It reads the target's last hidden state, after the final norm, and predicts the next one:
+    `fc` joins [embedding, feature], the layer has no norm before its attention, and the target's own head, without
+    another norm, makes logits of its output, which is fed back as it is."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        tap: int,
+        vocab: DraftVocab,
+        embedding: Tensor,
+        head: Tensor,
+        fc_bias: bool = True,
+        qkv_bias: bool = False,
+    ):
+        """tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen."""
+        super().__init__(shape, (tap,), vocab, embedding)
+        h = shape.hidden
+        self.fc = nn.Linear(2 * h, h, bias=fc_bias)
+        self.attention = DraftAttention(shape, h, bias=qkv_bias)
+        self.post_norm = RMSNorm(h, shape.eps)
+        self.mlp = GatedMLP(h, shape.intermediate)
+        self.head = SharedHead(head, vocab.ids)
+
+    def fuse(self, feats: Tensor) -> Tensor:
+        return feats
+
+    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
+        x = self.fc(torch.cat([embeds, hidden], dim=-1))
+        x = x + self.attention(x, rope, attend)
+        return x + self.mlp(self.post_norm(x))
+
+    def predict(self, hidden: Tensor, index: int) -> Tensor:
+        return self.head(hidden)
+
+    def start_from(self, target) -> None:
+        """`fc` passes the feature through, so the first guess is the target's last prediction."""
+        h = self.shape.hidden
+        self.fc.weight.zero_()
+        self.fc.weight[:, h:] = torch.eye(h)
+
+
+def create(
+    target,
+    *,
+    vocab: DraftVocab | None = None,
+    fc_bias: bool = True,
+    init: str = "target",
+    **shape,
+) -> Eagle:
+    """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    config = target.config
+    vocab = vocab or DraftVocab(config.vocab)
+    drafter = Eagle(
+        shape_like(target, **shape), config.layers, vocab, target.embed.weight, target.head.weight, fc_bias=fc_bias
+    )
+    start(drafter, target, init)
+    return drafter

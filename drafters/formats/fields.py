@@ -1,0 +1,108 @@
+"""What the layouts share: the fields of a config that give a draft layer's shape, and the names of its tensors."""
+
+import torch
+from torch import Tensor, nn
+
+from drafters.common import DraftShape
+from specdec.archs import read_rope, rope_fields
+from specdec.checkpoint import StrictFill, fused, whole
+
+
+def read_shape(config: dict, name: str) -> DraftShape:
+    """The shape that a Hugging Face config of the Llama kind states; ValueError if it states none that we can run."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return DraftShape(
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            eps=config.get("rms_norm_eps", 1e-6),
+            rope=read_rope(config),
+            context=config.get("max_position_embeddings", 2048),
+        )
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json lacks the field {error}") from None
+
+
+def shape_fields(shape: DraftShape) -> dict:
+    """The config fields that `read_shape` reads back."""
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": False,
+        **rope_fields(shape.rope),
+    }
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_fit(config: dict, shape: DraftShape, target, name: str) -> None:
+    """Raise ValueError, with the two numbers, unless hidden size and vocabulary are the target's."""
+    wanted = target.config
+    if shape.hidden != wanted.hidden:
+        raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
+    if config.get("vocab_size") != wanted.vocab:
+        raise ValueError(
+            f"{name}: the drafter is for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
+        )
+
+
+def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
+    """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) under their Hugging Face names."""
+    attention = layer.attention
+    q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
+    kv = attention.kv_heads * attention.head_dim
+    out = (
+        fused(attention.qkv, [f"{prefix}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
+        | whole(attention.o, f"{prefix}.self_attn.o_proj")
+        | whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
+        | fused(
+            layer.mlp.gate_up,
+            [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
+            [layer.mlp.down.in_features] * 2,
+        )
+        | whole(layer.mlp.down, f"{prefix}.mlp.down_proj")
+    )
+    if attention.q_norm is not None:
+        out |= whole(attention.q_norm, f"{prefix}.self_attn.q_norm")
+        out |= whole(attention.k_norm, f"{prefix}.self_attn.k_norm")
+    return out
+
+
+def fill(
+    parameters: dict[str, tuple[Tensor, int, int]],
+    tensors: dict[str, Tensor],
+    name: str,
+    layout: str,
+    aside: tuple[str, ...] = (),
+) -> None:
+    """Put every tensor in its place, each place once; `aside` names those that the caller reads otherwise."""
+    strict = StrictFill(name, parameters)
+    for key, value in tensors.items():
+        if key not in aside and not strict.put(key, value):
+            raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which {layout} has no place")
+    strict.finish()
+
+
+def rows_of(parameters: dict[str, tuple[Tensor, int, int]]) -> dict[str, Tensor]:
+    """The tensors to write: the reverse of `fill`."""
+    return {name: tensor[start : start + rows] for name, (tensor, start, rows) in parameters.items()}
+
+
+def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
+    ids = tensors.get(key)
+    return None if ids is None else ids.to(torch.int64)

@@ -1,0 +1,104 @@
+"""Medusa: heads that guess one, two, three tokens ahead from one hidden state (arXiv 2401.10774)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.common import SharedHead, start
+from drafters.vocab import DraftVocab
+from specdec.types import DraftState
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """Size of the hidden state, number of heads, residual blocks in each, and whether each has its own last matrix."""
+
+    hidden: int
+    heads: int
+    blocks: int = 1
+    own_heads: bool = False
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b)."""
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class Medusa(nn.Module):
+    """Head l makes logits for tree level l from the target's last hidden state at the root's predecessor, whatever was
+    drafted in between: all nodes of a level propose the same children. It has no cache and no memory.
+
+    The matrix from hidden states to logits is each head's own, as in the first paper, or the target's for all of them.
+    """
+
+    def __init__(self, shape: MedusaShape, tap: int, vocab: DraftVocab, head: Tensor):
+        """tap: the target's number of layers. head [V,H]: the target's."""
+        super().__init__()
+        self.shape, self.taps, self.vocab, self.max_steps = shape, (tap,), vocab, shape.heads
+        blocks = (
+            nn.Sequential(*(ResidualBlock(shape.hidden) for _ in range(shape.blocks))) for _ in range(shape.heads)
+        )
+        self.blocks = nn.ModuleList(blocks)
+        if shape.own_heads:
+            self.heads = nn.ModuleList(nn.Linear(shape.hidden, vocab.size, bias=False) for _ in range(shape.heads))
+        else:
+            self.head = SharedHead(head, vocab.ids)
+
+    def guess(self, hidden: Tensor, level: int) -> Tensor:
+        """hidden [B,n,H] -> logits [B,n,U] for tree level `level` (0: the first drafted token)."""
+        return (self.heads[level] if self.shape.own_heads else self.head)(self.blocks[level](hidden))
+
+    def reset(self, batch: int, slots: int, first: Tensor) -> None:
+        pass
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
+        last = (n - 1).clamp_(min=0)
+        hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))
+        return DraftState(self.guess(hidden, 0), hidden)
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        logits = self.guess(hidden[:, :1], level)  # the hidden state of all nodes is the root's
+        return DraftState(logits.expand(-1, tokens.shape[1], -1), hidden)
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
+        if steps > self.shape.heads:
+            raise ValueError(f"objective.steps is {steps}, but there are {self.shape.heads} Medusa heads only")
+        for level in range(steps):
+            yield DraftState(self.guess(feats, level), feats)
+
+    def start_from(self, target) -> None:
+        """Every head begins as the target's own."""
+        for block in self.blocks.modules():
+            if isinstance(block, nn.Linear):
+                block.weight.zero_()
+        if self.shape.own_heads:
+            ids = self.vocab.ids
+            for head in self.heads:
+                head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
+
+
+def create(
+    target,
+    *,
+    vocab: DraftVocab | None = None,
+    heads: int = 5,
+    blocks: int = 1,
+    own_heads: bool = False,
+    init: str = "target",
+) -> Medusa:
+    """Fresh Medusa heads for a target; init: see `common.start`."""
+    if heads < 1 or blocks < 1:
+        raise ValueError(f"heads and blocks must be at least 1, got {heads} and {blocks}")
+    config = target.config
+    shape = MedusaShape(config.hidden, heads, blocks, own_heads)
+    drafter = Medusa(shape, config.layers, vocab or DraftVocab(config.vocab), target.head.weight)
+    start(drafter, target, init)
+    return drafter

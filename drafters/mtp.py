@@ -1,0 +1,140 @@
+"""Multi-token prediction heads: a norm for each input, a projection, and one whole decoder layer.
+
+DeepSeek-V3 (arXiv 2412.19437, section 2.2), GLM-4.5, MiMo (arXiv 2505.07608), Qwen3-Next ship one inside the target's
+checkpoint. It reads the target's last hidden state, after the final norm, and the target's head makes its logits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafters.common import (
+    Attend,
+    DraftAttention,
+    DraftShape,
+    RecurrentDrafter,
+    SharedHead,
+    shape_like,
+    start,
+    typical_scale,
+)
+from drafters.vocab import DraftVocab
+from specdec.layers import GatedMLP, RMSNorm
+
+
+@dataclass(frozen=True)
+class MtpForward:
+    """Where MTP heads, and the systems that run them, differ.
+
+    hidden_first: the projection takes [hidden, embedding] (MiMo) instead of [embedding, hidden] (all others).
+    feedback: a head that drafts more than one token feeds back its state after the final norm, 'post' (SGLang,
+    transformers, vLLM for MiMo), or before it, 'pre' (vLLM for DeepSeek). blank_first: the embedding at draft position
+    0 is zero (vLLM); elsewhere it is not.
+    """
+
+    hidden_first: bool = False
+    feedback: str = "post"
+    blank_first: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    gate: bool = False
+    rotary_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.feedback not in ("pre", "post"):
+            raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
+
+
+class MtpLayer(nn.Module):
+    """One head: z = project([norm(embedding), norm(hidden)]), a pre-norm decoder layer over z."""
+
+    def __init__(self, shape: DraftShape, how: MtpForward, mlp: nn.Module | None = None):
+        super().__init__()
+        h = shape.hidden
+        self.hidden_first = how.hidden_first
+        self.embed_norm = RMSNorm(h, shape.eps)
+        self.hidden_norm = RMSNorm(h, shape.eps)
+        self.project = nn.Linear(2 * h, h, bias=False)
+        self.input_norm = RMSNorm(h, shape.eps)
+        self.attention = DraftAttention(shape, h, how.qkv_bias, how.qk_norm, how.gate, how.rotary_dim)
+        self.post_norm = RMSNorm(h, shape.eps)
+        self.mlp = mlp or GatedMLP(h, shape.intermediate)
+        self.norm = RMSNorm(h, shape.eps)
+
+    def forward(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        inputs = [self.embed_norm(embeds), self.hidden_norm(hidden)]
+        x = self.project(torch.cat(inputs[::-1] if self.hidden_first else inputs, dim=-1))
+        x = x + self.attention(self.input_norm(x), rope, attend)
+        return x + self.mlp(self.post_norm(x))
+
+
+class Mtp(RecurrentDrafter):
+    """One head applied again and again, or several: head l drafts level l, the last one all further levels."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        tap: int,
+        vocab: DraftVocab,
+        embedding: Tensor,
+        head: Tensor,
+        heads: int = 1,
+        forward: MtpForward | None = None,
+        mlp: Callable[[], nn.Module] | None = None,
+    ):
+        """tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen. mlp: makes the
+        layer's MLP where it is not the gated one."""
+        how = forward or MtpForward()
+        super().__init__(shape, (tap,), vocab, embedding, heads, how.rotary_dim)
+        self.how = how
+        self.blocks = nn.ModuleList(MtpLayer(shape, how, mlp and mlp()) for _ in range(heads))
+        self.head = SharedHead(head, vocab.ids)
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        embeds = super().embed(tokens, positions)
+        return embeds * (positions > 0)[..., None] if self.how.blank_first else embeds
+
+    def fuse(self, feats: Tensor) -> Tensor:
+        return feats
+
+    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
+        block = self.blocks[index]
+        hidden = block(embeds, hidden, rope, attend)
+        return block.norm(hidden) if self.how.feedback == "post" else hidden
+
+    def predict(self, hidden: Tensor, index: int) -> Tensor:
+        return self.head(hidden if self.how.feedback == "post" else self.blocks[index].norm(hidden))
+
+    def start_from(self, target) -> None:
+        """The projection passes the hidden state through, at its usual scale, to the target's own head."""
+        h, scale = self.shape.hidden, typical_scale(target)
+        for block in self.blocks:
+            at = 0 if self.how.hidden_first else h
+            block.project.weight.zero_()
+            block.project.weight[:, at : at + h] = torch.eye(h)
+            block.hidden_norm.weight.fill_(scale)
+            block.norm.weight.fill_(scale)
+
+
+def create(
+    target,
+    *,
+    vocab: DraftVocab | None = None,
+    heads: int = 1,
+    feedback: str = "post",
+    hidden_first: bool = False,
+    init: str = "target",
+    **shape,
+) -> Mtp:
+    """Fresh MTP heads for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    if heads < 1:
+        raise ValueError(f"heads must be at least 1, got {heads}")
+    config = target.config
+    vocab = vocab or DraftVocab(config.vocab)
+    how = MtpForward(feedback=feedback, hidden_first=hidden_first)
+    shape = shape_like(target, **shape)
+    drafter = Mtp(shape, config.layers, vocab, target.embed.weight, target.head.weight, heads, how)
+    start(drafter, target, init)
+    return drafter

@@ -1,10 +1,12 @@
 """Small models made on the spot."""
 
+from functools import partial
+
 import torch
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import eagle3
+from drafters import eagle, eagle3, medusa, mtp
 from drafters.vocab import DraftVocab
 from specdec.archs import ModelConfig
 from specdec.layers import Rope
@@ -57,17 +59,37 @@ def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 
     return target
 
 
-def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None):
-    """A random EAGLE-3 drafter for a tiny target; its draft vocabulary leaves tokens out unless it is None."""
+# Every drafter that learns, with the settings under which its forward differs: name -> its `create`.
+LEARNERS = {
+    "eagle3": eagle3.create,
+    "eagle3-post-norm-feedback": partial(eagle3.create, tap_norms=True, feedback="post"),
+    "eagle3-speculators": partial(eagle3.create, input_norm=True, residual_norm=True),
+    "eagle3-no-head-norm": partial(eagle3.create, head_norm=False, qkv_bias=True),
+    "eagle": eagle.create,
+    "eagle-no-bias": partial(eagle.create, fc_bias=False),
+    "mtp": mtp.create,
+    "mtp-pre-norm-feedback": partial(mtp.create, feedback="pre", hidden_first=True),
+    "mtp-three-heads": partial(mtp.create, heads=3),
+    "mtp-two-heads-pre-norm": partial(mtp.create, heads=2, feedback="pre"),
+    "medusa": medusa.create,
+    "medusa-own-heads": partial(medusa.create, own_heads=True, blocks=2),
+}
+
+
+def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None, kind: str = "eagle3"):
+    """A random drafter for a tiny target; its draft vocabulary leaves tokens out unless it is None. Biases and norms
+    are random too, so that none is forgotten."""
     torch.manual_seed(seed)
-    vocab = (
-        None
-        if draft_vocab is None
-        else DraftVocab(target.config.vocab, torch.arange(draft_vocab) * 2 % target.config.vocab)
-    )
-    if vocab is not None:
-        vocab = DraftVocab(target.config.vocab, vocab.ids.sort().values)
-    return eagle3.create(target, vocab=vocab).eval()
+    vocab = None
+    if draft_vocab is not None:
+        ids = torch.arange(draft_vocab) * 2 % target.config.vocab
+        vocab = DraftVocab(target.config.vocab, ids.sort().values)
+    drafter = LEARNERS[kind](target, vocab=vocab).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return drafter
 
 
 @torch.inference_mode()

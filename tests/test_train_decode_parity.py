@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import LEARNERS, tiny_drafter, tiny_target
 
 
+@pytest.mark.parametrize("kind", LEARNERS)
 @pytest.mark.parametrize("prefix", [1, 4, 9])
-def test_unrolled_step_equals_decoding_level(prefix):
+def test_unrolled_step_equals_decoding_level(prefix, kind):
     """Decode a chain whose tokens are the text itself: level j behind prefix t then sees what row t of step j sees."""
     steps, length = 5, 16
     target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab=8)
+    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
     torch.manual_seed(0)
     feats = torch.randn(2, length, len(drafter.taps) * target.config.hidden)
     tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
@@ -23,14 +24,17 @@ def test_unrolled_step_equals_decoding_level(prefix):
             torch.testing.assert_close(state.logits[:, 0], expected.logits[:, prefix - 1], rtol=0, atol=1e-5)
             torch.testing.assert_close(state.hidden[:, 0], expected.hidden[:, prefix - 1], rtol=0, atol=1e-5)
             sees_all = torch.ones(2, 1, j + 1, dtype=torch.bool)
+            if j + 1 == steps:
+                break
             state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
 
 
+@pytest.mark.parametrize("kind", LEARNERS)
 @torch.no_grad()
-def test_extending_in_pieces_equals_extending_at_once():
+def test_extending_in_pieces_equals_extending_at_once(kind):
     """Ragged pieces of committed positions leave the same cache as one prefill; drafted entries leave no trace."""
     target = tiny_target()
-    drafter = tiny_drafter(target)
+    drafter = tiny_drafter(target, kind=kind)
     torch.manual_seed(0)
     feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
     drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.types import Drafter
+from training.losses import token_cross_entropy
 
 
 class TokensObjective:
@@ -37,10 +38,9 @@ class TokensObjective:
             wanted, logits = labels[:, later:], state.logits[:, :here]
             mask = loss_mask[:, later:] * (wanted >= 0)
             total = mask.sum().clamp(min=1)
-            entropy = F.cross_entropy(logits.flatten(0, 1).float(), wanted.clamp(min=0).flatten(), reduction="none")
-            losses.append((entropy.view_as(wanted) * mask).sum() / total)
-            best = vocab.to_target(logits.argmax(-1))
-            accuracy.append(((best == choice[:, later - 1 : length - 1]) * mask).sum() / total)
+            entropy, best = token_cross_entropy(logits, wanted.clamp(min=0))
+            losses.append((entropy * mask).sum() / total)
+            accuracy.append(((vocab.to_target(best) == choice[:, later - 1 : length - 1]) * mask).sum() / total)
         losses = torch.stack(losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
         weights = weights / weights.sum()

@@ -4,8 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from drafters.common import DraftShape
+from drafters.moe import MoE
 from specdec.archs import read_rope, rope_fields
 from specdec.checkpoint import StrictFill, fused, whole
+from specdec.layers import GatedMLP
 
 
 def read_shape(config: dict, name: str) -> DraftShape:
@@ -70,16 +72,35 @@ def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, i
         fused(attention.qkv, [f"{prefix}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
         | whole(attention.o, f"{prefix}.self_attn.o_proj")
         | whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        | fused(
-            layer.mlp.gate_up,
-            [f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"],
-            [layer.mlp.down.in_features] * 2,
-        )
-        | whole(layer.mlp.down, f"{prefix}.mlp.down_proj")
+        | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
     )
     if attention.q_norm is not None:
         out |= whole(attention.q_norm, f"{prefix}.self_attn.q_norm")
         out |= whole(attention.k_norm, f"{prefix}.self_attn.k_norm")
+    return out
+
+
+def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
+    width = mlp.down.in_features
+    return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
+        mlp.down, f"{prefix}.down_proj"
+    )
+
+
+def moe_parameters(moe: MoE, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
+    """Published checkpoints store every expert by itself."""
+    how, hidden = moe.experts, moe.down.shape[1]
+    out = whole(moe.router, f"{prefix}.gate")
+    if moe.router_bias is not None:
+        out[f"{prefix}.gate.e_score_correction_bias"] = (moe.router_bias, 0, how.count)
+    for i in range(how.count):
+        out[f"{prefix}.experts.{i}.gate_proj.weight"] = (moe.gate_up[i], 0, how.width)
+        out[f"{prefix}.experts.{i}.up_proj.weight"] = (moe.gate_up[i], how.width, how.width)
+        out[f"{prefix}.experts.{i}.down_proj.weight"] = (moe.down[i], 0, hidden)
+    if moe.shared is not None:
+        out |= mlp_parameters(moe.shared, f"{prefix}.shared_expert" + ("" if moe.shared_gate is not None else "s"))
+    if moe.shared_gate is not None:
+        out |= whole(moe.shared_gate, f"{prefix}.shared_expert_gate")
     return out
 
 

@@ -138,10 +138,10 @@ class SharedHead(nn.Module):
 
 
 def restrict(drafter: nn.Module, ids: Tensor) -> None:
-    """FR-Spec (arXiv 2502.14856): let a drafter with a `head` propose only these target tokens [U'], in this order; of
-    those that it does not know, none. The head shrinks with its vocabulary; what is verified, and emitted, does not."""
-    old = drafter.vocab
-    chosen = DraftVocab(old.target_size, ids.to(drafter.head.weight.device))
+    """FR-Spec (arXiv 2502.14856): let a drafter with a `head`, or `heads`, propose only these target tokens [U'], in
+    this order; of those that it does not know, none. What is verified, and emitted, does not change."""
+    old, heads = drafter.vocab, drafter.heads if hasattr(drafter, "heads") else [drafter.head]
+    chosen = DraftVocab(old.target_size, ids.to(heads[0].weight.device))
     if old.ids is None:
         rows = chosen.ids
     else:
@@ -152,7 +152,12 @@ def restrict(drafter: nn.Module, ids: Tensor) -> None:
         if not len(rows):
             raise ValueError("the token map and the drafter's own vocabulary have no token in common")
         chosen = DraftVocab(old.target_size, old.ids[rows])
-    drafter.head, drafter.vocab = SharedHead(drafter.head.weight, rows), chosen
+    smaller = nn.ModuleList(SharedHead(head.weight, rows) for head in heads)
+    if hasattr(drafter, "heads"):
+        drafter.heads = smaller
+    else:
+        drafter.head = smaller[0]
+    drafter.vocab = chosen
 
 
 class RecurrentDrafter(nn.Module):

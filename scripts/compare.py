@@ -1,0 +1,106 @@
+"""Compare drafters on the same target, prompts and settings (Hydra):  python scripts/compare.py prompts=questions.jsonl
+
+Every prompt is decoded plainly and with each entry of conf/compare.yaml in turn. Prints a table, writes table.csv,
+chart.png and result.json under `out`; the last line is one JSON object. `--cfg job` prints every setting.
+"""
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
+
+from specdec.api import DEMO_TARGET, load_drafter, load_target, make_verifier
+from specdec.cli import one_sentence_errors
+from specdec.lab.compare import Contender, compare
+from specdec.lab.show import print_table, write_chart, write_csv, write_whole
+from specdec.text import read_prompts
+from training.train import instantiate
+
+DEMO = DEMO_TARGET.parent
+
+
+def place(name: str) -> str:
+    """demo/x is the bundled x."""
+    return str(DEMO / name.removeprefix("demo/")) if name.startswith("demo/") else name
+
+
+def contender(name: str, entry: dict, default_tree: dict, target) -> Contender:
+    unknown = set(entry) - {"draft", "tree", "verifier", "token_map"}
+    if unknown or "draft" not in entry:
+        wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+        raise ValueError(f"entries.{name} {wrong}; known are draft, tree, verifier, token_map")
+    verifier = entry.get("verifier") or {"name": "match"}
+    token_map = entry.get("token_map")
+    return Contender(
+        drafter=load_drafter(place(entry["draft"]), target, token_map=token_map and place(token_map)),
+        tree=instantiate(entry.get("tree") or default_tree),
+        verifier=make_verifier(**verifier),
+    )
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    if not config.prompts:
+        raise ValueError("no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt` or `turns`)")
+    prompts = read_prompts(Path(config.prompts))[: config.limit]
+    out = Path(config.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+    sampling = instantiate(config.sampling)
+    target = load_target(config.target or DEMO_TARGET, dtype=config.dtype, device=config.device)
+    settings = OmegaConf.to_container(config, resolve=True)
+    contenders = {name: contender(name, entry, settings["tree"], target) for name, entry in settings["entries"].items()}
+    with tqdm(total=len(prompts) * config.trials, desc="prompts", mininterval=1.0) as bar:
+        rate, scores = compare(
+            target,
+            prompts,
+            contenders,
+            max_new_tokens=config.max_new_tokens,
+            sampling=sampling,
+            seed=config.seed,
+            raw=config.raw,
+            trials=config.trials,
+            progress=bar.update,
+        )
+    print_table(scores, rate, sampling.greedy)
+    write_csv(scores, out / "table.csv")
+    title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {sampling}"
+    write_chart(scores, out / "chart.png", title)
+    result = {
+        "plain_tokens_per_second": rate,
+        "scores": [asdict(s) for s in scores],
+        "settings": settings,
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    write_whole(out / "result.json", lambda aside: aside.write_text(json.dumps(result, indent=1) + "\n"))
+    print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
+
+
+@hydra.main(config_path="../conf", config_name="compare", version_base="1.3")
+def hydra_main(config: DictConfig) -> None:
+    run(config)
+
+
+@one_sentence_errors
+def main() -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
+    try:
+        hydra_main()
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error).strip().split("\n")[0]) from None
+
+
+if __name__ == "__main__":
+    main()

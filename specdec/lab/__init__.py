@@ -1,0 +1,1 @@
+"""Measurements: what is compared, on which prompts, and how it is shown."""

@@ -1,9 +1,9 @@
-"""Build the demo pair from a file of conversations: tokenizer, target, its own answers, an EAGLE-3 drafter.
+"""Build the demo from a file of conversations: tokenizer, target, its own answers, and drafters trained on them.
 
     python scripts/build_demo.py --data conversations.jsonl.xz --work build --out specdec/demo
 
 Every stage leaves its result under --work and is skipped when that is there, so an interrupted build goes on. The last
-stage measures tau on --bench and writes the pair to --out as bf16 safetensors with a model card.
+stage measures tau on --bench and writes everything to --out as bf16 safetensors with a model card.
 """
 
 import argparse
@@ -30,6 +30,10 @@ from training.regenerate import regenerate, write_rows
 SEED = 0
 LENGTH = 1024  # the target's context
 LIMIT_MIB = 24
+TREES = ((4, 5, 16), (10, 8, 60), (1, 5, 6))  # topk, steps, num_draft_tokens
+MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
+# drafter -> the experiment of conf/ that trains it
+DRAFTERS = {"eagle3": "demo", "eagle2": "demo_eagle", "mtp": "demo_mtp", "medusa": "demo_medusa"}
 
 
 def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
@@ -105,69 +109,85 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
-def train_command(work: Path, resume: bool) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "training.train",
-        f"target.path={work / 'target'}",
-        f"data.path={work / 'answers' / 'all.jsonl'}",
-        f"out={work / 'eagle3'}",
-        "+experiment=demo",
-        f"resume={str(resume).lower()}",
-    ]
+def train_drafters(work: Path) -> None:
+    """One run of the trainer for each; a finished run resumes at its last step and ends at once."""
+    for name, experiment in DRAFTERS.items():
+        settings = {
+            "target.path": work / "target",
+            "data.path": work / "answers" / "all.jsonl",
+            "out": work / name,
+            "+experiment": experiment,
+            "resume": str((work / name / "trainer.pt").exists()).lower(),
+        }
+        command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
+        trained = subprocess.run(command, check=False)
+        if trained.returncode:
+            sys.exit(trained.returncode)
 
 
-def measure(args: argparse.Namespace, target, drafter) -> dict:
-    """tau on the first turns of --bench, greedy, 64 new tokens."""
-    prompts = read_prompts(args.bench)
+def count_map(work: Path, out: Path) -> None:
+    command = [sys.executable, "scripts/count_tokens.py", "--target", str(work / "target"), "--size", str(MAP_SIZE)]
+    subprocess.run([*command, "--data", str(work / "answers" / "all.jsonl"), "--out", str(out)], check=True)
+
+
+def measure(bench: Path, target, drafter) -> dict[str, float]:
+    """tau on the first turns of `bench`, greedy, 64 new tokens."""
+    prompts = read_prompts(bench)
+    trees = [tree for tree in TREES if drafter.max_steps is None or tree[1] <= drafter.max_steps]
     return {
         f"topk {topk}, steps {steps}, num_draft_tokens {n}": round(
             generate(target, prompts, drafter, tree=make_tree(topk, steps, n), max_new_tokens=64).tau, 3
         )
-        for topk, steps, n in ((4, 5, 16), (10, 8, 60), (1, 5, 6))
+        for topk, steps, n in trees
     }
 
 
 def publish(args: argparse.Namespace, work: Path) -> None:
-    """Copy the pair to --out in bf16, check its size, and write the card."""
-    target = load_target(work / "target")
-    pair = args.out
-    shutil.rmtree(pair / "target", ignore_errors=True)
-    shutil.copytree(work / "target", pair / "target", ignore=shutil.ignore_patterns("report.json"))
-    drafter = load_drafter(work / "eagle3" / "draft", target).to(torch.bfloat16)
-    save_drafter(drafter, pair / "eagle3", target)
-    size = sum(p.stat().st_size for p in pair.rglob("*") if p.is_file()) / 2**20
+    """Copy everything to --out in bf16, check its size, and write the card."""
+    target, out = load_target(work / "target"), args.out
+    shutil.rmtree(out / "target", ignore_errors=True)
+    shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("report.json"))
+    drafters = {}
+    for name in DRAFTERS:
+        drafter = load_drafter(work / name / "draft", target).to(torch.bfloat16)
+        save_drafter(drafter, out / name, target)
+        drafters[name] = {
+            "parameters": sum(p.numel() for p in drafter.parameters()),
+            **_last_rows(work / name / "log.jsonl"),
+            "tau": measure(args.bench, target, load_drafter(out / name, target)) if args.bench else {},
+        }
+    count_map(work, out / f"frspec_{MAP_SIZE}.json")
+    size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) / 2**20
     if size > LIMIT_MIB:
-        raise ValueError(f"the pair takes {size:.1f} MiB, more than the {LIMIT_MIB} that may be shipped")
+        raise ValueError(f"the demo takes {size:.1f} MiB, more than the {LIMIT_MIB} that may be shipped")
     report = {
         "target": json.loads((work / "target" / "report.json").read_text()),
-        "drafter": _last_rows(work / "eagle3" / "log.jsonl"),
-        "tau": measure(args, target, load_drafter(pair / "eagle3", target)) if args.bench else None,
-        "parameters": {
-            "target": sum(p.numel() for p in target.parameters()) - target.head.weight.numel(),
-            "drafter": sum(p.numel() for p in drafter.parameters()),
-        },
+        "target_parameters": sum(p.numel() for p in target.parameters()) - target.head.weight.numel(),
+        "drafters": drafters,
         "mebibytes": round(size, 1),
     }
-    (pair / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (pair / "README.md").write_text(card(args, report))
+    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "README.md").write_text(card(args, report))
     print(json.dumps(report))
 
 
-CARD = """# The demo pair
+CARD = """# The demo
 
 A target of {target_m:.1f} M parameters (Llama architecture, {layers} layers, hidden size {hidden}, vocabulary {vocab},
-context {context}) and its EAGLE-3 drafter of {drafter_m:.1f} M, both trained from scratch; bf16 safetensors,
-{mebibytes} MiB with the tokenizer. It is a demonstration: it writes English in the form of a chat, and
-what it says is often wrong.
+context {context}) and drafters for it, all trained from scratch; bf16 safetensors, {mebibytes} MiB with the tokenizer.
+It is a demonstration: it writes English in the form of a chat, and what it says is often wrong.
 
 - Target: one pass over {tokens:,} tokens; loss {train_loss:.3f} in training, {heldout_loss:.3f} held out (nats a
   token).
-- Drafter: {draft_tokens:,} padded tokens of the target's own answers (a prompt's first answer greedy, further ones at
-  temperature 0.8), {draft_steps} steps; held-out agreement with the target's first choice, by step:
-  {accuracy}.
-- tau on the first turns of MT-bench, greedy, 64 new tokens: {tau}.
+- Drafters, trained on the target's own answers (a prompt's first answer greedy, further ones at temperature 0.8), with
+  the settings of conf/experiment/. Agreement is with the target's first choice on held-out answers, by step of the
+  training objective; tau is that of the first turns of MT-bench, greedy, 64 new tokens, at topk/steps/num_draft_tokens.
+
+| drafter | parameters | padded tokens seen | agreement | tau {trees} |
+|---|---|---|---|---|
+{table}
+
+- `frspec_{map_size}.json`: the {map_size} tokens most frequent in those answers, an FR-Spec map.
 
 Made by
 
@@ -180,20 +200,23 @@ are under the project's licence, Apache-2.0.
 
 def card(args: argparse.Namespace, report: dict) -> str:
     """The model card, every figure of it from the report."""
-    train, heldout = report["drafter"]["train"], report["drafter"]["heldout"]
+    lines = []
+    for name, drafter in report["drafters"].items():
+        agreement = ", ".join(f"{a:.2f}" for a in drafter["heldout"]["accuracy"])
+        taus = ", ".join(f"{tau:.2f}" for tau in drafter["tau"].values()) or "not measured"
+        tokens = drafter["train"]["tokens"]
+        lines.append(f"| {name} | {drafter['parameters'] / 1e6:.2f} M | {tokens:,} | {agreement} | {taus} |")
     return CARD.format(
-        target_m=report["parameters"]["target"] / 1e6,
-        drafter_m=report["parameters"]["drafter"] / 1e6,
+        target_m=report["target_parameters"] / 1e6,
         layers=args.layers,
         hidden=args.hidden_size,
         vocab=args.vocab_size,
         context=LENGTH,
         mebibytes=report["mebibytes"],
         **report["target"],
-        draft_tokens=train["tokens"],
-        draft_steps=train["step"],
-        accuracy=", ".join(f"{a:.2f}" for a in heldout["accuracy"]),
-        tau="; ".join(f"{tau:.2f} ({name})" for name, tau in (report["tau"] or {}).items()) or "not measured",
+        trees=", ".join("/".join(map(str, tree)) for tree in TREES),
+        table="\n".join(lines),
+        map_size=MAP_SIZE,
         note=": see DATA.md" if (args.out / "DATA.md").exists() else "",
         rows=f"{sum(1 for _ in read_conversations(args.data)):,}",
     )
@@ -209,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="ShareGPT-form .json, .jsonl or .jsonl.xz")
     parser.add_argument("--work", type=Path, default=Path("build"), help="folder for intermediate results")
-    parser.add_argument("--out", type=Path, default=Path("specdec/demo"), help="where the finished pair goes")
+    parser.add_argument("--out", type=Path, default=Path("specdec/demo"), help="where the finished demo goes")
     parser.add_argument("--bench", type=Path, help="prompts (.jsonl with `turns`) on which tau is measured")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--hidden-size", type=int, default=256)
@@ -228,10 +251,7 @@ def main() -> None:
         build_target(args, work / "target")
     if not (work / "answers" / "all.jsonl").exists():
         build_answers(args, work / "answers")
-    # A finished run resumes at its last step and ends at once.
-    trained = subprocess.run(train_command(work, resume=(work / "eagle3" / "trainer.pt").exists()), check=False)
-    if trained.returncode:
-        sys.exit(trained.returncode)
+    train_drafters(work)
     publish(args, work)
 
 

@@ -254,4 +254,6 @@ def _check_fit(verifier: Verifier, policy: TreePolicy) -> None:
             "not draw them: use a tree that samples (trees.SampledTree, or --sample-draft)"
         )
     if verifier.chains_only and policy.topk > 1:
-        raise ValueError(f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children")
+        raise ValueError(
+            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
+        )

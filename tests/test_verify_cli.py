@@ -1,12 +1,11 @@
 """The command names the verifier and says whether it is lossless, and refuses what does not fit in one sentence."""
 
-import json
-
 import pytest
-from test_generate import last_json, run  # noqa: F401: a fixture
+import test_generate
 
 from specdec.verify import make_verifier
 
+run = test_generate.run  # the fixture
 PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
 
 
@@ -26,15 +25,15 @@ PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
     ],
 )
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_every_rule_is_named(run, flags, name, lossless, temperature):  # noqa: F811
+def test_every_rule_is_named(run, flags, name, lossless, temperature):
     code, out, err = run(*PROMPT, *flags, "--temperature", temperature, "--compare", "--json")
     assert code == 0, err
-    result = last_json(out)
+    result = test_generate.last_json(out)
     assert (result["verifier"], result["lossless"]) == (name, lossless)
     assert result["identical"] is (True if temperature == 0 else None)
 
 
-def test_a_lossy_rule_says_so_and_its_differences_are_no_bug(run):  # noqa: F811
+def test_a_lossy_rule_says_so_and_its_differences_are_no_bug(run):
     _, out, _ = run(*PROMPT, "--verifier", "typical", "--temperature", 1, "--compare")
     assert "verifier: TypicalAcceptance(epsilon=0.09, alpha=0.3), LOSSY" in out
     assert "identical: not asked, both are draws from two distributions, for the verifier is lossy" in out
@@ -43,9 +42,9 @@ def test_a_lossy_rule_says_so_and_its_differences_are_no_bug(run):  # noqa: F811
     assert "LOSSY" not in out
 
 
-def test_plain_decoding_has_no_verifier(run):  # noqa: F811
+def test_plain_decoding_has_no_verifier(run):
     _, out, _ = run(*PROMPT, "--no-draft", "--json", draft=None)
-    result = json.loads(out.rstrip("\n").split("\n")[-1])
+    result = test_generate.last_json(out)
     assert (result["verifier"], result["lossless"]) == (None, True)
 
 
@@ -64,7 +63,7 @@ def test_plain_decoding_has_no_verifier(run):  # noqa: F811
         (("--sample-draft", "--steps", 0), "topk and steps must be at least 1"),
     ],
 )
-def test_mistakes_are_one_sentence(run, flags, says):  # noqa: F811
+def test_mistakes_are_one_sentence(run, flags, says):
     code, _, err = run(*PROMPT, *flags)
     assert code == 2
     assert says in err

@@ -10,8 +10,9 @@ from specdec.loader import load_target
 from specdec.model import Target
 from specdec.text import encode_prompt
 from specdec.trace import acceptance_by_depth, tau
-from specdec.types import Drafter, Sampling, TreePolicy
-from trees import Chain, DynamicTree
+from specdec.types import Drafter, Sampling, TreePolicy, Verifier
+from specdec.verify import make_verifier, sample_and_match
+from trees import Chain, DynamicTree, SampledTree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
@@ -25,6 +26,12 @@ class Generation:
     rows: list[Row]
     result: Result
     steps: int  # 0 without a drafter
+    verifier: Verifier | None  # None without a drafter
+
+    @property
+    def lossless(self) -> bool:
+        """Is the text distributed as the target's own? Only a verifier can make it otherwise."""
+        return self.verifier is None or self.verifier.lossless
 
     @property
     def num_tokens(self) -> int:
@@ -50,14 +57,21 @@ class Generation:
         return decoded / self.result.decode_seconds if decoded else 0.0
 
 
-def make_tree(topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None) -> TreePolicy:
-    """The tree policy of SGLang's three words; topk 1 is a chain, whose num_draft_tokens is steps + 1."""
-    if topk == 1:
-        if num_draft_tokens not in (None, steps + 1):
-            raise ValueError(
-                f"with topk 1 the tree is a chain of steps + 1 = {steps + 1} tokens, not {num_draft_tokens}"
-            )
-        return Chain(steps)
+def make_tree(
+    topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None, sample_draft: bool = False
+) -> TreePolicy:
+    """The tree policy of SGLang's three words; topk 1 is a chain, whose num_draft_tokens is steps + 1.
+
+    With `sample_draft` the children are drawn: topk chains from different first tokens, topk * steps + 1 tokens.
+    """
+    if min(topk, steps) < 1:
+        raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
+    if topk == 1 or sample_draft:
+        nodes, shape = topk * steps + 1, "a chain of steps + 1" if topk == 1 else f"{topk} chains of topk * steps + 1"
+        if num_draft_tokens not in (None, nodes):
+            drawn = " drawn from the drafter" if sample_draft else ""
+            raise ValueError(f"with topk {topk} the tree{drawn} is {shape} = {nodes} tokens, not {num_draft_tokens}")
+        return SampledTree([topk] + [1] * (steps - 1)) if sample_draft else Chain(steps)
     if num_draft_tokens is None:
         num_draft_tokens = min(16, DynamicTree.candidates(topk, steps) + 1)
     return DynamicTree(topk, steps, num_draft_tokens)
@@ -69,6 +83,7 @@ def generate(
     drafter: Drafter | None = None,
     *,
     tree: TreePolicy | None = None,
+    verifier: Verifier = sample_and_match,
     sampling: Sampling | None = None,
     max_new_tokens: int = 128,
     seed: int = 0,
@@ -77,16 +92,17 @@ def generate(
 ) -> Generation:
     """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
 
-    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`.
+    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. The
+    `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree.
     """
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
     if drafter is not None and tree is None:
         tree = make_tree()
-    engine = Engine(target, drafter, tree)
+    engine = Engine(target, drafter, tree, verifier)
     result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, observer=observer)
     text = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
-    return Generation(text, result.rows, result, tree.steps if tree else 0)
+    return Generation(text, result.rows, result, tree.steps if tree else 0, verifier if drafter else None)
 
 
 __all__ = [
@@ -98,4 +114,5 @@ __all__ = [
     "load_drafter",
     "load_target",
     "make_tree",
+    "make_verifier",
 ]

@@ -14,14 +14,17 @@ from specdec.api import (
     load_drafter,
     load_target,
     make_tree,
+    make_verifier,
 )
 from specdec.cli import one_sentence_errors
 from specdec.engine import Engine, RoundReport
 from specdec.text import TextStream, clean, encode_chat, read_prompts
 from specdec.tree import draw
+from specdec.verify import VERIFIERS
 
 DRAFTED = "\033[32m"
 PLAIN = "\033[0m"
+LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +56,20 @@ def parser() -> argparse.ArgumentParser:
         "--topk", type=int, help="nodes expanded on each level, and children of each (default 4); 1: a chain"
     )
     tree.add_argument("--num-draft-tokens", type=int, help="nodes that the target verifies, root counted (default 16)")
+    tree.add_argument(
+        "--sample-draft",
+        action="store_true",
+        help="draw the drafts: topk chains of steps tokens, with the target's sampling filters",
+    )
+    verify = p.add_argument_group("verification")
+    verify.add_argument(
+        "--verifier",
+        help=f"{', '.join(VERIFIERS)} (default match); rejection and block need --sample-draft, typical is lossy, and "
+        "so is sglang with a threshold below 1",
+    )
+    verify.add_argument(
+        "--verifier-args", help="its settings: epsilon=0.09,alpha=0.3; threshold_single=1,threshold_acc=1"
+    )
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
     out.add_argument(
@@ -68,7 +85,8 @@ def check_flags(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
     if args.no_draft:
-        for flag in ("draft", "steps", "topk", "num_draft_tokens", "show_trees", "compare"):
+        drafting = ("draft", "steps", "topk", "num_draft_tokens", "sample_draft", "verifier", "verifier_args")
+        for flag in (*drafting, "show_trees", "compare"):
             if getattr(args, flag) not in (None, False):
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
     if args.target is not None and args.draft is None and not args.no_draft:
@@ -79,6 +97,18 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
     if args.batch_size > 1 and args.show_trees:
         raise ValueError("--show-trees draws one sequence at a time: leave --batch-size at 1")
+
+
+def verifier_settings(text: str | None) -> dict[str, float]:
+    """'name=number,name=number' -> {name: number}."""
+    settings = {}
+    for part in text.split(",") if text else ():
+        name, _, number = part.partition("=")
+        try:
+            settings[name.strip()] = float(number)
+        except ValueError:
+            raise ValueError(f"--verifier-args takes name=number,name=number, and not {part!r}") from None
+    return settings
 
 
 class Screen:
@@ -118,7 +148,8 @@ class Session:
         self.args = args
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
         shape = {k: getattr(args, k) for k in ("topk", "steps", "num_draft_tokens") if getattr(args, k) is not None}
-        self.tree = None if args.no_draft else make_tree(**shape)
+        self.tree = None if args.no_draft else make_tree(**shape, sample_draft=args.sample_draft)
+        self.verifier = make_verifier(args.verifier or "match", **verifier_settings(args.verifier_args))
         self.target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
         self.drafter = None if args.no_draft else load_drafter(args.draft or DEMO_DRAFTER, self.target)
 
@@ -136,6 +167,7 @@ class Session:
             prompts,
             None if plain else self.drafter,
             tree=None if plain else self.tree,
+            verifier=self.verifier,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens or args.max_new_tokens,
             seed=args.seed,
@@ -177,7 +209,8 @@ def merged(parts: list[Generation]) -> Generation:
             result.prefill_seconds + part.result.prefill_seconds,
             {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
         )
-    return Generation([t for part in parts for t in part.text], result.rows, result, parts[0].steps)
+    text = [t for part in parts for t in part.text]
+    return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)
 
 
 def summarise(session: Session, done: list[Generation], baseline: list[Generation]) -> dict:
@@ -191,6 +224,8 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         "rounds": total.rounds,
         "tau": total.tau,
         "acceptance_by_depth": total.acceptance_by_depth,
+        "verifier": None if total.verifier is None else str(total.verifier),
+        "lossless": total.lossless,
         "tokens_per_second": total.tokens_per_second,
         "prefill_seconds": total.result.prefill_seconds,
         "seconds_by_part": total.result.parts,
@@ -214,6 +249,8 @@ def print_summary(session: Session, s: dict) -> None:
     )
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
+    if s["verifier"] is not None:
+        print(f"verifier: {s['verifier']}, {'lossless' if s['lossless'] else LOSSY}")
     times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
@@ -222,14 +259,17 @@ def print_summary(session: Session, s: dict) -> None:
         if session.sampling.greedy:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
         else:
-            print("identical: not asked, both are draws from the same distribution")
+            same = "the same distribution" if s["lossless"] else "two distributions, for the verifier is lossy"
+            print(f"identical: not asked, both are draws from {same}")
 
 
 def chat(session: Session) -> None:
     """Read messages until the end of input; the history grows with each answer."""
     if not session.target.tokenizer.chat_template:
         raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
-    engine = Engine(session.target, session.drafter, session.tree)
+    engine = Engine(session.target, session.drafter, session.tree, session.verifier)
+    if not session.verifier.lossless:
+        print(f"verifier: {session.verifier}, {LOSSY}")
     history: list[dict[str, str]] = []
     while True:
         try:

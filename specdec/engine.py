@@ -91,6 +91,7 @@ class Engine:
                 raise ValueError(
                     f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only"
                 )
+            _check_fit(verifier, policy)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.embed.weight.device
 
@@ -244,3 +245,15 @@ class Engine:
             row.trace.emitted.append(len(kept))
             report.emitted[i] = kept
             report.accepted[i] = min(report.accepted[i], len(kept))
+
+
+def _check_fit(verifier: Verifier, policy: TreePolicy) -> None:
+    if verifier.needs_q and not policy.samples:
+        raise ValueError(
+            f"{verifier} needs to know what the children of a node were drawn from, and {type(policy).__name__} does "
+            "not draw them: use a tree that samples (trees.SampledTree, or --sample-draft)"
+        )
+    if verifier.chains_only and policy.topk > 1:
+        raise ValueError(
+            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
+        )

@@ -11,7 +11,11 @@ def filtered_probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
     Filters as transformers' logits warpers do: top-k keeps ties of the k-th logit; top-p keeps the smallest set of most
     likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's probability.
+    At temperature 0 the most likely token has all the probability.
     """
+    if sampling.greedy:
+        best = logits.max(-1, keepdim=True).indices
+        return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)
     scores = logits.float() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -torch.inf)
@@ -27,13 +31,22 @@ def filtered_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     return probs
 
 
-def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
-    """One token per row: logits [..., V] -> [...] int64.
+def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """probs [..., V], not necessarily normalised -> p / e with e ~ Exp(1), of the same shape.
 
-    argmax(p / e) with e ~ Exp(1) is a draw from p (exponential race), without `multinomial`'s synchronisation.
+    An exponential race: the largest is a draw from p, the k largest are k draws without replacement in order. Unlike
+    `multinomial` it does not synchronise.
     """
+    return probs / torch.empty_like(probs).exponential_(generator=generator)
+
+
+def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token per row: probs [..., V], not necessarily normalised -> [...] int64."""
+    return race(probs, generator).max(-1).indices
+
+
+def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+    """One token per row: logits [..., V] -> [...] int64."""
     if sampling.greedy:
         return logits.max(-1).indices  # the first of equals, as `argmax`, in a third of its time on the CPU
-    probs = filtered_probs(logits, sampling)
-    race = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / race).max(-1).indices
+    return draw(filtered_probs(logits, sampling), generator)

@@ -28,9 +28,10 @@ class DraftTree:
     ancestors: Tensor  # [B, N, N] bool: ancestors[b, i, j] = j lies on the path from the root to i, i included
     steps: int  # D: no node is deeper, so a path has at most P = D + 1 nodes
     logq: Tensor | None = None  # [B, N] log-probability of the path under the drafter, root 0
-    q: Tensor | None = (
-        None  # [B, N, V] what each node's children were drawn from, in order of index, without replacement
-    )
+    # [B, N, V] what each node's children were drawn from, in order of index, without replacement. Children to which it
+    # gives nothing were not drawn: they followed when it was used up.
+    q: Tensor | None = None
+    topk: int | None = None  # no node has more children; beside q, so that a verifier knows it without reading a tensor
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Vocabulary(Protocol):
     """The tokens that a drafter can propose."""
 
     size: int  # U
+    target_size: int  # V
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary ids -> target vocabulary ids, any shape."""

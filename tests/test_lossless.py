@@ -8,8 +8,8 @@ from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
 
 from specdec.engine import Engine
 from specdec.types import Sampling, Verdict
-from specdec.verify import sample_and_match
-from trees import Chain, DynamicTree
+from specdec.verify import BlockVerification, MultiRoundRejection, SampleAndMatch, TwoThresholds, TypicalAcceptance
+from trees import Chain, DynamicTree, SampledTree
 
 TREES = {
     "chain1": Chain(1),
@@ -18,6 +18,8 @@ TREES = {
     "dynamic-whole-pool": DynamicTree(topk=2, steps=3, num_draft_tokens=11),
     "dynamic-topk1": DynamicTree(topk=1, steps=3, num_draft_tokens=4),
     "dynamic-one-level": DynamicTree(topk=4, steps=1, num_draft_tokens=4),
+    "sampled-chain": SampledTree((1, 1, 1, 1)),
+    "sampled": SampledTree((3, 2, 1)),
 }
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1], [9, 9, 9, 9]]
 
@@ -61,16 +63,33 @@ def test_sampled_output_follows_the_target(tree, sampling):
     assert sum(a for row in result.rows for a in row.trace.accepted) > count / 20
 
 
-def test_the_chi_square_test_can_fail():
-    """A verifier that takes the first drafted token whatever the target says is found out."""
+@pytest.mark.parametrize(
+    ("tree", "verifier"), [("sampled", MultiRoundRejection()), ("sampled-chain", BlockVerification())], ids=str
+)
+@pytest.mark.parametrize("sampling", SAMPLINGS[4:], ids=lambda s: f"t{s.temperature}-k{s.top_k}-p{s.top_p}-m{s.min_p}")
+@torch.inference_mode()
+def test_rules_that_know_q_follow_the_target(tree, verifier, sampling):
+    target = tiny_target(vocab=11)
+    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES[tree], verifier)
+    result = engine.generate([[3, 1, 4]] * 3000, max_new_tokens=3, sampling=sampling, seed=7)
+    assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], sampling, result) > 1e-3
+    assert sum(a for row in result.rows for a in row.trace.accepted) > 3000 / 20
 
-    def credulous(tree, logits, sampling, generator):
-        verdict = sample_and_match(tree, logits, sampling, generator)
+
+class Credulous(SampleAndMatch):
+    """Takes the first drafted token whatever the target says."""
+
+    def __call__(self, tree, logits, sampling, generator=None):
+        verdict = super().__call__(tree, logits, sampling, generator)
         first = tree.tokens[:, 1:2].expand_as(verdict.tokens)
         return Verdict(verdict.path, verdict.n, torch.where(verdict.n[:, None] == 1, first, verdict.tokens))
 
+
+@pytest.mark.parametrize("verifier", [Credulous(), TwoThresholds(threshold_acc=0.7), TypicalAcceptance()], ids=str)
+def test_the_chi_square_test_can_fail(verifier):
+    """A broken verifier is found out, and so are lossy ones."""
     target, sampling = tiny_target(vocab=11), Sampling(temperature=1.0)
-    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES["dynamic"], credulous)
+    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES["dynamic"], verifier)
     result = engine.generate([[3, 1, 4]] * 4000, max_new_tokens=3, sampling=sampling, seed=7)
     assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], sampling, result) < 1e-6
 

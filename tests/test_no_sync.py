@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec.engine import Engine
 from specdec.trace import Clock
 from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.verify import VERIFIERS
+from trees import Chain, DynamicTree, SampledTree
 
 ROOT = Path(__file__).parents[1]
 BLOCKING = ("_local_scalar_dense", "nonzero", "masked_select", "item", "equal", "is_nonzero")
@@ -37,9 +38,8 @@ def test_the_guard_sees_what_it_should():
 def test_no_tolist_or_cpu_where_the_guard_is_blind():
     """On CPU tensors these two run without an operator."""
     files = [*(ROOT / "trees").glob("*.py"), *(ROOT / "drafters").glob("*.py")]
-    files += [
-        ROOT / "specdec" / f"{name}.py" for name in ("verify", "sampling", "cache", "attention", "model", "layers")
-    ]
+    files += [*(ROOT / "specdec" / "verify").glob("*.py")]
+    files += [ROOT / "specdec" / f"{name}.py" for name in ("sampling", "cache", "attention", "model", "layers")]
     for path in files:
         source = path.read_text(encoding="utf-8")
         assert ".tolist(" not in source, path
@@ -51,7 +51,10 @@ def test_no_tolist_or_cpu_where_the_guard_is_blind():
 @torch.inference_mode()
 def test_round(policy, sampling):
     target = tiny_target()
-    engine = Engine(target, tiny_drafter(target, draft_vocab=8), policy)
+    run_rounds(Engine(target, tiny_drafter(target, draft_vocab=8), policy), sampling)
+
+
+def run_rounds(engine: Engine, sampling: Sampling) -> None:
     rows = engine._rows([[1, 2, 3], [4]], 20)
     generator = torch.Generator().manual_seed(0)
     root, state, cache = engine._prefill(rows, sampling, generator)
@@ -59,6 +62,16 @@ def test_round(policy, sampling):
     with NoHostSync():
         for _ in range(2):
             root, state, _, _ = engine.round(root, state, cache, active, sampling, generator, Clock(engine.device))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
+@torch.inference_mode()
+def test_rules_do_not_wait_either(verifier, sampling):
+    target, rule = tiny_target(), VERIFIERS[verifier]()
+    run_rounds(
+        Engine(target, tiny_drafter(target), SampledTree((1, 1) if rule.chains_only else (2, 2)), rule), sampling
+    )
 
 
 @torch.inference_mode()

@@ -16,14 +16,14 @@ ALLOWED = {
     "specdec.archs": {"specdec.layers", "specdec.archs"},
     "specdec.tree": {"specdec.types"},
     "specdec.sampling": {"specdec.types"},
-    "specdec.verify": {"specdec.types", "specdec.sampling"},
+    "specdec.verify": {"specdec.types", "specdec.sampling", "specdec.verify"},
     "specdec.model": {"specdec.archs", "specdec.attention", "specdec.cache", "specdec.layers"},
     "specdec.loader": {"specdec.archs", "specdec.checkpoint", "specdec.model"},
     "specdec.text": {"specdec.model"},
     "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
-    "trees": {"trees", "specdec.types", "specdec.tree"},
+    "trees": {"trees", "specdec.types", "specdec.tree", "specdec.sampling"},
     "training": {"training", "specdec", "drafters"},
 }
 PACKAGES = ("specdec", "drafters", "trees", "training")

@@ -2,5 +2,6 @@
 
 from trees.chain import Chain
 from trees.dynamic import DynamicTree
+from trees.sampled import SampledTree
 
-__all__ = ["Chain", "DynamicTree"]
+__all__ = ["Chain", "DynamicTree", "SampledTree"]

@@ -1,0 +1,36 @@
+"""Sample and match: the default."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.sampling import sample
+from specdec.types import DraftTree, Sampling, Verdict
+from specdec.verify.walk import accept, deepest
+
+
+@dataclass(frozen=True)
+class SampleAndMatch:
+    """Draw the target's token g at every node, and walk down from the root as long as a child carries the token drawn.
+
+    Each emitted token is a draw from the target's own distribution given the tokens before it, so the output is
+    distributed as the target's whatever was drafted. For trees of distinct siblings the accepted length has the same
+    law as EAGLE's accept-or-renormalise walk: a node is left through one of its children with the children's total
+    probability. The greedy and the sampled case are the same code.
+    """
+
+    lossless: ClassVar[bool] = True
+    needs_q: ClassVar[bool] = False
+    chains_only: ClassVar[bool] = False
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+    ) -> Verdict:
+        drawn = sample(logits, sampling, generator)  # [B,N]
+        winner = deepest(tree, tree.tokens == drawn.gather(1, tree.parents))
+        return accept(tree, winner, drawn.gather(1, winner[:, None]).squeeze(1))
+
+
+sample_and_match = SampleAndMatch()

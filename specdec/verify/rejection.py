@@ -1,0 +1,65 @@
+"""Multi-round rejection: for children that were drawn from the drafter's distribution."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.sampling import draw, filtered_probs
+from specdec.types import DraftTree, Sampling, Verdict
+from specdec.verify.walk import accept, at, deepest, residual
+
+
+@dataclass(frozen=True)
+class MultiRoundRejection:
+    """A node's children are offered in the order in which they were drawn: x is accepted with probability
+    min(1, p(x)/q(x)); if not, p <- norm(max(p - q, 0)), q loses x and is renormalised, and the next child is offered.
+    Where all are refused, or there is none, the bonus is drawn from the p that is left.
+
+    SpecInfer (arXiv 2305.09781), Sequoia (arXiv 2402.12374) and EAGLE-1; on a chain Leviathan's rule (arXiv
+    2211.17192). A child that q gives nothing, because q had fewer tokens than children were wanted, was certain: its q
+    is one at x. All children of a greedy tree but the first are such, so temperature 0 is greedy matching.
+    """
+
+    lossless: ClassVar[bool] = True
+    needs_q: ClassVar[bool] = True
+    chains_only: ClassVar[bool] = False
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+    ) -> Verdict:
+        p, q = filtered_probs(logits, sampling), tree.q
+        children = children_by_rank(tree)
+        coins = torch.rand(children.shape, device=p.device, generator=generator)
+        hit = torch.zeros_like(tree.tokens, dtype=torch.bool)
+        undecided = torch.ones_like(hit)
+        for child, coin in zip(children.unbind(-1), coins.unbind(-1), strict=True):
+            exists = child > 0
+            token = tree.tokens.gather(1, child)[..., None]
+            q = torch.where(q.gather(-1, token) > 0, q, torch.zeros_like(q).scatter_(-1, token, 1.0))
+            accepted = coin * q.gather(-1, token).squeeze(-1) < p.gather(-1, token).squeeze(-1)
+            hit.scatter_(1, child, accepted & exists & undecided)  # where there is no child: to the root, which is void
+            undecided = undecided & ~(accepted & exists)
+            p = torch.where(exists[..., None], residual(p, q), p)
+            q = _without(q, token)
+        winner = deepest(tree, hit)
+        return accept(tree, winner, draw(at(winner, p), generator))
+
+
+def children_by_rank(tree: DraftTree) -> Tensor:
+    """[B,N,K] the children of each node in order of index, K = tree.topk; 0, which is nobody's child, where there is
+    none."""
+    b, n = tree.parents.shape
+    nodes = torch.arange(n, device=tree.parents.device).expand(b, n)
+    siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > 0)
+    rank = siblings.tril(-1).sum(-1)
+    place = (tree.parents * tree.topk + rank)[:, 1:]
+    empty = torch.zeros(b, n * tree.topk, dtype=torch.int64, device=place.device)
+    return empty.scatter_(1, place, nodes[:, 1:]).view(b, n, tree.topk)
+
+
+def _without(q: Tensor, token: Tensor) -> Tensor:
+    """q [..., V] without token [..., 1], renormalised; nothing at all if it had no other."""
+    rest = q.scatter(-1, token, 0.0)
+    return rest / rest.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)

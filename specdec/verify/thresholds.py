@@ -1,0 +1,61 @@
+"""SGLang's rule with two thresholds, lossless only if both are 1."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from specdec.sampling import draw, filtered_probs
+from specdec.types import DraftTree, Sampling, Verdict
+from specdec.verify.walk import accept, at, deepest, of_parent
+
+
+@dataclass(frozen=True)
+class TwoThresholds:
+    """One coin u per node; its children are visited in order, their probabilities under the target p added up, and the
+    first accepted for which u < sum / threshold_acc or p >= threshold_single. Where none is, the bonus is drawn from p
+    without the children.
+
+    SGLang's `tree_speculative_sampling_target_only` (`--speculative-accept-threshold-single`, `-acc`). With both at 1
+    this is one draw from p; lower values emit drafted tokens more often than the target would.
+    """
+
+    needs_q: ClassVar[bool] = False
+    chains_only: ClassVar[bool] = False
+
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("threshold_single", "threshold_acc"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+
+    @property
+    def lossless(self) -> bool:
+        return self.threshold_single == self.threshold_acc == 1
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+    ) -> Verdict:
+        p = filtered_probs(logits, sampling)
+        single = of_parent(tree, p)
+        single[:, 0] = 0  # the root is its own parent, and no child
+        siblings = tree.parents[:, :, None] == tree.parents[:, None]
+        total = torch.where(siblings.tril(), single[:, None], 0.0).sum(-1)
+        coins = torch.rand(single.shape, device=p.device, generator=generator).gather(1, tree.parents)
+        willing = (coins < total / self.threshold_acc) | (single >= self.threshold_single)
+        first = ~(siblings & willing[:, None]).tril(-1).any(-1)
+        winner = deepest(tree, willing & first)
+        return accept(tree, winner, draw(self._bonus(tree, at(winner, p), winner), generator))
+
+    @staticmethod
+    def _bonus(tree: DraftTree, p: Tensor, winner: Tensor) -> Tensor:
+        """p [B,V] without the tokens of winner's children; p itself if they have all of it and were refused for the
+        sake of rounding only."""
+        child = tree.parents == winner[:, None]
+        child[:, 0] = False
+        kept = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")
+        rest = p * kept
+        return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)

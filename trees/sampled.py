@@ -1,0 +1,106 @@
+"""A tree of draws: every node's children are drawn from the drafter's distribution, without replacement."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from specdec.sampling import filtered_probs, race
+from specdec.tree import ancestors_of
+from specdec.types import Drafter, DraftState, DraftTree, Sampling
+
+
+class SampledTree:
+    """`expansion` says how many children each node draws, level by level: SpecInfer's expansion configuration (arXiv
+    2305.09781). (1, 1, 1) is a chain; (3, 1, 1) are three chains from different first tokens.
+
+    The request's sampling filters apply to the drafter's logits as they do to the target's; at temperature 0 the
+    children are the most likely tokens. The shape never depends on what was drawn: to keep the best of the draws would
+    change the distribution that a verifier takes them to come from.
+    """
+
+    samples = True
+
+    def __init__(self, expansion: Sequence[int] = (3, 1, 1, 1, 1)):
+        self.expansion = tuple(expansion)
+        if not self.expansion or min(self.expansion) < 1:
+            raise ValueError(f"expansion must give at least one child on each of one or more levels, got {expansion}")
+        self.steps, self.topk = len(self.expansion), max(self.expansion)
+        self.sizes = list(accumulate(self.expansion, mul, initial=1))  # nodes of level 0, 1, ... D
+        self.starts = list(accumulate(self.sizes, initial=0))
+        self.num_draft_tokens = self.starts[-1]
+        self.width = self.sizes[-2]  # nodes that the drafter expands on every level: shorter ones repeat their last
+        self.depth = torch.arange(self.steps + 1).repeat_interleave(torch.tensor(self.sizes))
+        parents = [torch.zeros(1, dtype=torch.int64)]
+        for start, size, branch in zip(self.starts, self.sizes, self.expansion, strict=False):
+            parents.append(torch.arange(start, start + size).repeat_interleave(branch))
+        self.parents = torch.cat(parents)
+        self.ancestors = ancestors_of(self.parents[None], self.steps)[0]
+
+    def draft_slots(self) -> int:
+        return self.width * (self.steps - 1)
+
+    def grow(
+        self,
+        drafter: Drafter,
+        root: Tensor,
+        state: DraftState,
+        sampling: Sampling,
+        generator: torch.Generator | None = None,
+    ) -> DraftTree:
+        b, n = len(root), self.num_draft_tokens
+        self._move(root.device)
+        vocab = drafter.vocab
+        in_target = vocab.to_target(torch.arange(vocab.size, device=root.device))
+        q = torch.zeros(b, n, vocab.target_size, device=root.device)
+        tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
+        for level, branch in enumerate(self.expansion, 1):
+            parents = slice(self.starts[level - 1], self.starts[level])
+            logits = state.logits[:, : self.sizes[level - 1]].float()
+            probs, ids = _draw_children(logits, branch, sampling, generator)
+            q[:, parents].index_copy_(2, in_target, probs)
+            tokens.append(vocab.to_target(ids).flatten(1))
+            logq.append((logq[-1][..., None] + logits.log_softmax(-1).gather(-1, ids)).flatten(1))
+            if level < self.steps:
+                frontier, ancestors = self._frontier(level, root.device)
+                hidden = state.hidden[:, frontier // branch]
+                state = drafter.step(tokens[-1][:, frontier], hidden, level, ancestors.expand(b, -1, -1))
+        return DraftTree(
+            tokens=torch.cat(tokens, 1),
+            parents=self.parents.expand(b, n),
+            depth=self.depth.expand(b, n),
+            ancestors=self.ancestors.expand(b, n, n),
+            steps=self.steps,
+            logq=torch.cat(logq, 1),
+            q=q,
+            topk=self.topk,
+        )
+
+    def _move(self, device: torch.device) -> None:
+        if self.parents.device != device:
+            self.parents, self.depth, self.ancestors = (
+                x.to(device) for x in (self.parents, self.depth, self.ancestors)
+            )
+
+    def _frontier(self, level: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The W nodes of a level that the drafter expands, counted from its first: [W]; and which of the level*W
+        positions given to it so far each descends from, itself included: [W, level*W]."""
+        w, size = self.width, self.sizes[level]
+        slots = torch.arange(w, device=device)
+        frontier = slots.clamp(max=size - 1)
+        above = [frontier * self.sizes[m] // size for m in range(1, level)]
+        return frontier, torch.cat([place[:, None] == slots for place in [*above, slots]], 1)
+
+
+def _draw_children(
+    logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """logits [..., U] -> the filtered probabilities [..., U], and `count` draft ids drawn from them without
+    replacement in order; the most likely other tokens follow where the filters leave fewer."""
+    probs = filtered_probs(logits, sampling)
+    # What is denormal cannot be renormalised exactly once the rest is drawn, so it counts as nothing.
+    probs = probs.masked_fill(probs < torch.finfo(probs.dtype).tiny, 0.0)
+    keys = torch.where(probs > 0, race(probs, generator), logits.log_softmax(-1))
+    return probs, keys.topk(count, dim=-1).indices

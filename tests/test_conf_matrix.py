@@ -14,13 +14,14 @@ from omegaconf import OmegaConf
 from drafters.vocab import DraftVocab
 from specdec.engine import Engine
 from specdec.types import Sampling
+from specdec.verify import TwoThresholds
 
 CONF = Path(__file__).parents[1] / "conf"
 NAMES = {
     group: sorted(p.stem for p in (CONF / group).glob("*.yaml"))
     for group in ("drafter", "tree", "sampling", "verifier")
 }
-PROMPTS = [[3, 5, 7], [1, 2]]
+PROMPTS, ROWS = [[3, 5, 7], [1, 2]], 1000
 
 
 def load(group: str, name: str) -> dict:
@@ -59,7 +60,7 @@ def plain_text() -> list[list[int]]:
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_fitting(drafter, tree, verifier, sampling):
     """Greedy: the text of plain decoding, with lossy rules too. Sampled, with the lossless ones: tokens 2 and 3, which
-    trees decide, follow their exact joint distribution; 1500 rows with independent noise in one batch, seeded. How far
+    trees decide, follow their exact joint distribution; 1000 rows with independent noise in one batch, seeded. How far
     lossy ones go is measured in test_verify_laws.py."""
     setting: Sampling = instantiate(load("sampling", sampling))
     target = tiny_target(vocab=11)
@@ -68,8 +69,17 @@ def test_fitting(drafter, tree, verifier, sampling):
     if setting.greedy:
         assert [row.tokens for row in engine.generate(PROMPTS, max_new_tokens=20).rows] == plain_text()
         return
-    result = engine.generate([[3, 5, 7]] * 1500, max_new_tokens=3, sampling=setting, seed=5)
+    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
     assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) > 1e-3
+
+
+@pytest.mark.parametrize("tree", NAMES["tree"])
+def test_so_few_rows_find_a_lossy_rule_out(tree):
+    target, setting = tiny_target(vocab=11), instantiate(load("sampling", "temperature"))
+    policy, lossy = instantiate(load("tree", tree)), TwoThresholds(threshold_acc=0.5)
+    engine = Engine(target, fresh_drafter("eagle3", target), policy, lossy)
+    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
+    assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) < 1e-6
 
 
 def test_what_does_not_fit_is_refused():

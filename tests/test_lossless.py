@@ -124,6 +124,8 @@ def test_half_precision_decodes(dtype):
     """No equality is promised there; every row must come to its end, and tokens be those of the vocabulary."""
     target = tiny_target().to(dtype)
     drafter = tiny_drafter(target).to(dtype)
-    for sampling in (Sampling(), Sampling(temperature=1.0)):
-        rows = Engine(target, drafter, TREES["dynamic"]).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
+    rules = [("dynamic", SampleAndMatch()), ("sampled", MultiRoundRejection()), ("sampled-chain", BlockVerification())]
+    for (tree, rule), sampling in itertools.product(rules, (Sampling(), Sampling(temperature=1.0))):
+        engine = Engine(target, drafter, TREES[tree], rule)
+        rows = engine.generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
         assert all(len(row.tokens) == 20 and 0 <= min(row.tokens) <= max(row.tokens) < 17 for row in rows)

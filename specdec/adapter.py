@@ -1,4 +1,4 @@
-"""Any causal language model of transformers with attention over all positions, as a target through its own modules.
+"""Any causal language model of transformers that is made of attention, as a target through its own modules.
 
 It offers what `specdec.model.Target` offers. A tree goes in as a 4D attention mask with explicit positions, and keys
 and values live in our cache. transformers' modules cost more time a token than our own decoder, and may synchronise
@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from specdec.archs import ModelConfig
-from specdec.attention import tree_mask
+from specdec.attention import tree_mask, window_mask
 from specdec.cache import KVCache
 from specdec.layers import Rope
 
@@ -70,7 +70,9 @@ class TransformersTarget(nn.Module):
         if lacking or model._is_stateful:
             reason = "keeps a recurrent state" if model._is_stateful else f"takes no {lacking[0]}"
             raise ValueError(f"model family {model.config.model_type!r} cannot verify trees: it {reason}")
-        self.config, self._final_scale = self._probe()
+        text = model.config.get_text_config(decoder=True)
+        self.windows = read_windows(text)
+        self._probe(text)
         self.check()
 
     @classmethod
@@ -78,9 +80,10 @@ class TransformersTarget(nn.Module):
         """From a checkpoint folder, strictly; `name` is what the user calls it."""
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            exact_context(config)
+            text = config.get_text_config(decoder=True)
+            read_windows(text)  # before gigabytes are read
             # Only the plain implementation of attention caps its products where a family asks for that.
-            capped = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None
+            capped = getattr(text, "attn_logit_softcapping", None) is not None
             with quiet():
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder,
@@ -90,16 +93,17 @@ class TransformersTarget(nn.Module):
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
-        except Exception as error:  # transformers' own, of many types, for a file or a config that does not fit
+            if info["missing_keys"]:
+                raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
+            if info["unexpected_keys"]:
+                raise ValueError(
+                    f"the checkpoint holds the tensor {min(info['unexpected_keys'])}, for which the architecture has "
+                    "no place"
+                )
+            return cls(model.to(device))
+        except Exception as error:  # of any type: they come from the modules of any family
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{name}: {reason}") from None
-        for kind, verb in (("missing_keys", "lacks"), ("unexpected_keys", "has one too many:")):
-            if info[kind]:
-                raise ValueError(f"{name}: the checkpoint {verb} the tensor {min(info[kind])}")
-        try:
-            return cls(model.to(device))
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
 
     @property
     def embed(self) -> nn.Module:
@@ -114,9 +118,8 @@ class TransformersTarget(nn.Module):
         return self._final_scale
 
     @torch.inference_mode()
-    def _probe(self) -> tuple[ModelConfig, Tensor]:
-        """Shapes, as a forward over two tokens shows them, and the root mean square of the last hidden state."""
-        text = self.model.config.get_text_config(decoder=True)
+    def _probe(self, text: PretrainedConfig) -> None:
+        """Learn the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""
         cache = DynamicCache()
         ids = torch.tensor([[0, 1]], device=self.embed.weight.device)
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
@@ -128,20 +131,22 @@ class TransformersTarget(nn.Module):
                 "its embeddings are not as wide as its hidden states"
             )
         kv_heads, *dims = shapes.pop()
-        config = ModelConfig(
+        self.cache_shape = kv_heads, max(dims)
+        self._final_scale = last.float().square().mean().sqrt()
+        heads = text.num_attention_heads
+        self.config = ModelConfig(
             layers=len(out.hidden_states) - 1,
             hidden=last.shape[-1],
             intermediate=getattr(text, "intermediate_size", None) or 4 * last.shape[-1],
-            heads=text.num_attention_heads,
-            kv_heads=kv_heads,
-            head_dim=max(dims),
+            heads=heads,
+            kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=last.shape[-1] // heads,
             vocab=out.logits.shape[-1],
             eps=1e-6,
             rope=Rope(),
             context=exact_context(text),
             tied=bool(text.tie_word_embeddings),
         )
-        return config, last.float().square().mean().sqrt()
 
     @torch.inference_mode()
     def check(self) -> None:
@@ -175,8 +180,7 @@ class TransformersTarget(nn.Module):
                 )
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
-        config = self.config
-        return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.embed.weight)
+        return KVCache(self.config.layers, batch, slots, *self.cache_shape, like=self.embed.weight)
 
     def forward(
         self,
@@ -208,33 +212,47 @@ class TransformersTarget(nn.Module):
         if ancestors is None:
             ancestors = (nodes[:, None] >= nodes).expand(cache.batch, n, n)
         slots = SlotCache(cache, n)
-        hidden = ~tree_mask(cache.lens, ancestors, slots.visible)[:, None]
-        dtype = self.embed.weight.dtype
         return {
             "past_key_values": slots,
             "use_cache": True,
-            "attention_mask": torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min),
+            "attention_mask": self._masks(cache.lens, depth, ancestors, slots.visible),
             # A tree may reach beyond the end of the context, where learned positions have no row; nothing from there
             # is ever emitted.
             "position_ids": (cache.lens[:, None] + depth).clamp_(max=self.config.context - 1),
         }
 
+    def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Tensor | dict[str, Tensor]:
+        """What is added to the products of queries and keys, [B,1,N,slots]; by type of layer if there are several."""
+        seen, dtype = tree_mask(lens, ancestors, slots), self.embed.weight.dtype
+        masks = {}
+        for kind, window in self.windows.items():
+            mask = seen if window is None else seen & window_mask(lens, depth, slots, window)
+            masks[kind] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)[:, None]
+        return masks if len(masks) > 1 else masks.popitem()[1]
+
+
+def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
+    """The window of each type of layer, None for attention to all positions.
+
+    Raises ValueError for a family with layers of another sort, or with a mask that we cannot replace.
+    """
+    family, layers = config.model_type, DynamicCache(config=config).layers
+    windows: dict[str, int | None] = {}
+    for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=True):
+        window = getattr(layer, "sliding_window", None)
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or windows.setdefault(kind, window) != window:
+            raise ValueError(f"model family {family!r} cannot verify trees: it has layers that are no plain attention")
+    if "local" in getattr(config, "attention_layers", ()):
+        raise ValueError(f"model family {family!r} cannot verify trees: its local layers mask by themselves")
+    return windows
+
 
 def exact_context(config: PretrainedConfig) -> int:
-    """The longest text for which every layer of the model is attention over all positions with fixed frequencies.
-
-    Raises ValueError for a family with layers of another kind.
-    """
-    text = config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None) or 2048
-    for layer in DynamicCache(config=text).layers:
-        if type(layer) is DynamicSlidingWindowLayer:
-            context = min(context, layer.sliding_window)
-        elif type(layer) is not DynamicLayer:
-            raise ValueError(f"model family {text.model_type!r} cannot verify trees: it has layers other than attention")
-    if "local" in getattr(text, "attention_layers", ()):
-        raise ValueError(f"model family {text.model_type!r} cannot verify trees: its local layers make their own mask")
-    ropes = getattr(text, "rope_parameters", None) or {}
+    """The longest text for which the layers attend as `_masks` says, at fixed frequencies."""
+    context = getattr(config, "max_position_embeddings", None) or 2048
+    # Attention in chunks is attention to all positions within the first of them.
+    context = min(context, read_windows(config).get("chunked_attention") or context)
+    ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes] if "rope_type" in ropes else ropes.values():
         if rope and rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             context = min(context, rope.get("original_max_position_embeddings") or context)

@@ -4,14 +4,17 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specdec.adapter import TransformersTarget
 from specdec.archs import ModelConfig, NotNative, read_config
 from specdec.checkpoint import StrictFill, check_device, choose_dtype, fused, read_json, read_tensors, resolve, whole
 from specdec.model import Target, fast_layout
+
+if TYPE_CHECKING:
+    from specdec.adapter import TransformersTarget
 
 
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
@@ -47,7 +50,7 @@ def load_target(
     device: str = "cpu",
     tokenizer: bool = True,
     generic: bool = False,
-) -> Target | TransformersTarget:
+) -> "Target | TransformersTarget":
     """A target from a checkpoint folder or hub name: our own decoder, or, for a model that it cannot be or if
     `generic`, transformers' modules behind the same interface.
 
@@ -63,6 +66,8 @@ def load_target(
     except NotNative as reason:
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
     if config is None or generic:
+        from specdec.adapter import TransformersTarget  # not on top: transformers' models take seconds to import
+
         target = TransformersTarget.load(folder, str(path), weights, place)
         if config is None:
             print(note, file=sys.stderr)
@@ -90,7 +95,9 @@ def load_native(
         if key == "lm_head.weight" and config.tied:
             spare_head = value
         elif not fill.put(key, value) and not set_aside(key, raw):
-            raise ValueError(f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place")
+            raise ValueError(
+                f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place"
+            )
     fill.finish()
     if config.tied:
         if spare_head is not None and not torch.equal(spare_head.to(target.embed.weight), target.embed.weight):
@@ -105,8 +112,7 @@ def text_name(name: str, config: dict) -> str:
     """The name in the Llama layout. In `gemma3` files the text model stands under `language_model`, in either order."""
     if config["model_type"] != "gemma3":
         return name
-    name = name.replace("language_model.model.", "model.", 1).replace("model.language_model.", "model.", 1)
-    return name.removeprefix("language_model.")
+    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
 
 
 def set_aside(name: str, config: dict) -> bool:
@@ -122,7 +128,7 @@ def set_aside(name: str, config: dict) -> bool:
         return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     layers = config.get("num_hidden_layers", 0)
-    return layer is not None and layers <= int(layer[1]) < layers + config.get("num_nextn_predict_layers", 0)
+    return layer is not None and layers <= int(layer[1]) < layers + (config.get("num_nextn_predict_layers") or 0)
 
 
 def read_eos(folder: Path, config: dict) -> frozenset[int]:

@@ -26,7 +26,7 @@ CASES = {
     "linear-rope": {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
     "llama-sharded": {"family": "llama", "shard": "20KB"},
     "mistral": {"family": "mistral", "sliding_window": None},
-    "mistral-window": {"family": "mistral", "sliding_window": 64},
+    "mistral-window": {"family": "mistral", "sliding_window": 8},
     "qwen2": {"family": "qwen2"},
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 16},

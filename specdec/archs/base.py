@@ -73,10 +73,10 @@ def read_sliding(config: dict, default: list[str]) -> dict:
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention")
-    if window is None or "sliding_attention" not in types:
-        return {}
     if len(types) != config["num_hidden_layers"]:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")
+    if window is None or "sliding_attention" not in types:
+        return {}
     return {"sliding": tuple(kind == "sliding_attention" for kind in types), "window": window}
 
 

@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from specdec.archs import ModelConfig
+from specdec.archs.tensors import set_aside
 from specdec.attention import tree_mask, window_mask
 from specdec.cache import KVCache
 from specdec.layers import Rope
@@ -67,9 +68,8 @@ class TransformersTarget(nn.Module):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         lacking = [name for name in NEEDED if name not in inspect.signature(model.forward).parameters]
-        if lacking or model._is_stateful:
-            reason = "keeps a recurrent state" if model._is_stateful else f"takes no {lacking[0]}"
-            raise ValueError(f"model family {model.config.model_type!r} cannot verify trees: it {reason}")
+        if lacking:
+            raise ValueError(f"model family {model.config.model_type!r} cannot verify trees: it takes no {lacking[0]}")
         text = model.config.get_text_config(decoder=True)
         self.windows = read_windows(text)
         self._probe(text)
@@ -95,10 +95,10 @@ class TransformersTarget(nn.Module):
                 )
             if info["missing_keys"]:
                 raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
-            if info["unexpected_keys"]:
+            extra = [key for key in info["unexpected_keys"] if not set_aside(key, text.to_dict())]
+            if extra:
                 raise ValueError(
-                    f"the checkpoint holds the tensor {min(info['unexpected_keys'])}, for which the architecture has "
-                    "no place"
+                    f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place"
                 )
             return cls(model.to(device))
         except Exception as error:  # of any type: they come from the modules of any family

@@ -1,7 +1,6 @@
 """Load a target from Hugging Face files: a folder or a hub name, one safetensors file or shards."""
 
 import os
-import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.archs import ModelConfig, NotNative, read_config
+from specdec.archs.tensors import set_aside, text_name
 from specdec.checkpoint import StrictFill, check_device, choose_dtype, fused, read_json, read_tensors, resolve, whole
 from specdec.model import Target, fast_layout
 
@@ -108,34 +108,12 @@ def load_native(
     return target
 
 
-def text_name(name: str, config: dict) -> str:
-    """The name in the Llama layout. In `gemma3` files the text model stands under `language_model`, in either order."""
-    if config["model_type"] != "gemma3":
-        return name
-    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
-
-
-def set_aside(name: str, config: dict) -> bool:
-    """Does a tensor that the target has no place for belong to a part that is none of it, and known by its name?
-
-    Those are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen), and
-    as many layers behind the last as the config announces (DeepSeek, GLM); the eyes of `gemma3`; and the frequencies
-    that old Llama files store.
-    """
-    if name.startswith(("model.mtp_layers.", "mtp.")) or name.endswith("rotary_emb.inv_freq"):
-        return True
-    if config["model_type"] == "gemma3":
-        return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    layers = config.get("num_hidden_layers", 0)
-    return layer is not None and layers <= int(layer[1]) < layers + (config.get("num_nextn_predict_layers") or 0)
-
-
 def read_eos(folder: Path, config: dict) -> frozenset[int]:
     """End-of-sequence ids, from generation_config.json where there is one, as transformers does."""
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    eos = config.get("eos_token_id") if eos is None else eos
+    if eos is None:
+        eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
 from safetensors.torch import load_file, save_file
+from test_no_sync import NoHostSync
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.loader import load_target
@@ -110,6 +111,19 @@ def test_windows_matter_here(case, tmp_path):
     wide, _ = target(ids, None)
     torch.testing.assert_close(narrow[:, :8], wide[:, :8])
     assert (narrow[:, 20:] - wide[:, 20:]).abs().max() > 1e-2
+
+
+@torch.inference_mode()
+def test_windows_cost_no_host_synchronisation(tmp_path):
+    save_hf(tmp_path, **GEMMA3)
+    target = load_target(tmp_path, tokenizer=False)
+    cache = target.new_cache(2, 48)
+    target(torch.randint(99, (2, 20)), cache)
+    cache.advance(torch.tensor([20, 15]), 20)
+    nodes = torch.randint(99, (2, 3))
+    with NoHostSync():
+        target(nodes, cache, depth=torch.tensor([[0, 1, 1]] * 2), ancestors=torch.eye(3).bool().expand(2, 3, 3))
+        target(nodes[:, :1], cache)
 
 
 @pytest.mark.parametrize("case", ["mistral-window", "gemma3-untied"])

@@ -18,67 +18,117 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
     return torch.where(offset[:, None] < 0, True, inside & (offset[:, None] < m))
 
 
+def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
+    """Key slot s is at most window - 1 positions behind node i: lens [B], depth [B,N] -> [B,N,slots] bool.
+
+    A committed slot holds its own position, node j's slot the position lens + depth[j].
+    """
+    offset = torch.arange(slots, device=lens.device) - lens[:, None]  # [B,S]
+    behind = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
+    position = torch.where(offset < 0, offset, behind)  # counted from lens
+    return position[:, None] > depth[..., None] - window
+
+
 def packed_mask(mask: Tensor, groups: int) -> Tensor:
     """mask [B,N,S] -> [B,1,groups*N,S]: the same for each of the query heads that share a key head."""
     b, n, slots = mask.shape
     return mask[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
 
     mask [B,1,groups*N,S] bool, from `packed_mask`, or None if every slot is visible to every node. The query heads that
-    share a key head are packed along the node axis, so keys and values are never repeated.
+    share a key head are packed along the node axis, so keys and values are never repeated. scale multiplies the
+    products of q and keys; None is Dh ** -0.5.
     """
     b, n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     if n == 1:  # the same as below without five views, which take as long as the attention itself on the CPU
-        out = F.scaled_dot_product_attention(q.view(b, kv_heads, heads // kv_heads, dim), keys, values, attn_mask=mask)
+        q = q.view(b, kv_heads, heads // kv_heads, dim)
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(b, 1, heads * dim)
     groups = heads // kv_heads
     packed = q.view(b, n, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * n, dim)
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
+    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
     return out.view(b, kv_heads, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
 
 
-def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Self-attention of a fresh prompt: q [B,T,heads,Dh], k and v [B,T,K,Dh] -> [B,T,heads*Dh]."""
+def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None) -> Tensor:
+    """Self-attention of a fresh prompt: q [B,T,heads,Dh], k and v [B,T,K,Dh] -> [B,T,heads*Dh].
+
+    With a window a position sees itself and the window - 1 before it.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2).flatten(2)
+    length, gqa = q.shape[2], q.shape[1] != k.shape[1]
+    if window is None or window >= length:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2).flatten(2)
+    pieces = []  # as many queries at once as the window is long, so that a mask never has T x T entries
+    for start in range(0, length, window):
+        first, end = max(0, start - window + 1), min(start + window, length)
+        rows = torch.arange(start, end, device=q.device)[:, None]
+        columns = torch.arange(first, end, device=q.device)
+        mask = (columns <= rows) & (columns > rows - window)
+        piece = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
+        pieces.append(F.scaled_dot_product_attention(*piece, attn_mask=mask, scale=scale, enable_gqa=gqa))
+    return torch.cat(pieces, 2).transpose(1, 2).flatten(2)
 
 
 class NoCache:
     """The view of a forward that keeps nothing: causal over its own positions. For training."""
 
+    def __init__(self, window: int | None = None, scale: float | None = None):
+        self.window, self.scale = window, scale
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_causal(q, k, v)
+        return attend_causal(q, k, v, self.window, self.scale)
 
 
 class CacheView:
-    """What the layers of one forward share: where n new positions go in the cache, and what each of them sees.
+    """What like layers of one forward share: where n new positions go in the cache, and what each of them sees.
 
     The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool tells which scratch
-    slots each of them sees, itself included; None means causal. All committed slots are visible. groups is the number
-    of query heads to a key head. A single causal position of a single row reads `bound` slots without a mask: there,
-    in plain decoding, the bound must be exact.
+    slots each of them sees, itself included; None means causal. All committed slots are visible, except those that lie
+    `window` or more positions behind; for that the depth [B,n] of the new positions must be known, and offset be 0.
+    groups is the number of query heads to a key head. A single causal position of a single row reads `bound` slots
+    without a mask: there, in plain decoding, the bound must be exact.
     """
 
-    def __init__(self, cache: KVCache, n: int, ancestors: Tensor | None, groups: int, offset: int = 0):
+    def __init__(
+        self,
+        cache: KVCache,
+        n: int,
+        ancestors: Tensor | None,
+        groups: int,
+        offset: int = 0,
+        *,
+        depth: Tensor | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+    ):
         nodes = torch.arange(offset, offset + n, device=cache.lens.device)
-        self.cache, self.slots = cache, cache.slots_of(nodes)
+        self.cache, self.slots, self.scale = cache, cache.slots_of(nodes), scale
         self.fresh = ancestors is None and cache.bound == 0
-        self.visible = min(cache.bound + offset + n, cache.slots)
+        self.first, self.visible = 0, min(cache.bound + offset + n, cache.slots)
+        # No position exceeds its slot, so a window of all visible slots hides nothing.
+        self.window = window if window is not None and window < self.visible else None
         self.mask = None
-        if self.fresh or (n == 1 and ancestors is None and cache.batch == 1):
+        if self.fresh:
+            return
+        if n == 1 and ancestors is None and cache.batch == 1:
+            self.first = self.visible - (self.window or self.visible)
             return
         if ancestors is None:
             ancestors = (nodes[:, None] >= nodes).expand(cache.batch, n, n)
-        self.mask = packed_mask(tree_mask(cache.lens, ancestors, self.visible), groups)
+        mask = tree_mask(cache.lens, ancestors, self.visible)
+        if self.window is not None:
+            mask &= window_mask(cache.lens, depth, self.visible, self.window)
+        self.mask = packed_mask(mask, groups)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""
         self.cache.write(layer, self.slots, k, v)
         if self.fresh:
-            return attend_causal(q, k, v)
-        return attend(q, *self.cache.read(layer, self.visible), self.mask)
+            return attend_causal(q, k, v, self.window, self.scale)
+        return attend(q, *self.cache.read(layer, self.first, self.visible - self.first), self.mask, self.scale)

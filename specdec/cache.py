@@ -38,10 +38,10 @@ class KVCache:
         keys.index_copy_(0, slots, k.reshape(slots.shape[0], -1))
         values.index_copy_(0, slots, v.reshape(slots.shape[0], -1))
 
-    def read(self, layer: int, visible: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `visible` slots, each [B,K,visible,Dh]."""
+    def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots from `first` on, each [B,K,count,Dh]."""
         keys, values = self.heads[layer]
-        return keys.narrow(2, 0, visible), values.narrow(2, 0, visible)
+        return keys.narrow(2, first, count), values.narrow(2, first, count)
 
     def commit(self, path: Tensor, n: Tensor, bound: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= bound."""

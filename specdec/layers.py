@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +34,37 @@ class RMSNorm(Bound):
         self.eps = eps
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        weight, share = self.weight, 1 / len(self.weight)
-        epsilon = torch.tensor(self.eps, device=weight.device)
+        weight, inverse_rms = self.weight, self.bind_inverse_rms()
+        return lambda x: (x * inverse_rms(x)).to(x.dtype) * weight
 
-        def norm(x: Tensor) -> Tensor:
+    def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
+        epsilon, share = torch.tensor(self.eps, device=self.weight.device), 1 / len(self.weight)
+
+        def inverse_rms(x: Tensor) -> Tensor:
             # On the CPU `F.rms_norm` is made of more operators than these.
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-            scale = torch.addcmul(epsilon, length, length, value=share).rsqrt_()
-            return (x * scale).to(x.dtype) * weight
+            return torch.addcmul(epsilon, length, length, value=share).rsqrt_()
 
-        return norm
+        return inverse_rms
+
+    def gain(self) -> Tensor:
+        """[size], what a normalised vector is multiplied by."""
+        return self.weight
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's RMSNorm: the weight is stored less 1, and applied before the result is rounded."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
+
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        gain, inverse_rms = self.gain(), self.bind_inverse_rms()
+        return lambda x: (x * inverse_rms(x) * gain).to(x.dtype)
+
+    def gain(self) -> Tensor:
+        return 1 + self.weight.float()
 
 
 class Linear(nn.Linear, Bound):
@@ -55,20 +77,27 @@ class Linear(nn.Linear, Bound):
         return lambda x: torch.addmm(bias, x, matrix)
 
 
-class GatedMLP(Bound):
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix: gate rows first; bound, for rows [R,H]."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
-    def __init__(self, hidden: int, intermediate: int, bias: bool = False):
+
+class GatedMLP(Bound):
+    """down(act(gate(x)) * up(x)), gate and up in one matrix: gate rows first; bound, for rows [R,H]."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
         self.down = Linear(intermediate, hidden, bias=bias)
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        gate_up, down = self.gate_up.bind(), self.down.bind()
+        gate_up, down, activation = self.gate_up.bind(), self.down.bind(), self.activation
 
         def mlp(x: Tensor) -> Tensor:
             gate, up = gate_up(x).chunk(2, dim=-1)
-            return down(F.silu(gate) * up)
+            return down(activation(gate) * up)
 
         return mlp
 

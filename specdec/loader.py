@@ -1,18 +1,24 @@
 """Load a target from Hugging Face files: a folder or a hub name, one safetensors file or shards."""
 
 import os
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from specdec.archs import read_config
+from specdec.archs import ModelConfig, NotNative, read_config
+from specdec.archs.tensors import set_aside, text_name
 from specdec.checkpoint import StrictFill, check_device, choose_dtype, fused, read_json, read_tensors, resolve, whole
 from specdec.model import Target, fast_layout
 
+if TYPE_CHECKING:
+    from specdec.adapter import TransformersTarget
+
 
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
-    """Hugging Face names of the Llama layout, which all supported families share."""
+    """Hugging Face names of the Llama layout, which all native families share."""
     config = target.config
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
@@ -25,41 +31,48 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
         out |= whole(attention.o, f"{at}.self_attn.o_proj")
         if config.qk_norm:
             out |= whole(attention.q_norm, f"{at}.self_attn.q_norm") | whole(attention.k_norm, f"{at}.self_attn.k_norm")
-        out |= whole(block.input_norm, f"{at}.input_layernorm") | whole(
-            block.post_norm, f"{at}.post_attention_layernorm"
-        )
+        out |= whole(block.input_norm, f"{at}.input_layernorm")
+        if config.sandwich_norms:
+            out |= whole(block.attention_norm, f"{at}.post_attention_layernorm")
+            out |= whole(block.post_norm, f"{at}.pre_feedforward_layernorm")
+            out |= whole(block.mlp_norm, f"{at}.post_feedforward_layernorm")
+        else:
+            out |= whole(block.post_norm, f"{at}.post_attention_layernorm")
         out |= fused(block.mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [config.intermediate] * 2)
         out |= whole(block.mlp.down, f"{at}.mlp.down_proj")
     return out
 
 
-def load_target(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu", tokenizer: bool = True) -> Target:
-    """A target from a checkpoint folder or hub name.
+def load_target(
+    path: str | os.PathLike,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    tokenizer: bool = True,
+    generic: bool = False,
+) -> "Target | TransformersTarget":
+    """A target from a checkpoint folder or hub name: our own decoder, or, for a model that it cannot be or if
+    `generic`, transformers' modules behind the same interface.
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
     Raises ValueError, one sentence, for anything that does not fit.
     """
     folder = resolve(path)
     raw = read_json(folder / "config.json")
-    config = read_config(raw, str(path))
     place = check_device(device)
-    with torch.device("meta"):
-        target = Target(config).to(choose_dtype(dtype, raw, place))
-    target.to_empty(device=place)
-    fill = StrictFill(str(path), target_parameters(target))
-    spare_head = None
-    for name, value in read_tensors(folder):
-        if name == "lm_head.weight" and config.tied:
-            spare_head = value
-        elif not fill.put(name, value) and not name.endswith("rotary_emb.inv_freq"):  # inv_freq: in old Llama files
-            raise ValueError(f"{path}: the checkpoint holds the tensor {name}, for which the architecture has no place")
-    fill.finish()
-    if config.tied:
-        if spare_head is not None and not torch.equal(spare_head.to(target.embed.weight), target.embed.weight):
-            raise ValueError(
-                f"{path}: lm_head.weight differs from the embedding, but the config says that they are tied"
-            )
-        target.head.weight = target.embed.weight
+    weights = choose_dtype(dtype, raw, place)
+    try:
+        config = read_config(raw, str(path))
+    except NotNative as reason:
+        note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
+    if config is None or generic:
+        from specdec.adapter import TransformersTarget  # not on top: transformers' models take seconds to import
+
+        target = TransformersTarget.load(folder, str(path), weights, place)
+        if config is None:
+            print(note, file=sys.stderr)
+    else:
+        target = load_native(folder, str(path), raw, config, weights, place)
     fast_layout(target)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
@@ -68,11 +81,39 @@ def load_target(path: str | os.PathLike, *, dtype: str = "auto", device: str = "
     return target
 
 
+def load_native(
+    folder: Path, name: str, raw: dict, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Target:
+    """Our own decoder, filled with every tensor of the folder that is part of the target."""
+    with torch.device("meta"):
+        target = Target(config).to(dtype)
+    target.to_empty(device=device)
+    fill = StrictFill(name, target_parameters(target))
+    spare_head = None
+    for tensor, value in read_tensors(folder):
+        key = text_name(tensor, raw)
+        if key == "lm_head.weight" and config.tied:
+            spare_head = value
+        elif not fill.put(key, value) and not set_aside(key, raw):
+            raise ValueError(
+                f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place"
+            )
+    fill.finish()
+    if config.tied:
+        if spare_head is not None and not torch.equal(spare_head.to(target.embed.weight), target.embed.weight):
+            raise ValueError(
+                f"{name}: lm_head.weight differs from the embedding, but the config says that they are tied"
+            )
+        target.head.weight = target.embed.weight
+    return target
+
+
 def read_eos(folder: Path, config: dict) -> frozenset[int]:
     """End-of-sequence ids, from generation_config.json where there is one, as transformers does."""
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    eos = config.get("eos_token_id") if eos is None else eos
+    if eos is None:
+        eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from specdec.archs import ModelConfig
 from specdec.attention import CacheView, NoCache
 from specdec.cache import KVCache
-from specdec.layers import Bound, GatedMLP, Linear, RMSNorm, RopeTable, rotate
+from specdec.layers import Bound, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
+
+Function = Callable[..., Tensor]
+
+
+def make_norm(size: int, config: ModelConfig) -> RMSNorm:
+    return (OffsetRMSNorm if config.norm_offset else RMSNorm)(size, config.eps)
 
 
 class Attention(Bound):
@@ -20,8 +26,8 @@ class Attention(Bound):
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
         self.o = Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.eps) if config.qk_norm else None
+        self.q_norm = make_norm(config.head_dim, config) if config.qk_norm else None
+        self.k_norm = make_norm(config.head_dim, config) if config.qk_norm else None
 
     def bind(self) -> Callable[..., Tensor]:
         qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
@@ -44,10 +50,10 @@ class Attention(Bound):
 class Block(Bound):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.input_norm = RMSNorm(config.hidden, config.eps)
+        self.input_norm = make_norm(config.hidden, config)
         self.attention = Attention(config)
-        self.post_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias)
+        self.post_norm = make_norm(config.hidden, config)
+        self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
     def bind(self) -> Callable[..., Tensor]:
         input_norm, attention, post_norm, mlp = (
@@ -57,6 +63,29 @@ class Block(Bound):
         def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
             x = x + attention(input_norm(x), rope, view, layer)
             return x + mlp(post_norm(x))
+
+        return block
+
+
+class SandwichBlock(Block):
+    """Gemma's block: what attention and MLP add is normalised too; `post_norm` still stands before the MLP."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.attention_norm = make_norm(config.hidden, config)
+        self.mlp_norm = make_norm(config.hidden, config)
+
+    def bind(self) -> Callable[..., Tensor]:
+        input_norm, attention, attention_norm, post_norm, mlp, mlp_norm = (
+            part.bind()
+            for part in (
+                self.input_norm, self.attention, self.attention_norm, self.post_norm, self.mlp, self.mlp_norm
+            )
+        )  # fmt: skip
+
+        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            x = x + attention_norm(attention(input_norm(x), rope, view, layer))
+            return x + mlp_norm(mlp(post_norm(x)))
 
         return block
 
@@ -71,27 +100,52 @@ class Target(nn.Module):
     name: str = ""
     tokenizer = None
     eos: frozenset[int] = frozenset()
-    bound: tuple[list[Callable[..., Tensor]], Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+    bound: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.hidden, config.eps)
+        block = SandwichBlock if config.sandwich_norms else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.norm = make_norm(config.hidden, config)
         self.head = Linear(config.hidden, config.vocab, bias=False)
-        self.rope = RopeTable(config.rope, config.head_dim)
+        # Layers are of one kind or of two, full and sliding; those of a kind share positions and view in a forward.
+        sliding = config.sliding or (False,) * config.layers
+        kinds = sorted(set(sliding))
+        self.kind_of = [kinds.index(slides) for slides in sliding]
+        self.windows = [config.window if slides else None for slides in kinds]
+        ropes = [config.local_rope if slides and config.local_rope else config.rope for slides in kinds]
+        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
 
     def bind(self) -> None:
         """Bind every part to its present weights: see `layers.Bound`."""
-        self.bound = [block.bind() for block in self.blocks], self.norm.bind(), self.head.bind()
+        blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
+        self.bound = self._bind_embed(), blocks, self.norm.bind(), self._bind_head()
+
+    def _bind_embed(self) -> Callable[[Tensor], Tensor]:
+        if self.config.embed_scale is None:
+            return self.embed
+        scale = torch.tensor(self.config.embed_scale).to(self.embed.weight)  # rounded as transformers does
+        return lambda tokens: self.embed(tokens) * scale
+
+    def _bind_head(self) -> Callable[[Tensor], Tensor]:
+        head, cap = self.head.bind(), self.config.logit_softcap
+        if cap is None:
+            return head
+        return lambda x: torch.tanh(head(x) / cap) * cap
+
+    def final_scale(self) -> Tensor:
+        """Root mean square of a hidden state behind the final norm, as its weights set it."""
+        return self.norm.gain().square().mean().sqrt()
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache of `batch` rows; whatever happened to the weights before, the forwards over it see."""
         config = self.config
         self.bind()
-        self.rope.reserve(slots, self.norm.weight)
+        for rope in self.ropes:
+            rope.reserve(slots, self.norm.weight)
         return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.norm.weight)
 
     def forward(
@@ -119,18 +173,25 @@ class Target(nn.Module):
         b, n = tokens.shape
         if depth is None:
             depth = torch.arange(n, device=tokens.device).expand(b, n)
+        scale, windows = self.config.attention_scale, self.windows
         if cache is None:
             self.bind()
-            self.rope.reserve(n, self.norm.weight)
-            rope, view = self.rope(depth), NoCache()
+            for rope in self.ropes:
+                rope.reserve(n, self.norm.weight)
+            positions = depth
+            views = [NoCache(window, scale) for window in windows]
         else:
             groups = self.config.heads // self.config.kv_heads
-            rope, view = self.rope(cache.lens[:, None] + depth), CacheView(cache, n, ancestors, groups)
-        blocks, norm, head = self.bound
-        x = self.embed(tokens.flatten())  # [B*N,H]
+            positions = cache.lens[:, None] + depth
+            views = [
+                CacheView(cache, n, ancestors, groups, depth=depth, window=window, scale=scale) for window in windows
+            ]
+        kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
+        embed, blocks, norm, head = self.bound
+        x = embed(tokens.flatten())  # [B*N,H]
         states = {0: x} if 0 in taps else {}
-        for layer, block in enumerate(blocks):
-            x = block(x, rope, view, layer)
+        for layer, (block, kind) in enumerate(blocks):
+            x = block(x, *kinds[kind], layer)
             if layer + 1 in taps:
                 states[layer + 1] = x
         x = norm(x)

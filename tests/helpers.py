@@ -9,10 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafters import eagle, eagle3, medusa, mtp
 from drafters.vocab import DraftVocab
 from specdec.archs import ModelConfig
+from specdec.engine import Engine
 from specdec.layers import Rope
 from specdec.model import Target
 from specdec.sampling import filtered_probs
 from specdec.types import Sampling
+from trees import Chain, DynamicTree
 
 SMALL = {
     "vocab_size": 99,
@@ -90,6 +92,58 @@ def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None, 
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return drafter
+
+
+@torch.inference_mode()
+def assert_tree_matches(model, target) -> None:
+    """A ragged prefill, a tree, and a token after part of the tree was committed: the logits of every node are those
+    that transformers' model gives for the plain text up to it."""
+    torch.manual_seed(3)
+    prompts = [torch.randint(99, (n,)) for n in (5, 17, 11)]
+    padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    lens = torch.tensor([len(p) for p in prompts])
+    cache = target.new_cache(3, 64)
+    last, _ = target(padded, cache, last=lens - 1)
+    cache.advance(lens, 17)
+    tokens = torch.randint(99, (3, 5))
+    parents = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 1, 1, 1]]
+    ancestors = torch.tensor(parents).bool().expand(3, 5, 5)
+    depth = torch.tensor([0, 1, 1, 2, 3]).expand(3, 5)
+    logits, _ = target(tokens, cache, depth=depth, ancestors=ancestors)
+    for b, prompt in enumerate(prompts):
+        torch.testing.assert_close(last[b, 0], model(prompt[None]).logits[0, -1], rtol=0, atol=1e-4)
+        for node, path in enumerate(([0], [0, 1], [0, 2], [0, 2, 3], [0, 2, 3, 4])):
+            expected = model(torch.cat([prompt, tokens[b, path]])[None]).logits[0, -1]
+            torch.testing.assert_close(logits[b, node], expected, rtol=0, atol=1e-4)
+
+    # Accept root, 2, 3 of row 0, the root alone of row 1, root and 1 of row 2; then go on with one token each.
+    cache.commit(torch.tensor([[0, 2, 3], [0, 0, 0], [0, 1, 0]]), torch.tensor([3, 1, 2]), 20)
+    following = torch.randint(99, (3, 1))
+    logits, _ = target(following, cache)
+    for b, path in enumerate(([0, 2, 3], [0], [0, 1])):
+        sequence = torch.cat([prompts[b], tokens[b, path], following[b]])
+        torch.testing.assert_close(logits[b, 0], model(sequence[None]).logits[0, -1], rtol=0, atol=1e-4)
+
+
+def assert_same_greedy_text(model, target, new: int = 30) -> None:
+    """Plain, speculative and transformers' `generate`, one row and three of different lengths: the same tokens."""
+    prompts = [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": -1, "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+        expected.append(out[0, len(prompt) :].tolist())
+    drafter = eagle3.create(target).eval()
+    engines = [Engine(target), Engine(target, drafter, DynamicTree(3, 3, 9)), Engine(target, drafter, Chain(3))]
+    accepted = 0
+    for engine in engines:
+        alone = [engine.generate([p], max_new_tokens=new, eos=frozenset()).rows[0] for p in prompts]
+        together = engine.generate(prompts, max_new_tokens=new, eos=frozenset()).rows
+        assert [row.tokens for row in alone] == expected
+        assert [row.tokens for row in together] == expected
+        accepted += sum(sum(row.trace.accepted) for row in (*alone, *together))
+    assert accepted > 0, "nothing was accepted: the test shows nothing"
 
 
 @torch.inference_mode()

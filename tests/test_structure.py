@@ -18,7 +18,8 @@ ALLOWED = {
     "specdec.sampling": {"specdec.types"},
     "specdec.verify": {"specdec.types", "specdec.sampling", "specdec.verify"},
     "specdec.model": {"specdec.archs", "specdec.attention", "specdec.cache", "specdec.layers"},
-    "specdec.loader": {"specdec.archs", "specdec.checkpoint", "specdec.model"},
+    "specdec.adapter": {f"specdec.{m}" for m in ("archs", "attention", "cache", "layers")},
+    "specdec.loader": {f"specdec.{m}" for m in ("adapter", "archs", "checkpoint", "model")},
     "specdec.text": {"specdec.model"},
     "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
     "drafters": {"drafters"}

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from specdec.layers import Rope, check_heads
 
 
+class NotNative(ValueError):
+    """The family is ours, but this model of it has a part that we do not build; transformers' own modules may."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder. `context` is the longest sequence for which the forward is exact."""
@@ -24,13 +28,25 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_offset: bool = False  # norms store their weight less 1
+    sandwich_norms: bool = False  # norms behind attention and MLP as well
+    activation: str = "silu"  # one of layers.ACTIVATIONS
+    attention_scale: float | None = None  # of q times k; None: head_dim ** -0.5
+    embed_scale: float | None = None
+    logit_softcap: float | None = None  # c: logits become c tanh(logits / c)
+    sliding: tuple[bool, ...] = ()  # by layer: sees the last `window` positions only, itself included; empty: none
+    window: int | None = None
+    local_rope: Rope | None = None  # of the sliding layers, where it is their own
+
+
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_common(config: dict, **differences) -> ModelConfig:
     """The fields that mean the same in every supported family; `differences` are the family's own."""
     activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"activation {activation!r} is not supported; supported is 'silu'")
+    if activation not in ACTIVATION_NAMES:
+        raise NotNative(f"activation {activation!r} is not native")
     heads = config["num_attention_heads"]
     fields = {
         "layers": config["num_hidden_layers"],
@@ -44,9 +60,33 @@ def read_common(config: dict, **differences) -> ModelConfig:
         "rope": read_rope(config),
         "context": config.get("max_position_embeddings", 2048),
         "tied": config.get("tie_word_embeddings", False),
+        "activation": ACTIVATION_NAMES[activation],
     }
     check_heads(fields["heads"], fields["kv_heads"])
     return ModelConfig(**(fields | differences))
+
+
+def read_sliding(config: dict, default: list[str]) -> dict:
+    """The fields of ModelConfig for layers of which some slide: `layer_types`, or what the family takes without it."""
+    window = config.get("sliding_window")
+    types = config.get("layer_types") or default
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention")
+    if len(types) != config["num_hidden_layers"]:
+        raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")
+    if window is None or "sliding_attention" not in types:
+        return {}
+    return {"sliding": tuple(kind == "sliding_attention" for kind in types), "window": window}
+
+
+def read_qwen_sliding(config: dict) -> dict:
+    """Qwen2 and 3 know a window that `use_sliding_window` switches on, from layer `max_window_layers` on."""
+    if not config.get("use_sliding_window"):
+        return {}
+    full, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    default = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
+    return read_sliding({"sliding_window": 4096} | config, default)
 
 
 def read_rope(config: dict) -> Rope:
@@ -55,7 +95,7 @@ def read_rope(config: dict) -> Rope:
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
     if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ValueError("partial rotary embedding (partial_rotary_factor) is not supported")
+        raise NotNative("partial rotary embedding is not native")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -69,7 +109,7 @@ def read_rope(config: dict) -> Rope:
             high_freq_factor=float(fields["high_freq_factor"]),
             original_context=int(fields["original_max_position_embeddings"]),
         )
-    raise ValueError(f"rope type {kind!r} is not supported; supported are default, linear, llama3")
+    raise NotNative(f"rope type {kind!r} is not native")
 
 
 def rope_fields(rope: Rope) -> dict:
@@ -86,9 +126,3 @@ def rope_fields(rope: Rope) -> dict:
             "original_max_position_embeddings": rope.original_context,
         }
     return fields
-
-
-def context_without_sliding(config: dict, window: int | None) -> int:
-    """Up to the window's length sliding attention equals full attention, so that is where our context ends."""
-    context = config.get("max_position_embeddings", 2048)
-    return min(context, window) if window else context

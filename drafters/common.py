@@ -79,11 +79,6 @@ def start(drafter: nn.Module, target, init: str) -> None:
             drafter.start_from(target)
 
 
-def typical_scale(target) -> Tensor:
-    """The root mean square of the target's last hidden state, which its final norm's weights fix."""
-    return target.final_scale()
-
-
 class DraftAttention(nn.Module):
     """Attention of the draft layer: fused q, k, v over an input of any width."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, shape_like, start, typical_scale
+from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, shape_like, start
 from drafters.vocab import DraftVocab
 from specdec.layers import GatedMLP, RMSNorm
 from specdec.model import check_taps
@@ -94,7 +94,7 @@ class Eagle3(RecurrentDrafter):
             at = self.taps.index(target.config.layers) * h
             self.fc.weight.zero_()
             self.fc.weight[:, at : at + h] = torch.eye(h)
-            self.norm.weight.fill_(typical_scale(target))
+            self.norm.weight.fill_(target.final_scale())
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:

@@ -18,7 +18,6 @@ from drafters.common import (
     SharedHead,
     shape_like,
     start,
-    typical_scale,
 )
 from drafters.vocab import DraftVocab
 from specdec.layers import GatedMLP, RMSNorm
@@ -109,7 +108,7 @@ class Mtp(RecurrentDrafter):
 
     def start_from(self, target) -> None:
         """The projection passes the hidden state through, at its usual scale, to the target's own head."""
-        h, scale = self.shape.hidden, typical_scale(target)
+        h, scale = self.shape.hidden, target.final_scale()
         for block in self.blocks:
             at = 0 if self.how.hidden_first else h
             block.project.weight.zero_()

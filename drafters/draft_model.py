@@ -51,7 +51,10 @@ class DraftModel(nn.Module):
 
 
 class TreeLevel:
-    """The cache as one level of a tree sees it: its nodes go behind the `offset` nodes of the levels before."""
+    """The cache as one level of a tree sees it: its nodes go behind the `offset` nodes of the levels before.
+
+    A model with sliding windows takes the levels before as close as this one; windows are longer than trees are deep.
+    """
 
     def __init__(self, cache: KVCache, offset: int):
         self.cache, self.offset = cache, offset

@@ -14,6 +14,8 @@ from specdec.engine import Engine
 from specdec.loader import load_target
 from trees import Chain, DynamicTree, StaticTree
 
+NONE = frozenset()
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1]]
 
 
@@ -21,10 +23,25 @@ def test_the_target_as_its_own_drafter_is_always_right():
     """Any slip of position, slot or mask would cost acceptance. Rows are ragged, and one of a single token."""
     target = tiny_target()
     bushy = StaticTree([[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
-    for policy in (Chain(4), bushy):
-        rows = Engine(target, DraftModel(target), policy).generate(PROMPTS, max_new_tokens=41).rows
+    check_always_right(target, (Chain(4), bushy))
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sliding windows"])
+def test_other_kinds_of_models_are_always_right_too(kind, target_path, tmp_path):
+    """As targets and drafters at once: through transformers' modules, and with windows shorter than the text."""
+    if kind == "transformers":
+        model = load_target(target_path, generic=True, tokenizer=False)
+    else:
+        save_hf(tmp_path / "model", "gemma3_text", head_dim=8, sliding_window=16, layer_types=LAYERS, vocab_size=17)
+        model = load_target(tmp_path / "model", tokenizer=False)
+    check_always_right(model, (Chain(4), StaticTree([[1], [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1, 0]])))
+
+
+def check_always_right(target, policies):
+    for policy in policies:
+        rows = Engine(target, DraftModel(target), policy).generate(PROMPTS, max_new_tokens=41, eos=NONE).rows
         assert all(accepted == 4 for row in rows for accepted in row.trace.accepted)
-        (row,) = Engine(target, DraftModel(target), policy).generate(PROMPTS[1:2], max_new_tokens=41).rows
+        (row,) = Engine(target, DraftModel(target), policy).generate(PROMPTS[1:2], max_new_tokens=41, eos=NONE).rows
         assert row.trace.accepted == [4] * 8
 
 

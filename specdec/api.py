@@ -13,6 +13,7 @@ from specdec.trace import acceptance_by_depth, tau
 from specdec.types import Drafter, Sampling, TreePolicy, Verifier
 from specdec.verify import make_verifier, sample_and_match
 from trees import Chain, DynamicTree, SampledTree
+from trees.static import load_tree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
@@ -113,6 +114,7 @@ __all__ = [
     "generate",
     "load_drafter",
     "load_target",
+    "load_tree",
     "make_tree",
     "make_verifier",
 ]

@@ -13,6 +13,7 @@ from specdec.api import (
     generate,
     load_drafter,
     load_target,
+    load_tree,
     make_tree,
     make_verifier,
 )
@@ -25,13 +26,14 @@ from specdec.verify import VERIFIERS
 DRAFTED = "\033[32m"
 PLAIN = "\033[0m"
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
+SHAPE = ("steps", "topk", "num_draft_tokens")
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m specdec.generate", description="Decode speculatively, or plainly.")
     model = p.add_argument_group("models")
     model.add_argument("--target", help="folder or hub name of the target (default: the bundled demo)")
-    model.add_argument("--draft", help="folder or hub name of its drafter (default: the bundled demo's)")
+    model.add_argument("--draft", help="its drafter: folder or hub name, or ngram, ngram:suffix (default: the demo's)")
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
@@ -61,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw the drafts: topk chains of steps tokens, with the target's sampling filters",
     )
+    tree.add_argument("--tree", type=Path, help="instead of these: a static tree, a file with `paths` of child ranks")
     verify = p.add_argument_group("verification")
     verify.add_argument(
         "--verifier",
@@ -85,10 +88,13 @@ def check_flags(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
     if args.no_draft:
-        drafting = ("draft", "steps", "topk", "num_draft_tokens", "sample_draft", "verifier", "verifier_args")
-        for flag in (*drafting, "show_trees", "compare"):
+        for flag in ("draft", *SHAPE, "sample_draft", "tree", "verifier", "verifier_args", "show_trees", "compare"):
             if getattr(args, flag) not in (None, False):
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
+    if args.tree is not None:
+        for flag in (*SHAPE, "sample_draft"):
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag.replace('_', '-')} contradicts --tree, which is a whole tree")
     if args.target is not None and args.draft is None and not args.no_draft:
         raise ValueError("a target of your own needs its drafter: give --draft, or --no-draft to decode plainly")
     if args.chat and (args.json or args.compare or args.raw):
@@ -147,8 +153,9 @@ class Session:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
-        shape = {k: getattr(args, k) for k in ("topk", "steps", "num_draft_tokens") if getattr(args, k) is not None}
-        self.tree = None if args.no_draft else make_tree(**shape, sample_draft=args.sample_draft)
+        shape = {k: getattr(args, k) for k in SHAPE if getattr(args, k) is not None}
+        tree = load_tree(args.tree) if args.tree else make_tree(**shape, sample_draft=args.sample_draft)
+        self.tree = None if args.no_draft else tree
         self.verifier = make_verifier(args.verifier or "match", **verifier_settings(args.verifier_args))
         self.target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
         self.drafter = None if args.no_draft else load_drafter(args.draft or DEMO_DRAFTER, self.target)

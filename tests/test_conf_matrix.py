@@ -3,11 +3,12 @@ without writing a test."""
 
 import functools
 import itertools
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
+from helpers import pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -35,7 +36,11 @@ def fresh_drafter(name: str, target, draft_vocab: int | None = 8):
         draft_vocab = None
     torch.manual_seed(1)
     vocab = DraftVocab(target.config.vocab, None if draft_vocab is None else torch.arange(1, draft_vocab + 1))
-    return instantiate(settings, target=target, vocab=vocab).eval()
+    if settings.get("path", "none needed") is not None:
+        return instantiate(settings, target=target, vocab=vocab).eval()
+    with tempfile.TemporaryDirectory() as folder:  # a drafter that is a model of its own: any that has the vocabulary
+        save_hf(folder, "llama", vocab_size=target.config.vocab, max_position_embeddings=256, head=8.0)
+        return instantiate(settings | {"path": folder}, target=target, vocab=vocab).eval()
 
 
 def fits(tree: str, verifier: str) -> bool:

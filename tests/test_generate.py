@@ -100,6 +100,18 @@ def test_one_token_has_no_speed(run):
     assert "speculative to plain: -" in out
 
 
+def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_path):
+    tree = tmp_path / "tree.yaml"
+    tree.write_text("paths: [[0], [1], [0, 0], [0, 0, 0]]")
+    for draft in ("ngram", "ngram:suffix", target_path):
+        code, out, err = run("--prompt", "The fox", "--tree", tree, "--compare", "--json", draft=draft)
+        assert code == 0, err
+        result = last_json(out)
+        assert result["identical"] is True
+        assert len(result["acceptance_by_depth"]) == 3
+    assert result["acceptance_by_depth"][0] > 0.9, "the target as its own drafter"
+
+
 def test_prompt_files_and_batches_agree(run, tmp_path):
     prompts = ["The quick brown", "What is 12?", "日本語"]
     text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
@@ -176,6 +188,8 @@ def _stop(lines):
         (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "x", "--dtype", "int3"], "dtype must be"),
         (["--prompt", "x", "--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["--prompt", "x", "--tree", "t.yaml", "--topk", "2"], "--topk contradicts --tree"),
+        (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
         (["--prompt-file", "/no/such"], "no such prompt file"),
         (["--chat", "--json"], "--chat goes with neither"),
     ],

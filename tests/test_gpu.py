@@ -4,28 +4,41 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
+from drafters import ngram
+from drafters.draft_model import DraftModel
 from specdec.engine import Engine
 from specdec.trace import Clock
 from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from trees import Chain, DynamicTree, StaticTree
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-POLICIES = {"chain": Chain(3), "dynamic": DynamicTree(3, 3, 9)}
+POLICIES = {
+    "chain": Chain(3),
+    "dynamic": DynamicTree(3, 3, 9),
+    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
+}
+DRAFTERS = {
+    "eagle3": lambda target: tiny_drafter(target, draft_vocab=8),
+    "lookup": lambda target: ngram.create(target, mode="lookup"),
+    "suffix": lambda target: ngram.create(target, mode="suffix"),
+    "draft_model": lambda target: DraftModel(tiny_target(seed=5)),
+}
 
 
-def engine_on_gpu(policy) -> Engine:
+def engine_on_gpu(policy: str, drafter: str) -> Engine:
     target = tiny_target().to("cuda")
-    return Engine(target, tiny_drafter(target, draft_vocab=8).to("cuda"), policy)
+    return Engine(target, DRAFTERS[drafter](target).to("cuda"), POLICIES[policy])
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
 @torch.inference_mode()
-def test_round_does_not_synchronise(policy, sampling):
-    engine = engine_on_gpu(POLICIES[policy])
+def test_round_does_not_synchronise(policy, sampling, drafter):
+    engine = engine_on_gpu(policy, drafter)
     rows = engine._rows([[1, 2, 3], [4]], 20)
     generator = torch.Generator("cuda").manual_seed(0)
     root, state, cache = engine._prefill(rows, sampling, generator)
@@ -39,9 +52,10 @@ def test_round_does_not_synchronise(policy, sampling):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_greedy_text_is_plain_decodings(policy):
-    engine = engine_on_gpu(POLICIES[policy])
+def test_greedy_text_is_plain_decodings(policy, drafter):
+    engine = engine_on_gpu(policy, drafter)
     prompts = [[3, 5, 7], [1], [2, 4, 6, 8]]
     fast = engine.generate(prompts, max_new_tokens=40).rows
     plain = Engine(engine.target).generate(prompts, max_new_tokens=40).rows

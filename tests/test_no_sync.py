@@ -7,11 +7,13 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from drafters import ngram
+from drafters.draft_model import DraftModel
 from specdec.engine import Engine
 from specdec.trace import Clock
 from specdec.types import Sampling
 from specdec.verify import VERIFIERS
-from trees import Chain, DynamicTree, SampledTree
+from trees import Chain, DynamicTree, SampledTree, StaticTree
 
 ROOT = Path(__file__).parents[1]
 BLOCKING = ("_local_scalar_dense", "nonzero", "masked_select", "item", "equal", "is_nonzero")
@@ -46,12 +48,26 @@ def test_no_tolist_or_cpu_where_the_guard_is_blind():
         assert ".cpu(" not in source, path
 
 
-@pytest.mark.parametrize("policy", [Chain(3), DynamicTree(3, 3, 9)], ids=["chain", "dynamic"])
+POLICIES = {
+    "chain": Chain(3),
+    "dynamic": DynamicTree(3, 3, 9),
+    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
+}
+DRAFTERS = {
+    "eagle3": lambda target: tiny_drafter(target, draft_vocab=8),
+    "lookup": lambda target: ngram.create(target, mode="lookup"),
+    "suffix": lambda target: ngram.create(target, mode="suffix"),
+    "draft_model": lambda target: DraftModel(tiny_target(seed=5)),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
 @torch.inference_mode()
-def test_round(policy, sampling):
+def test_round(drafter, policy, sampling):
     target = tiny_target()
-    run_rounds(Engine(target, tiny_drafter(target, draft_vocab=8), policy), sampling)
+    run_rounds(Engine(target, DRAFTERS[drafter](target), POLICIES[policy]), sampling)
 
 
 def run_rounds(engine: Engine, sampling: Sampling) -> None:

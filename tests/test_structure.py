@@ -24,6 +24,8 @@ ALLOWED = {
     "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
+    "drafters.draft_model": {"drafters.vocab"}
+    | {f"specdec.{m}" for m in ("types", "cache", "checkpoint", "loader", "model")},
     "trees": {"trees", "specdec.types", "specdec.tree", "specdec.sampling"},
     "training": {"training", "specdec", "drafters"},
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from drafters.formats import load_drafter, save_drafter
@@ -16,6 +17,7 @@ from specdec.loader import load_target
 from training.data import Batches, count_tokens, read_conversations, tokenise
 from training.losses import soft_cross_entropy, token_cross_entropy
 from training.regenerate import main as regenerate_main
+from training.train import build_drafter
 
 CONF = Path(__file__).parents[1] / "conf"
 CONVERSATIONS = [
@@ -236,6 +238,15 @@ def test_mistakes_are_one_sentence(target_path, data, tmp_path, overrides, messa
     assert done.stderr.startswith("error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ngram", "ngram_suffix", "draft_model"])
+def test_drafters_that_do_not_learn_are_refused(target_path, name):
+    config = OmegaConf.load(CONF / "drafter" / f"{name}.yaml")
+    if name == "draft_model":
+        config.path = str(target_path)
+    with pytest.raises(ValueError, match=rf"{config._target_} makes a drafter that does not learn"):
+        build_drafter(config, load_target(target_path), [], seed=0)
 
 
 def test_a_mistake_does_not_lock_the_folder(target_path, data, tmp_path):

@@ -72,7 +72,10 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     settings = OmegaConf.to_container(config, resolve=True)
     vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
     torch.manual_seed(seed)
-    return instantiate(settings, target=target, vocab=vocab)
+    drafter = instantiate(settings, target=target, vocab=vocab)
+    if not hasattr(drafter, "unroll"):
+        raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
+    return drafter
 
 
 def check_folder(out: Path, resume: bool) -> None:

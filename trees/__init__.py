@@ -3,5 +3,6 @@
 from trees.chain import Chain
 from trees.dynamic import DynamicTree
 from trees.sampled import SampledTree
+from trees.static import StaticTree
 
-__all__ = ["Chain", "DynamicTree", "SampledTree"]
+__all__ = ["Chain", "DynamicTree", "SampledTree", "StaticTree"]

@@ -1,0 +1,102 @@
+"""The static tree that accepts the most: from measured acceptance by depth and rank (Sequoia, arXiv 2402.12374)."""
+
+import heapq
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.types import Drafter, DraftState
+from trees.static import RankPath
+
+Table = Sequence[
+    Sequence[float]
+]  # accept[d-1][r]: probability that the child of rank r at depth d is the target's token
+
+
+def expected_tau(paths: Sequence[Sequence[int]], accept: Table) -> float:
+    """Tokens that a round emits: one, and one for each node that is reached."""
+    return 1 + sum(_reach(path, accept) for path in paths)
+
+
+def _reach(path: Sequence[int], accept: Table) -> float:
+    probability = 1.0
+    for depth, rank in enumerate(path):
+        probability *= accept[depth][rank]
+    return probability
+
+
+def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
+    """The tree of `num_draft_tokens` nodes, root included, with the greatest expected number of emitted tokens.
+
+    The table's size bounds it: no deeper than the rows, no more children than the columns.
+    A node is reached with the product of its path's probabilities, and the expectation is the sum over nodes. No child
+    is reached more often than its parent, so the most often reached nodes form a tree, and no tree has a greater sum.
+    """
+    most = sum(len(accept[0]) ** depth for depth in range(len(accept) + 1))
+    if not 2 <= num_draft_tokens <= most:
+        raise ValueError(
+            f"num_draft_tokens is {num_draft_tokens}, but a tree of {len(accept)} levels and {len(accept[0])} children "
+            f"has 2 to {most} nodes, the root counted"
+        )
+    chosen: list[RankPath] = []
+    frontier: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]
+    while len(chosen) < num_draft_tokens:
+        share, depth, path = heapq.heappop(frontier)
+        chosen.append(path)
+        if depth < len(accept):
+            for rank, probability in enumerate(accept[depth]):
+                heapq.heappush(frontier, (share * probability, depth + 1, (*path, rank)))
+    return chosen[1:]
+
+
+@torch.inference_mode()
+def measure_acceptance(
+    target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int
+) -> Tensor:
+    """accept [steps,topk] of a drafter on texts of the target: how often the child of rank r at depth d is the text's
+    token, of all places where the tokens before were among the `topk` children too.
+
+    From every place of every output the drafter drafts along the text itself, its own output fed back as in decoding.
+    Every place counts once. Decoding begins its rounds more often where drafts fail, so where hits come in long runs,
+    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
+    prompts and outputs are token ids, row by row; all rows run as one batch.
+    """
+    device = target.embed.weight.device
+    rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    first, most, longest = (max(map(len, texts)) for texts in (prompts, outputs, rows))
+    start = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    end = torch.tensor([len(row) for row in rows], device=device)
+    texts = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rows], device=device)
+    feats = target(texts, None, taps=drafter.taps, logits=False)[1] if drafter.taps else None
+    drafter.reset(len(texts), longest + 1 + steps, texts[:, 0])
+    state = drafter.extend(None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start, first)
+    hits = torch.zeros(steps, topk, device=device)
+    tries = torch.zeros(steps, 1, device=device)
+    for place in range(most):  # the root is token `place` of each output
+        _follow_text(drafter, state, texts, start + place, end, hits, tries)
+        root = (start + place)[:, None].clamp(max=longest - 1)
+        absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
+        more = (start + place + 1 < end).long()
+        state = drafter.extend(absorbed, texts.gather(1, root + 1), more, first + place + 1)
+    return hits / tries.clamp(min=1)
+
+
+def _follow_text(
+    drafter: Drafter, state: DraftState, texts: Tensor, root: Tensor, end: Tensor, hits: Tensor, tries: Tensor
+) -> None:
+    """Draft the tokens behind root [B] of texts [B,T], which end [B] bounds, and count where each stood."""
+    steps, topk = hits.shape
+    b = len(texts)
+    alive = torch.ones_like(root, dtype=torch.bool)
+    for depth in range(1, steps + 1):
+        token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
+        ids = drafter.vocab.to_target(state.logits.float().log_softmax(-1).topk(topk, dim=-1).indices[:, 0])
+        alive = alive & (root + depth < end)
+        found = (ids == token) & alive[:, None]
+        hits[depth - 1] += found.sum(0)
+        tries[depth - 1] += alive.sum()
+        alive = found.any(1)
+        if depth < steps:
+            ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
+            state = drafter.step(token, state.hidden, depth, ancestors)

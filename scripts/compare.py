@@ -22,9 +22,11 @@ from specdec.cli import one_sentence_errors
 from specdec.lab.compare import Contender, compare
 from specdec.lab.show import print_table, write_chart, write_csv, write_whole
 from specdec.text import read_prompts
+from specdec.types import TreePolicy
 from training.train import instantiate
 
 DEMO = DEMO_TARGET.parent
+CONF = Path(__file__).parents[1] / "conf"
 
 
 def place(name: str) -> str:
@@ -32,7 +34,18 @@ def place(name: str) -> str:
     return str(DEMO / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 
-def contender(name: str, entry: dict, default_tree: dict, target) -> Contender:
+def tree_of(setting: str | dict) -> TreePolicy:
+    """A tree by the name of its YAML in conf/tree, or by what such a YAML holds."""
+    if isinstance(setting, dict):
+        return instantiate(setting)
+    file = CONF / "tree" / f"{setting}.yaml"
+    if not file.is_file():
+        known = ", ".join(sorted(p.stem for p in file.parent.glob("*.yaml")))
+        raise ValueError(f"there is no tree {setting!r}; known are {known}, or give a mapping with _target_")
+    return instantiate(OmegaConf.load(file))
+
+
+def contender(name: str, entry: dict, default_tree: str | dict, target) -> Contender:
     unknown = set(entry) - {"draft", "tree", "verifier", "token_map"}
     if unknown or "draft" not in entry:
         wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
@@ -41,7 +54,7 @@ def contender(name: str, entry: dict, default_tree: dict, target) -> Contender:
     token_map = entry.get("token_map")
     return Contender(
         drafter=load_drafter(place(entry["draft"]), target, token_map=token_map and place(token_map)),
-        tree=instantiate(entry.get("tree") or default_tree),
+        tree=tree_of(entry.get("tree") or default_tree),
         verifier=make_verifier(**verifier),
     )
 

@@ -22,6 +22,7 @@ ALLOWED = {
     "specdec.loader": {f"specdec.{m}" for m in ("adapter", "archs", "checkpoint", "model")},
     "specdec.text": {"specdec.model"},
     "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
+    "specdec.lab": {"specdec.lab"} | {f"specdec.{m}" for m in ("api", "engine", "model", "trace", "types")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
     "drafters.draft_model": {"drafters.vocab"}

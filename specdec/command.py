@@ -34,6 +34,8 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("models")
     model.add_argument("--target", help="folder or hub name of the target (default: the bundled demo)")
     model.add_argument("--draft", help="its drafter: folder or hub name, or ngram, ngram:suffix (default: the demo's)")
+    model.add_argument("--token-map", type=Path, help="the drafter proposes these tokens only (FR-Spec): .json or .pt")
+    model.add_argument("--feedback", choices=("pre", "post"), help="of MTP heads in a target: before or after the norm")
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
@@ -88,7 +90,18 @@ def check_flags(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
     if args.no_draft:
-        for flag in ("draft", *SHAPE, "sample_draft", "tree", "verifier", "verifier_args", "show_trees", "compare"):
+        for flag in (
+            "draft",
+            "token_map",
+            "feedback",
+            *SHAPE,
+            "sample_draft",
+            "tree",
+            "verifier",
+            "verifier_args",
+            "show_trees",
+            "compare",
+        ):
             if getattr(args, flag) not in (None, False):
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
     if args.tree is not None:
@@ -158,7 +171,11 @@ class Session:
         self.tree = None if args.no_draft else tree
         self.verifier = make_verifier(args.verifier or "match", **verifier_settings(args.verifier_args))
         self.target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
-        self.drafter = None if args.no_draft else load_drafter(args.draft or DEMO_DRAFTER, self.target)
+        self.drafter = None
+        if not args.no_draft:
+            self.drafter = load_drafter(
+                args.draft or DEMO_DRAFTER, self.target, token_map=args.token_map, feedback=args.feedback
+            )
 
     def run(
         self,

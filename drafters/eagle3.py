@@ -19,7 +19,8 @@ class Eagle3Forward:
     (speculators, `norm_before_fc`). residual_norm: the residual starts from the normed hidden state (speculators,
     `norm_before_residual`). feedback: what is fed back is the hidden state before or after the final norm, 'pre' or
     'post' (`norm_output` as speculators and vLLM read it). head_norm: the final norm stands before the head
-    (`norm_output` as SpecForge reads it). qkv_bias: ModelOpt, with `attention_bias`.
+    (`norm_output` as SpecForge reads it). qkv_bias: ModelOpt, with `attention_bias`. qk_norm: speculators with a
+    Qwen3 layer.
     """
 
     tap_norms: bool = False
@@ -28,6 +29,7 @@ class Eagle3Forward:
     feedback: str = "pre"
     head_norm: bool = True
     qkv_bias: bool = False
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         if self.feedback not in ("pre", "post"):
@@ -60,7 +62,7 @@ class Eagle3(RecurrentDrafter):
         self.fc = nn.Linear(len(taps) * width, h, bias=False)
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias)
+        self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias, qk_norm=how.qk_norm)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)

@@ -1,13 +1,15 @@
 """Read and write checkpoint folders of the Hugging Face form, strictly.
 
-A tensor that is missing, left over or of another shape is an error that names it. Only safetensors are opened: a pickle
-can run code.
+A tensor that is missing, left over or of another shape is an error that names it. Pickles (.bin, .pt) are opened by
+torch's restricted unpickler only, which makes tensors and plain values and runs no code.
 """
 
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,13 +29,24 @@ def resolve(path: str | os.PathLike) -> Path:
         raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
         raise ValueError(f"no such checkpoint folder: {path}")
-    from huggingface_hub import snapshot_download
-
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot = _download(str(path), [*SMALL_FILES, "*.bin", "*.pt"])
     except Exception as error:  # the hub's own errors and whatever its HTTP library raises
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
+    return snapshot
+
+
+SMALL_FILES = ["*.json", "*.jinja", "*.model"]
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    """The snapshot's folder; HF_HUB_OFFLINE=1 keeps the hub's library to what it has in its cache."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def read_json(path: Path) -> dict:
@@ -48,29 +61,96 @@ def read_json(path: Path) -> dict:
     return content
 
 
-def read_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint folder, one at a time."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-    else:
-        names = sorted(p.name for p in folder.glob("*.safetensors"))
-    if not names:
-        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        if pickles:
-            raise ValueError(
-                f"{folder} holds only the pickle {pickles[0]}; convert it to safetensors, pickles can run code"
-            )
-        raise ValueError(f"{folder} is not a checkpoint: it has no safetensors")
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} lacks the shard {name} that its index names")
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (safe_open is not a dict)
-                    yield key, file.get_tensor(key)
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or not safetensors: {error}") from None
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the first of these that a folder has
+NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state")  # pickles of other things
+
+
+def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a checkpoint folder, or those with the names `only`, one at a time."""
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            tensors = _pickled_tensors(file, "cpu")
+            yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
+            continue
+        with _safe_open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if only is None or name in only:
+                    yield name, reader.get_tensor(name)
+
+
+def read_headers(folder: Path) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device: no weight is read."""
+    headers: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            headers |= _pickled_tensors(file, "meta")
+            continue
+        with _safe_open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118
+                part = reader.get_slice(name)
+                dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
+                headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return headers
+
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors: those of an index, or all of the first kind that the folder has."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                raise ValueError(f"{folder} lacks the shard {missing[0]} that its index names")
+            return [folder / name for name in names]
+    for pattern in WEIGHTS:
+        files = sorted(file for file in folder.glob(pattern) if not file.name.startswith(NO_WEIGHTS))
+        if files:
+            return files
+    raise ValueError(f"{folder} is not a checkpoint: it has no safetensors, .bin or .pt")
+
+
+@contextmanager
+def _safe_open(file: Path):
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or not safetensors: {error}") from None
+
+
+def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
+    content = read_pickle(file, device)
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{file} is not a checkpoint: it must hold tensors by name")
+    return content
+
+
+def read_pickle(file: Path, device: str = "cpu"):
+    """What a .bin or .pt holds, tensors and plain values only; anything else in it is refused, not run."""
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{file} is damaged, or holds more than tensors, and pickles can run code: refused") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
 
 
 class StrictFill:

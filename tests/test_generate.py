@@ -1,5 +1,6 @@
 """The command line: what it prints, any character in a prompt, and one sentence for each mistake."""
 
+import argparse
 import json
 import os
 import shutil
@@ -230,14 +231,14 @@ def truncate(folder):
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def pickled(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+def pickled_code(folder):
+    torch.save(load_file(folder / "model.safetensors") | {"x": argparse.Namespace()}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
 
 
 BROKEN = {
     "truncated": (truncate, "damaged or not safetensors"),
-    "pickled": (pickled, "holds only the pickle pytorch_model.bin"),
+    "pickled code": (pickled_code, "holds more than tensors"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "it has no safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "it has no config.json"),
     "bad config": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
@@ -256,7 +257,7 @@ BROKEN_DRAFT = BROKEN | {
     "tap count": (edit_config(taps=[1, 2]), "fc.weight takes 144 features, 2 taps of the target give 96"),
     "tap range": (edit_config(taps=[1, 2, 9]), "taps hidden state 9, but the target has hidden states 0 to 3"),
     "taps no list": (edit_config(taps=3), "taps must be a list"),
-    "other forward": (edit_config(norm_before_residual=True), "sets norm_before_residual, which is not supported"),
+    "other forward": (edit_config(fc_norm=True), "sets fc_norm to True, but the file lacks fc_norm.0.weight"),
     "heads": (edit_config(num_key_value_heads=4), "6 attention heads cannot share 4"),
     "absolute d2t": (
         edit_tensors(lambda t: t["d2t"].add_(torch.arange(len(t["d2t"])) // 2)),

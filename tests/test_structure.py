@@ -4,7 +4,14 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOTS_OF_COMPOSITION = {"specdec.api", "specdec.command", "specdec.generate", "specdec"}
+ROOTS_OF_COMPOSITION = {
+    "specdec.api",
+    "specdec.command",
+    "specdec.generate",
+    "specdec",
+    "drafters.formats.__main__",
+    "drafters.formats.check",
+}
 ALLOWED = {
     "specdec.types": set(),
     "specdec.layers": set(),

@@ -1,60 +1,202 @@
-"""The EAGLE-1/2 layout, as its authors publish it: `layers.0.*` without an input norm, `fc` over [embedding, feature].
+"""EAGLE-1/2: what its checkpoints mean, the layout of its authors, and that of speculators.
 
-Traps: `fc` has a bias unless the config says `"bias": false`. There is no norm before the target's head. The file may
-hold a copy of the target's embedding, which is not read. A config without `rope_theta` means 10000. `draft_ids`, which
-target token each row of the draft vocabulary is, is ours, for heads trained on a part of the vocabulary.
+Published: `layers.0.*` without an input norm, `fc` over [embedding, feature]. speculators (its versions before 0.3;
+later ones have dropped the kind): `fusion_fc.*` for `fc.*`, `transformer.*` for `layers.0.*`, a nested config.
+
+Traps: `fc` has a bias unless the config says `"bias": false`; in speculators it has none unless `fusion_bias` is true.
+There is no norm before the target's head. The file may hold a copy of the target's embedding, which is not read. A
+config without `rope_theta` means 10000. `draft_ids`, which target token each row of the draft vocabulary is, is ours,
+for heads trained on a part of the vocabulary.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from drafters.common import DraftShape
 from drafters.eagle import Eagle
-from drafters.formats.fields import (
-    check_fit,
-    dtype_name,
-    fill,
-    layer_parameters,
-    read_ids,
-    read_shape,
-    rows_of,
-    shape_fields,
+from drafters.formats.base import (
+    Layout,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_target,
+    describe_shape,
+    rope_readings,
+    tap_readings,
 )
+from drafters.formats.fields import dtype_name, fill, layer_parameters, read_ids, read_shape, rows_of, shape_fields
+from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
 
+TITLE = "EAGLE-1/2"
+ASIDE = ("embed_tokens.weight", "draft_ids")
+
+
+@dataclass(frozen=True)
+class EagleMeaning:
+    """A head in words that mean one thing. tap: the hidden state it reads, None for the last one."""
+
+    shape: DraftShape
+    vocab: int
+    fc_bias: bool
+    qkv_bias: bool
+    tap: int | None = None
+
 
 def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where their rows lie in our modules."""
     return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
 
 
-def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Eagle:
-    """A drafter from a parsed config and its tensors, refused unless every one of them fits the target."""
-    shape = read_shape(config, name)
-    check_fit(config, shape, target, name)
-    drafter = Eagle(
-        shape,
-        target.config.layers,
-        DraftVocab(target.config.vocab, read_ids(tensors)),
-        target.embed.weight,
-        target.head.weight,
-        fc_bias=config.get("bias", True),
-        qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
-    )
-    fill(parameters(drafter), tensors, name, "EAGLE-1/2", aside=("embed_tokens.weight", "draft_ids"))
+def build(config: dict, tensors: Tensors, target, name: str) -> Eagle:
+    """A drafter from a config and tensors in the published layout."""
+    return construct(*read(config, tensors, name), target, name)
+
+
+def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eagle:
+    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_target(meaning.shape.hidden, meaning.vocab, target, name)
+    vocab = DraftVocab(meaning.vocab, read_ids(tensors))
+    tap = target.config.layers if meaning.tap is None else meaning.tap
+    with target.embed.weight.device:
+        drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
+    fill(parameters(drafter), tensors, name, TITLE, aside=ASIDE)
     return drafter
+
+
+def _empty(meaning: EagleMeaning, tap: int, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> Eagle:
+    return Eagle(meaning.shape, tap, vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
+
+
+def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint of this meaning must hold."""
+    nothing = torch.empty(0, meaning.shape.hidden, device="meta")
+    with torch.device("meta"):
+        drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
+    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
 
 
 def save(drafter: Eagle, folder: Path, target=None) -> None:
     """Write the published layout, without embeddings."""
+    vocab, attention = drafter.vocab, drafter.attention
     tensors = rows_of(parameters(drafter))
-    if drafter.vocab.ids is not None:
-        tensors["draft_ids"] = drafter.vocab.ids
+    if vocab.ids is not None:
+        tensors["draft_ids"] = vocab.ids
+    meaning = EagleMeaning(
+        drafter.shape, vocab.target_size, drafter.fc.bias is not None, attention.qkv.bias is not None
+    )
+    write_folder(folder, *write(meaning, tensors, None))
+
+
+# The published layout
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    """`fc` takes two hidden states; EAGLE-3's takes three, and brings a head."""
+    if not {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(tensors) or "lm_head.weight" in tensors:
+        return False
+    rows, width = tensors["fc.weight"].shape
+    return width == 2 * rows
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
+    return _meaning(config, config.get("vocab_size"), bool(config.get("bias", True)), tensors, name), tensors
+
+
+def _meaning(config: dict, vocab: int, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
+    if not isinstance(vocab, int):
+        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
+    return EagleMeaning(read_shape(config, name), vocab, fc_bias, "layers.0.self_attn.q_proj.bias" in tensors)
+
+
+def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     config = {
         "architectures": ["LlamaForCausalLMEagle"],
-        **shape_fields(drafter.shape),
-        "vocab_size": drafter.vocab.target_size,
-        "bias": drafter.fc.bias is not None,
-        "dtype": dtype_name(drafter.fc.weight),
+        **shape_fields(meaning.shape),
+        "vocab_size": meaning.vocab,
+        "bias": meaning.fc_bias,
+        "dtype": dtype_name(tensors["fc.weight"]),
     }
-    write_folder(folder, config, tensors)
+    return config, tensors
+
+
+def refuse_for_sglang(meaning: EagleMeaning) -> None:
+    """ValueError for what SGLang would compute otherwise, without a word."""
+    if meaning.qkv_bias:
+        raise ValueError("SGLang would draft wrongly with this head: its forward knows no biases of q, k and v")
+
+
+# speculators
+
+
+def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    return kind_of(config) == "eagle" and "fusion_fc.weight" in tensors
+
+
+def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
+    if config.get("layernorms"):
+        raise ValueError(f"{name}: layernorms is set, a variant of EAGLE with three more norms, which is not supported")
+    layer = nested_config(config, name)
+    tensors = renamed(renamed(tensors, "fusion_fc.", "fc."), "transformer.", "layers.0.")
+    return _meaning(layer, layer["vocab_size"], bool(config.get("fusion_bias", False)), tensors, name), tensors
+
+
+def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if "draft_ids" in tensors:
+        raise ValueError("the speculators layout of EAGLE-1/2 has no place for a draft vocabulary")
+    config = speculators_fields("eagle", "EagleSpeculator", target)
+    config["architectures"].append("LlamaDecoderLayer")
+    config |= {
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        "layernorms": False,
+        "fusion_bias": meaning.fc_bias,
+        "dtype": dtype_name(tensors["fc.weight"]),
+        "transformer_layer_config": shape_fields(meaning.shape)
+        | {"vocab_size": meaning.vocab, "attention_bias": meaning.qkv_bias},
+    }
+    return config, renamed(renamed(tensors, "fc.", "fusion_fc."), "layers.0.", "transformer.")
+
+
+# What the doctor asks
+
+
+def describe(meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    biases = [name for name, there in (("fc", meaning.fc_bias), ("q, k, v", meaning.qkv_bias)) if there]
+    ids = read_ids(tensors)
+    return describe_shape(meaning.shape) | {
+        "taps": "hidden_states[N], the last one, after the final norm",
+        "fc input": "[embedding, hidden], the embedding first; no norms",
+        "layer input": "fc's output as it is: the layer has no input norm",
+        "feedback": "the layer's output as it is",
+        "head": "the target's, without a norm before it",
+        "biases": ", ".join(biases) or "none",
+        "vocabulary": f"all {meaning.vocab} target tokens" if ids is None else f"{len(ids)} of {meaning.vocab} tokens",
+        "embedding": "the target's" + (", not the file's" if "embed_tokens.weight" in tensors else ""),
+    }
+
+
+def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
+    """The plausible misreadings of EAGLE-1/2."""
+    swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
+    return [
+        *tap_readings(meaning, tensors, target),
+        *rope_readings(meaning, tensors, target),
+        Reading("fc input [hidden, embedding]", meaning, swapped),
+    ]
+
+
+LAYOUTS = (
+    Layout(
+        "speculators",
+        "EAGLE-1/2 as of speculators before 0.3",
+        recognise_speculators,
+        read_speculators,
+        write_speculators,
+    ),
+    Layout("eagle", "EAGLE-1/2 as of EAGLE and SGLang", recognise, read, write),
+)

@@ -11,7 +11,11 @@ from specdec.layers import GatedMLP
 
 
 def read_shape(config: dict, name: str) -> DraftShape:
-    """The shape that a Hugging Face config of the Llama kind states; ValueError if it states none that we can run."""
+    """The shape that a Hugging Face config of the Llama kind states; ValueError if it states none that we can run.
+
+    `num_hidden_layers` and `architectures` are not read: published heads of one layer claim up to 40, and to be whole
+    models.
+    """
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
     try:
@@ -50,17 +54,6 @@ def shape_fields(shape: DraftShape) -> dict:
 
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def check_fit(config: dict, shape: DraftShape, target, name: str) -> None:
-    """Raise ValueError, with the two numbers, unless hidden size and vocabulary are the target's."""
-    wanted = target.config
-    if shape.hidden != wanted.hidden:
-        raise ValueError(f"{name}: the drafter's hidden size is {shape.hidden}, the target's is {wanted.hidden}")
-    if config.get("vocab_size") != wanted.vocab:
-        raise ValueError(
-            f"{name}: the drafter is for a vocabulary of {config.get('vocab_size')}, the target's is {wanted.vocab}"
-        )
 
 
 def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, int, int]]:

@@ -3,17 +3,33 @@
 Without that matrix the target's head serves all (`original_lm_head`, as vLLM calls it).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from drafters.formats.base import Layout, Reading, TargetFacts, Tensors, check_target, tap_readings
 from drafters.formats.fields import dtype_name, fill, read_ids, rows_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
 
+TITLE = "Medusa"
+
+
+@dataclass(frozen=True)
+class MedusaMeaning:
+    """Heads in words that mean one thing. vocab: None if nothing states it, as in the published configs. tap: the
+    hidden state they read, None for the last one."""
+
+    shape: MedusaShape
+    vocab: int | None
+    tap: int | None = None
+
 
 def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where they lie in our modules."""
     out = {}
     for i, blocks in enumerate(drafter.blocks):
         for j, block in enumerate(blocks):
@@ -23,36 +39,82 @@ def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
-def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Medusa:
-    """Heads from a parsed config and its tensors, refused unless every one of them fits the target."""
-    heads = len({key.split(".")[0] for key in tensors if key[0].isdigit()})
-    blocks = len({key.split(".")[1] for key in tensors if key.endswith(".linear.weight")})
-    hidden = tensors["0.0.linear.weight"].shape[0]
+def build(config: dict, tensors: Tensors, target, name: str) -> Medusa:
+    """Heads from a config and tensors in the published layout."""
+    return construct(*read(config, tensors, name), target, name)
+
+
+def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Medusa:
+    """Heads, refused unless every tensor fits the meaning and the meaning the target."""
     wanted = target.config
-    if hidden != wanted.hidden:
-        raise ValueError(f"{name}: the drafter's hidden size is {hidden}, the target's is {wanted.hidden}")
-    vocab = config.get("vocab_size", wanted.vocab)
-    if vocab != wanted.vocab:
-        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {wanted.vocab}")
-    shape = MedusaShape(hidden, heads, blocks, own_heads=f"0.{blocks}.weight" in tensors)
-    drafter = Medusa(shape, wanted.layers, DraftVocab(wanted.vocab, read_ids(tensors)), target.head.weight)
-    fill(parameters(drafter), tensors, name, "Medusa", aside=("draft_ids",))
+    check_target(meaning.shape.hidden, meaning.vocab or wanted.vocab, target, name)
+    tap = wanted.layers if meaning.tap is None else meaning.tap
+    vocab = DraftVocab(wanted.vocab, read_ids(tensors))
+    with target.embed.weight.device:
+        drafter = Medusa(meaning.shape, tap, vocab, target.head.weight)
+    fill(parameters(drafter), tensors, name, TITLE, aside=("draft_ids",))
     return drafter
 
 
+def expected(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint of this meaning must hold."""
+    rows = len(tensors[f"0.{meaning.shape.blocks}.weight"]) if meaning.shape.own_heads else 1
+    with torch.device("meta"):
+        drafter = Medusa(meaning.shape, 0, DraftVocab(rows), torch.empty(0, meaning.shape.hidden))
+    return {name: tensor.shape for name, tensor in rows_of(parameters(drafter)).items()}
+
+
 def save(drafter: Medusa, folder: Path, target=None) -> None:
+    """Write the published layout."""
     tensors = rows_of(parameters(drafter))
     if drafter.vocab.ids is not None:
         tensors["draft_ids"] = drafter.vocab.ids
-    shape = drafter.shape
+    write_folder(folder, *write(MedusaMeaning(drafter.shape, drafter.vocab.target_size), tensors, None))
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return "0.0.linear.weight" in tensors
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
+    """The tensors tell the number of heads and blocks: published configs have been wrong about them."""
+    heads = len({key.split(".")[0] for key in tensors if key[0].isdigit()})
+    blocks = len({key.split(".")[1] for key in tensors if key.endswith(".linear.weight")})
+    hidden = tensors["0.0.linear.weight"].shape[0]
+    shape = MedusaShape(hidden, heads, blocks, own_heads=f"0.{blocks}.weight" in tensors)
+    return MedusaMeaning(shape, config.get("vocab_size")), tensors
+
+
+def write(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    shape = meaning.shape
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": shape.hidden,
         "medusa_num_heads": shape.heads,
         "medusa_num_layers": shape.blocks,
-        "vocab_size": drafter.vocab.target_size,
         "original_lm_head": not shape.own_heads,
-        "dtype": dtype_name(drafter.blocks[0][0].linear.weight),
+        "dtype": dtype_name(tensors["0.0.linear.weight"]),
     }
-    write_folder(folder, config, tensors)
+    return config | ({"vocab_size": meaning.vocab} if meaning.vocab else {}), tensors
+
+
+def describe(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    shape, ids = meaning.shape, read_ids(tensors)
+    tokens = f"all {meaning.vocab or 'of the'} target tokens" if ids is None else f"{len(ids)} target tokens"
+    return {
+        "heads": f"{shape.heads} of {shape.blocks} residual blocks, hidden {shape.hidden}",
+        "taps": "hidden_states[N], the last one, after the final norm",
+        "head": "each its own matrix" if shape.own_heads else "the target's, shared",
+        "biases": "in the residual blocks",
+        "vocabulary": tokens,
+    }
+
+
+def readings(meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
+    """The plausible misreading of Medusa."""
+    return tap_readings(meaning, tensors, target)
+
+
+LAYOUTS = (Layout("medusa", "Medusa as of its authors", recognise, read, write),)

@@ -4,29 +4,46 @@ Traps: MiMo's projection takes [hidden, embedding], everybody else's [embedding,
 feeds back when it drafts more than one token differs between systems that run the same weights (`feedback`).
 """
 
-from dataclasses import asdict
+import dataclasses
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from drafters.formats.fields import (
-    check_fit,
-    dtype_name,
-    fill,
-    layer_parameters,
-    read_ids,
-    read_shape,
-    rows_of,
-    shape_fields,
+from drafters.common import DraftShape
+from drafters.formats.base import (
+    Layout,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_target,
+    describe_shape,
+    rope_readings,
+    tap_readings,
 )
+from drafters.formats.fields import dtype_name, fill, layer_parameters, read_ids, read_shape, rows_of, shape_fields
 from drafters.mtp import Mtp, MtpForward
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
 
+TITLE = "MTP"
 PREFIX = "model.mtp_layers"
 
 
+@dataclass(frozen=True)
+class MtpMeaning:
+    """Heads in words that mean one thing. tap: the hidden state they read, None for the last one."""
+
+    shape: DraftShape
+    vocab: int
+    heads: int
+    forward: MtpForward
+    tap: int | None = None
+
+
 def parameters(drafter: Mtp) -> dict[str, tuple[Tensor, int, int]]:
+    """MiMo's tensor names -> where their rows lie in our modules."""
     out = {}
     for i, block in enumerate(drafter.blocks):
         at = f"{PREFIX}.{i}"
@@ -41,41 +58,118 @@ def parameters(drafter: Mtp) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
-def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> Mtp:
-    """A drafter from a parsed config and its tensors, refused unless every one of them fits the target.
+def build(config: dict, tensors: Tensors, target, name: str) -> Mtp:
+    """A drafter from a config and tensors under MiMo's names."""
+    return construct(*read(config, tensors, name), target, name)
 
-    A config without `mtp` is MiMo's own: hidden state first.
-    """
-    shape = read_shape(config, name)
-    check_fit(config, shape, target, name)
-    try:
-        how = MtpForward(**config.get("mtp", {"hidden_first": True}))
-    except TypeError as error:
-        raise ValueError(f"{name}: config.json's mtp field does not fit: {error}") from None
-    how = MtpForward(**asdict(how) | {"qkv_bias": f"{PREFIX}.0.self_attn.q_proj.bias" in tensors})
-    drafter = Mtp(
-        shape,
-        target.config.layers,
-        DraftVocab(target.config.vocab, read_ids(tensors)),
-        target.embed.weight,
-        target.head.weight,
-        heads=len({key.split(".")[2] for key in tensors if key.startswith(PREFIX)}),
-        forward=how,
-    )
+
+def construct(meaning: MtpMeaning, tensors: Tensors, target, name: str) -> Mtp:
+    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_target(meaning.shape.hidden, meaning.vocab, target, name)
+    vocab = DraftVocab(meaning.vocab, read_ids(tensors))
+    tap = target.config.layers if meaning.tap is None else meaning.tap
+    with target.embed.weight.device:
+        drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
     fill(parameters(drafter), tensors, name, "an MTP head", aside=("draft_ids",))
     return drafter
 
 
+def _empty(meaning: MtpMeaning, tap: int, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> Mtp:
+    return Mtp(meaning.shape, tap, vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)
+
+
+def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint of this meaning must hold."""
+    nothing = torch.empty(0, meaning.shape.hidden, device="meta")
+    with torch.device("meta"):
+        drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
+    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
+
+
 def save(drafter: Mtp, folder: Path, target=None) -> None:
+    """Write MiMo's names, with our `mtp` in the config."""
+    vocab = drafter.vocab
     tensors = rows_of(parameters(drafter))
-    if drafter.vocab.ids is not None:
-        tensors["draft_ids"] = drafter.vocab.ids
+    if vocab.ids is not None:
+        tensors["draft_ids"] = vocab.ids
+    meaning = MtpMeaning(drafter.shape, vocab.target_size, len(drafter.blocks), drafter.how)
+    write_folder(folder, *write(meaning, tensors, None))
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return any(name.startswith(PREFIX) for name in tensors)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors]:
+    """A config without `mtp` is MiMo's own: hidden state first."""
+    try:
+        how = MtpForward(**config.get("mtp", {"hidden_first": True}))
+    except TypeError as error:
+        raise ValueError(f"{name}: config.json's mtp field does not fit: {error}") from None
+    if not isinstance(config.get("vocab_size"), int):
+        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
+    how = dataclasses.replace(how, qkv_bias=f"{PREFIX}.0.self_attn.q_proj.bias" in tensors)
+    heads = len({key.split(".")[2] for key in tensors if key.startswith(PREFIX)})
+    return MtpMeaning(read_shape(config, name), config["vocab_size"], heads, how), tensors
+
+
+def write(meaning: MtpMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     config = {
         "architectures": ["MtpDrafter"],
-        **shape_fields(drafter.shape),
-        "num_nextn_predict_layers": len(drafter.blocks),
-        "vocab_size": drafter.vocab.target_size,
-        "mtp": asdict(drafter.how),
-        "dtype": dtype_name(drafter.blocks[0].project.weight),
+        **shape_fields(meaning.shape),
+        "num_nextn_predict_layers": meaning.heads,
+        "vocab_size": meaning.vocab,
+        "mtp": asdict(meaning.forward),
+        "dtype": dtype_name(tensors[f"{PREFIX}.0.input_proj.weight"]),
     }
-    write_folder(folder, config, tensors)
+    return config, tensors
+
+
+def describe(meaning: MtpMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    how, ids = meaning.forward, read_ids(tensors)
+    order = (
+        "[norm(hidden), norm(embedding)], the hidden state first"
+        if how.hidden_first
+        else ("[norm(embedding), norm(hidden)], the embedding first")
+    )
+    return describe_shape(meaning.shape) | {
+        "heads": f"{meaning.heads}; level l is drafted by head l, further levels by the last",
+        "taps": "hidden_states[N], the last one, after the final norm",
+        "projection input": order,
+        "feedback": f"the hidden state {'after' if how.feedback == 'post' else 'before'} the final norm",
+        "position 0": "embedding blanked" if how.blank_first else "embedding as everywhere",
+        "biases": "q, k, v" if how.qkv_bias else "none",
+        "head": "the target's, after the head's own final norm",
+        "vocabulary": f"all {meaning.vocab} target tokens" if ids is None else f"{len(ids)} of {meaning.vocab} tokens",
+        "embedding": "the target's",
+    }
+
+
+def readings(meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
+    """The plausible misreadings of MTP heads."""
+    how, replace = meaning.forward, dataclasses.replace
+    order = replace(how, hidden_first=not how.hidden_first)
+    other = "pre" if how.feedback == "post" else "post"
+    exchanged = dict(tensors)
+    for i in range(meaning.heads):
+        a, b = (f"{PREFIX}.{i}.{norm}_layernorm.weight" for norm in ("token", "hidden"))
+        exchanged |= {a: tensors[b], b: tensors[a]}
+    return [
+        *tap_readings(meaning, tensors, target),
+        *rope_readings(meaning, tensors, target),
+        Reading(
+            f"projection input {'[hidden, embedding]' if order.hidden_first else '[embedding, hidden]'}",
+            replace(meaning, forward=order),
+            tensors,
+        ),
+        Reading(
+            f"feedback {'before' if other == 'pre' else 'after'} the final norm",
+            replace(meaning, forward=replace(how, feedback=other)),
+            tensors,
+        ),
+        Reading("norms of embedding and hidden exchanged", meaning, exchanged),
+    ]
+
+
+LAYOUTS = (Layout("mimo", "MTP heads under MiMo's names, in a folder of their own", recognise, read, write),)

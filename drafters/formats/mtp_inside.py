@@ -7,18 +7,29 @@ DeepSeek-V3; also copies of the embedding and of the head, which are the target'
 """
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from drafters.common import DraftShape
-from drafters.formats.fields import check_fit, fill, layer_parameters, read_shape
+from drafters.formats.base import (
+    Layout,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_target,
+    describe_shape,
+)
+from drafters.formats.fields import fill, layer_parameters, read_shape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole
 
+TITLE = "MTP heads inside a target"
 MIMO, QWEN = "model.mtp_layers.", "mtp."
+EMBEDDING = "model.embed_tokens.weight"
 # the parts of a head beside its decoder layer: ours -> theirs, within the head's prefix
 PARTS = {
     "mimo": {
@@ -56,10 +67,8 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str, feedback:
     kind = naming(next(iter(tensors)), layers)
     if any(".kv_a_proj_with_mqa" in key or ".kv_b_proj" in key for key in tensors):
         raise ValueError(f"{name}: its MTP layer has multi-head latent attention (MLA), which is not supported")
-    bare = {k: v for k, v in config.items() if k != "partial_rotary_factor"}
-    rope = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "partial_rotary_factor"}
-    shape = read_shape(bare | ({"rope_parameters": rope} if rope else {}), name)
-    check_fit(config, shape, target, name)
+    shape = _shape(config, name)
+    check_target(shape.hidden, config["vocab_size"], target, name)
     prefixes = _prefixes(tensors, kind, layers)
     first = _layer_prefix(prefixes[0], kind)
     how = MtpForward(
@@ -84,6 +93,13 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str, feedback:
     copies = [k for k in tensors if k.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
     fill(wanted, tensors, name, "its MTP head", aside=tuple(copies))
     return drafter
+
+
+def _shape(config: dict, name: str) -> DraftShape:
+    """How much of a head is rotated is no part of its shape here: see `_rotary_dim`."""
+    bare = {k: v for k, v in config.items() if k != "partial_rotary_factor"}
+    rope = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "partial_rotary_factor"}
+    return read_shape(bare | ({"rope_parameters": rope} if rope else {}), name)
 
 
 def _prefixes(tensors: dict[str, Tensor], kind: str, layers: int) -> list[str]:
@@ -134,3 +150,74 @@ def _parameters(block: MtpLayer, prefix: str, kind: str) -> dict[str, tuple[Tens
     for ours, theirs in PARTS[kind].items():
         out |= whole(getattr(block, ours), f"{prefix}.{theirs}")
     return out
+
+
+# As a family of drafters
+
+
+@dataclass(frozen=True)
+class InsideMeaning:
+    """The target's config, how its heads are named, and what they feed back, which nothing states."""
+
+    config: dict
+    kind: str
+    feedback: str = "post"
+
+
+def wants(config: dict, name: str) -> bool:
+    return naming(name, config.get("num_hidden_layers", 0)) is not None
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return EMBEDDING in tensors and any(wants(config, name) for name in tensors)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
+    return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"])), tensors
+
+
+def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    raise ValueError("MTP heads inside a target's checkpoint stay there: there is nothing to convert")
+
+
+def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
+    """The heads, refused unless every tensor fits the meaning and the meaning the target."""
+    return build(meaning.config, tensors, target, name, meaning.feedback)
+
+
+def expected(meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """What is there: `construct` knows what ought to be."""
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def describe(meaning: InsideMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    first = meaning.kind == "mimo"
+    return describe_shape(_shape(meaning.config, "")) | {
+        "names": {"mimo": "as MiMo", "deepseek": "as DeepSeek-V3 and GLM-4.5", "qwen": "as Qwen3-Next"}[meaning.kind],
+        "taps": "hidden_states[N], the last one, after the final norm",
+        "projection input": "[norm(hidden), norm(embedding)]" if first else "[norm(embedding), norm(hidden)]",
+        "norms": "stored minus one" if meaning.kind == "qwen" else "as they are",
+        "feedback": f"the hidden state {'after' if meaning.feedback == 'post' else 'before'} the final norm",
+        "head": "the target's, after the head's own final norm",
+        "embedding": "the target's",
+    }
+
+
+def readings(meaning: InsideMeaning, tensors: Tensors, target) -> list[Reading]:
+    """The plausible misreadings."""
+    other = "pre" if meaning.feedback == "post" else "post"
+    project = f".{PARTS[meaning.kind]['project']}.weight"
+    swapped = {k: torch.cat(v.chunk(2, 1)[::-1], 1) for k, v in tensors.items() if ("." + k).endswith(project)}
+    words = "[embedding, hidden]" if meaning.kind == "mimo" else "[hidden, embedding]"
+    return [
+        Reading(
+            f"feedback {'before' if other == 'pre' else 'after'} the final norm",
+            replace(meaning, feedback=other),
+            tensors,
+        ),
+        Reading(f"projection input {words}", meaning, tensors | swapped),
+    ]
+
+
+LAYOUTS = (Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants),)

@@ -6,19 +6,31 @@ programs read it.
 """
 
 import importlib
+from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
+from drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from drafters.formats.fields import fill, read_ids
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import write_folder
 
+TITLE = "a recipe"
 IDS = "draft_ids"
 
 
-def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> nn.Module:
-    """A drafter from a parsed config and its tensors, refused unless every one of them fits."""
+@dataclass(frozen=True)
+class RecipeMeaning:
+    """The config: what it means is known to the function that it names."""
+
+    config: dict
+
+
+def construct(meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> nn.Module:
+    """A drafter, made anew by its recipe, refused unless every tensor fits."""
+    config = meaning.config
     recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
     if vocab != target.config.vocab:
         raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.config.vocab}")
@@ -39,6 +51,32 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str) -> nn.Mod
     return drafter
 
 
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return isinstance(config.get("recipe"), dict)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[RecipeMeaning, Tensors]:
+    return RecipeMeaning(config), tensors
+
+
+def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    return meaning.config, tensors
+
+
+def expected(meaning: RecipeMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """What is there: only the recipe, with a target, knows what ought to be."""
+    return {name: tensor.shape for name, tensor in tensors.items() if name != IDS}
+
+
+def describe(meaning: RecipeMeaning, tensors: Tensors) -> dict[str, str]:
+    """The recipe, as it stands."""
+    return {"recipe": ", ".join(f"{name} {value}" for name, value in meaning.config["recipe"].items())}
+
+
+def readings(meaning: RecipeMeaning, tensors: Tensors, target) -> list[Reading]:
+    return []
+
+
 def save(drafter: nn.Module, folder: Path, target) -> None:
     """Write the recipe, which whoever made the drafter left in `drafter.recipe`, and the parameters."""
     recipe = getattr(drafter, "recipe", None)
@@ -49,3 +87,6 @@ def save(drafter: nn.Module, folder: Path, target) -> None:
         tensors[IDS] = drafter.vocab.ids
     config = {"recipe": recipe, "vocab_size": drafter.vocab.target_size, "hidden_size": target.config.hidden}
     write_folder(folder, config, tensors)
+
+
+LAYOUTS = (Layout("recipe", "ours: the YAML that made the drafter, and its parameters", recognise, read, write),)

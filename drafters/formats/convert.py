@@ -1,0 +1,98 @@
+"""From one layout to another, and for a server: the weights bit for bit, the meaning the same."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+from torch import Tensor
+
+from drafters.common import SharedHead
+from drafters.formats import FAMILIES, Checkpoint, eagle, eagle3, open_checkpoint
+from drafters.formats.base import Layout, TargetFacts, differences, read_vocab
+from specdec.archs import read_config
+from specdec.checkpoint import read_json, read_tensors, resolve, write_folder
+
+EMBEDDING = "embed_tokens.weight"
+HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # of a tied target, its embedding
+SERVERS = {"sglang": {eagle3: "eagle3", eagle: "eagle"}, "vllm": {eagle3: "speculators", eagle: "speculators"}}
+
+
+def convert(
+    source: str | os.PathLike, destination: str | os.PathLike, to: str, target: str | os.PathLike | None = None
+) -> Checkpoint:
+    """Write `source` in the layout `to`; nothing is left out and nothing is made up.
+
+    target: needed where the layout states its name, or has no word for a head that is the target's.
+    """
+    checkpoint = open_checkpoint(source)
+    _write(checkpoint, Path(destination), find_layout(checkpoint, to), target)
+    return checkpoint
+
+
+def export(
+    source: str | os.PathLike, destination: str | os.PathLike, server: str, target: str | os.PathLike | None = None
+) -> Checkpoint:
+    """Write `source` as `server` loads it, 'sglang' or 'vllm'.
+
+    An embedding in the file gives way to the target's: for SGLang to none, which means the target's; for vLLM to a copy
+    of it, as the speculators library (0.9 with transformers 5) leaves the embedding of a file without one undefined.
+    """
+    if server not in SERVERS:
+        raise ValueError(f"can export for {' and '.join(SERVERS)} only, not for {server!r}")
+    checkpoint, layouts = open_checkpoint(source), SERVERS[server]
+    if checkpoint.family not in layouts:
+        raise ValueError(f"{server} loads EAGLE heads as draft models, not {checkpoint.family.TITLE}")
+    if server == "vllm" and target is None:
+        raise ValueError("an export for vLLM names its target: give --target")
+    if getattr(checkpoint.meaning, "taps", None) and target is None:
+        raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
+    if server == "sglang":
+        checkpoint.family.refuse_for_sglang(checkpoint.meaning)
+    tensors = dict(checkpoint.tensors)
+    if not getattr(checkpoint.meaning, "own_embedding", False):
+        tensors.pop(EMBEDDING, None)
+        if server == "vllm" and checkpoint.family is eagle3:
+            embedding = read_first(target, ("model.embed_tokens.weight",))
+            tensors[EMBEDDING] = embedding.to(tensors["fc.weight"].dtype)
+    checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
+    _write(checkpoint, Path(destination), find_layout(checkpoint, layouts[checkpoint.family]), target)
+    return checkpoint
+
+
+def find_layout(checkpoint: Checkpoint, to: str) -> Layout:
+    layouts = {layout.name: layout for layout in FAMILIES[checkpoint.family]}
+    if to not in layouts:
+        raise ValueError(f"{checkpoint.family.TITLE} has the layouts {', '.join(layouts)}, not {to!r}")
+    return layouts[to]
+
+
+def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None) -> None:
+    if folder.resolve() == resolve(checkpoint.path).resolve():
+        raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
+    wrong = differences(checkpoint.family, checkpoint.meaning, checkpoint.tensors)
+    if wrong:
+        raise ValueError(f"{checkpoint.path} does not load, so it cannot be converted: {wrong[0]}")
+    meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
+    if target is not None:
+        facts = read_facts(target)
+        if not getattr(meaning, "own_head", True) and not layout.shares_head:
+            ids = read_vocab(tensors, meaning.vocab, checkpoint.path).ids
+            rows = SharedHead(read_first(target, HEADS), ids).weight
+            tensors = tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
+            meaning = dataclasses.replace(meaning, own_head=True)
+    write_folder(folder, *layout.write(meaning, tensors, facts))
+
+
+def read_facts(target: str | os.PathLike) -> TargetFacts:
+    """Name, architecture and depth of a target, from its config alone."""
+    config = read_json(resolve(target) / "config.json")
+    return TargetFacts(str(target), tuple(config.get("architectures") or ()), read_config(config, str(target)).layers)
+
+
+def read_first(target: str | os.PathLike, names: tuple[str, ...]) -> Tensor:
+    """The first of these tensors that a target holds."""
+    found = dict(read_tensors(resolve(target), only=names))
+    for name in names:
+        if name in found:
+            return found[name]
+    raise ValueError(f"{target} holds no tensor {' or '.join(names)}")

@@ -1,0 +1,61 @@
+"""EAGLE-3 as NVIDIA's ModelOpt keeps it while training, and as it exports it.
+
+While training: everything under `eagle_module.`, among other weights or alone; the norms of the two inputs beside the
+layer (`input_embeds_norm`, `hidden_norm`) or inside it, as versions differ; the head as `eagle_lm_head`. Exported: the
+same without the prefix, layers.0.*, no t2d; older versions export the layout of EAGLE-3 itself, which eagle3.py reads.
+
+Traps: layer ids count outputs, as in SpecForge; no head means the target's, and no d2t the whole vocabulary; q, k and v
+have biases if the config says so, which the tensors show.
+"""
+
+import dataclasses
+
+from drafters.formats import eagle3
+from drafters.formats.base import Layout, TargetFacts, Tensors
+from drafters.formats.eagle3 import Eagle3Meaning
+from drafters.formats.speculators import kind_of, renamed
+
+PREFIX = "eagle_module."
+TRAINING_NAMES = {
+    "input_embeds_norm.weight": "midlayer.input_layernorm.weight",
+    "hidden_norm.weight": "midlayer.hidden_norm.weight",
+    "eagle_lm_head.weight": "lm_head.weight",
+}
+
+
+def recognise_training(config: dict, tensors: Tensors) -> bool:
+    return any(name.startswith(PREFIX) for name in tensors)
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return "layers.0.hidden_norm.weight" in tensors and kind_of(config) is None
+
+
+def read_training(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    ours = {key.removeprefix(PREFIX): value for key, value in tensors.items() if key.startswith(PREFIX)}
+    meaning, ours = read(config, {TRAINING_NAMES.get(key, key): value for key, value in ours.items()}, name)
+    return meaning, ours
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    meaning, tensors = eagle3.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
+    if "lm_head.weight" in tensors:
+        return meaning, tensors
+    return dataclasses.replace(meaning, own_head=False), tensors
+
+
+def write_training(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    config, tensors = write(meaning, tensors, target)
+    back = {new.replace("midlayer.", "layers.0."): old for old, new in TRAINING_NAMES.items()}
+    return config, {PREFIX + back.get(key, key): value for key, value in tensors.items()}
+
+
+def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    config, tensors = eagle3.write(dataclasses.replace(meaning, own_head=True), tensors, target)
+    return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
+
+
+EXPORTED = Layout("modelopt", "EAGLE-3 as ModelOpt exports it", recognise, read, write, shares_head=True)
+TRAINING = Layout(
+    "modelopt-training", "EAGLE-3 as ModelOpt trains it", recognise_training, read_training, write_training, True
+)

@@ -1,0 +1,112 @@
+"""The layout of vLLM's `speculators` library, of EAGLE-3 and of EAGLE-1/2.
+
+EAGLE-3: layers.0.* for midlayer.*; everything else keeps its name. EAGLE-1/2: fusion_fc.* for fc.*, transformer.* for
+layers.0.* (read as its versions before 0.3 wrote it; later ones have dropped the kind). The draft layer's own config is
+nested in `transformer_layer_config`, the rope with it, and what is missing there has the default of its model class,
+not ours: the library leaves out what equals it.
+
+Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states;
+`norm_output` means post-norm feedback; `norm_before_residual` is false where absent, though its trainer's default is
+true.
+"""
+
+from drafters.formats import eagle3
+from drafters.formats.base import Layout, TargetFacts, Tensors
+from drafters.formats.eagle3 import Eagle3Meaning
+from drafters.formats.fields import dtype_name, shape_fields
+
+SPECULATIVE_TOKENS = 3  # a default for the server, which users override; the library's converter states the same
+
+
+def kind_of(config: dict) -> str | None:
+    return config.get("speculators_model_type")
+
+
+def nested_config(config: dict, name: str) -> dict:
+    """`transformer_layer_config` with the defaults of its model class filled in, as flat fields."""
+    from transformers import AutoConfig
+
+    nested = config.get("transformer_layer_config")
+    if not isinstance(nested, dict):
+        raise ValueError(f"{name}: a speculators config needs the object transformer_layer_config")
+    fields = {key: value for key, value in nested.items() if key != "model_type"}
+    kind = nested.get("model_type", "qwen3" if kind_of(config) == "eagle3" else "llama")
+    try:
+        return AutoConfig.for_model(kind, **fields).to_dict()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: transformer_layer_config is not one of transformers': {error}") from None
+
+
+def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | None) -> dict:
+    """What the library and vLLM need to know beside the layer."""
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": algorithm,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": algorithm,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
+            "default_proposal_method": "greedy",
+            "verifier": {
+                "name_or_path": target.name if target else None,
+                "architectures": list(target.architectures) if target else [],
+            },
+        },
+    }
+
+
+def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
+# EAGLE-3
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return kind_of(config) == "eagle3" and any(name.startswith("layers.0.") for name in tensors)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    if "layers.1.self_attn.q_proj.weight" in tensors:
+        raise ValueError(f"{name}: the drafter has more than one layer, which is not supported for EAGLE-3")
+    layer = nested_config(config, name)
+    tensors = renamed(tensors, "layers.0.", "midlayer.")
+    ids = config.get("eagle_aux_hidden_state_layer_ids")
+    # `norm_output_means` is ours: a head exported by other hands may say the other thing with the same field.
+    feedback = config.get("norm_output_means", "feedback") == "feedback" and config.get("norm_output", False)
+    flags = {key: value for key, value in config.items() if key.startswith(("norm_", "fc_norm", "target_", "draft_"))}
+    taps = eagle3.check_list(ids, name) if ids else None
+    return eagle3.meaning_of(layer | flags, tensors, name, taps, bool(feedback), True), tensors
+
+
+def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how = meaning.forward
+    if not how.head_norm:
+        raise ValueError("the drafter's head sees no final norm, which the speculators layout cannot say")
+    if target is not None and meaning.taps and target.layers in meaning.taps:
+        raise ValueError(
+            f"the drafter reads hidden state {target.layers}, after the final norm, for which vLLM has no name"
+        )
+    layer = shape_fields(meaning.shape) | {"vocab_size": meaning.vocab, "attention_bias": how.qkv_bias}
+    if how.qk_norm:
+        layer["model_type"] = "qwen3"
+    flags = {
+        "norm_before_residual": how.residual_norm,
+        "norm_before_fc": how.input_norm,
+        "fc_norm": how.tap_norms,
+        "norm_output": how.feedback == "post",
+    }
+    config = speculators_fields("eagle3", "Eagle3Speculator", target) | flags
+    config |= {
+        "draft_vocab_size": meaning.draft_vocab,
+        "target_hidden_size": meaning.tap_width if meaning.tap_width != meaning.shape.hidden else None,
+        "eagle_aux_hidden_state_layer_ids": list(meaning.taps) if meaning.taps else None,
+        "dtype": dtype_name(tensors["fc.weight"]),
+        "transformer_layer_config": layer,
+    }
+    if not meaning.own_head:
+        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+    return config, eagle3.with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
+
+
+EAGLE3 = Layout("speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write)

@@ -75,6 +75,7 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     drafter = instantiate(settings, target=target, vocab=vocab)
     if not hasattr(drafter, "unroll"):
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
+    drafter.recipe = settings  # with it a drafter without a published layout is saved
     return drafter
 
 

@@ -248,6 +248,7 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         "rounds": total.rounds,
         "tau": total.tau,
         "acceptance_by_depth": total.acceptance_by_depth,
+        "drafter": getattr(session.drafter, "conventions", None),
         "verifier": None if total.verifier is None else str(total.verifier),
         "lossless": total.lossless,
         "tokens_per_second": total.tokens_per_second,
@@ -273,6 +274,9 @@ def print_summary(session: Session, s: dict) -> None:
     )
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
+    if s["drafter"]:
+        told = [f"{key} {s['drafter'][key]}" for key in ("taps", "feedback", "token map") if key in s["drafter"]]
+        print("; ".join([f"drafter: {s['drafter']['family']}", *told]))
     if s["verifier"] is not None:
         print(f"verifier: {s['verifier']}, {'lossless' if s['lossless'] else LOSSY}")
     times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))

@@ -49,6 +49,28 @@ def test_json_has_what_is_promised(run):
     assert isinstance(result["text"], str)
 
 
+def test_a_token_map_narrows_what_is_proposed_and_changes_no_text(run, tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps(list(range(40))))
+    flags = ("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json")
+    code, out, _ = run(*flags, "--token-map", tmp_path / "map.json")
+    assert code == 0
+    assert last_json(out)["identical"] is True
+    assert "tokens to propose" in last_json(out)["drafter"]["token map"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--token-map", "nowhere.json"], "no such token map: nowhere.json"),
+        (["--feedback", "pre"], "its own config says what it feeds back"),
+    ],
+)
+def test_map_and_feedback_mistakes(run, flags, message):
+    code, _, err = run("--prompt", "x", *flags)
+    assert code == 2
+    assert message in err
+
+
 def test_summary_and_trees(run):
     code, out, _ = run(
         "--prompt", "The quick", "--max-new-tokens", 12, "--compare", "--show-trees", "--topk", 2, "--steps", 2

@@ -103,11 +103,12 @@ def load_drafter(
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
         checkpoint = replace(checkpoint, meaning=replace(checkpoint.meaning, feedback=feedback))
     drafter = checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
+    drafter.conventions = checkpoint.conventions()
     if token_map is not None:
         restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
+        drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
     drafter.to(target.embed.weight).eval()
     fast_layout(drafter)
-    drafter.conventions = checkpoint.conventions()
     return drafter
 
 

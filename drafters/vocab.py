@@ -1,13 +1,8 @@
 """Draft vocabularies: all of the target's tokens, or a chosen part of them."""
 
-import json
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from specdec.checkpoint import read_pickle
 
 
 class DraftVocab(nn.Module):
@@ -47,28 +42,3 @@ def most_frequent(counts: Tensor, size: int) -> DraftVocab:
     if size >= len(counts):
         return DraftVocab(len(counts))
     return DraftVocab(len(counts), counts.sort(descending=True, stable=True).indices[:size].sort().values)
-
-
-def read_token_map(path: Path, target_size: int) -> DraftVocab:
-    """A list of target ids in a file: FR-Spec's `freq_*.pt` (thunlp/FR-Spec `fr/fr.py`) or JSON, most frequent first.
-
-    The order is kept. A token named twice counts once, for FR-Spec's own script repeats the end-of-sequence token, so
-    the number in a file's name need not be the map's size. Raises ValueError for anything but ids of the target.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"no such token map: {path}")
-    if path.suffix == ".json":
-        try:
-            ids = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
-    else:
-        ids = read_pickle(path)
-    if isinstance(ids, Tensor):
-        ids = ids.flatten().tolist()
-    if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-        raise ValueError(f"{path} must hold a list of token ids")
-    if min(ids) < 0 or max(ids) >= target_size:
-        raise ValueError(f"{path} holds token {max(ids)}, but the target's vocabulary has {target_size} tokens only")
-    return DraftVocab(target_size, torch.tensor(list(dict.fromkeys(ids))))

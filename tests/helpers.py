@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import eagle, eagle3, medusa, mtp
+from drafters import eagle, eagle3, medusa, mtp, ngram
+from drafters.draft_model import DraftModel
 from drafters.vocab import DraftVocab
 from specdec.archs import ModelConfig
 from specdec.engine import Engine
@@ -92,6 +93,14 @@ def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None, 
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return drafter
+
+
+# Every way to draft, on a tiny target: name -> a function of the target.
+DRAFTERS = {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS} | {
+    "lookup": partial(ngram.create, mode="lookup"),
+    "suffix": partial(ngram.create, mode="suffix"),
+    "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
+}
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from drafters.formats import load_drafter, open_checkpoint, save_drafter
 from drafters.formats.inspect import inspect
-from drafters.vocab import read_token_map
+from drafters.formats.token_map import read_token_map
 
 
 @pytest.fixture

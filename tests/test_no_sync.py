@@ -4,11 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import DRAFTERS, tiny_drafter, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters import ngram
-from drafters.draft_model import DraftModel
 from specdec.engine import Engine
 from specdec.trace import Clock
 from specdec.types import Sampling
@@ -52,12 +50,6 @@ POLICIES = {
     "chain": Chain(3),
     "dynamic": DynamicTree(3, 3, 9),
     "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
-}
-DRAFTERS = {
-    "eagle3": lambda target: tiny_drafter(target, draft_vocab=8),
-    "lookup": lambda target: ngram.create(target, mode="lookup"),
-    "suffix": lambda target: ngram.create(target, mode="suffix"),
-    "draft_model": lambda target: DraftModel(tiny_target(seed=5)),
 }
 
 

@@ -14,9 +14,9 @@ from drafters.eagle import Eagle
 from drafters.eagle3 import Eagle3
 from drafters.formats import eagle, eagle3, medusa, modelopt, mtp, mtp_inside, recipe, speculators
 from drafters.formats.base import Layout, Tensors
+from drafters.formats.token_map import read_token_map
 from drafters.medusa import Medusa
 from drafters.mtp import Mtp
-from drafters.vocab import read_token_map
 from specdec.checkpoint import read_headers, read_json, read_tensors, resolve
 from specdec.model import fast_layout
 from specdec.types import Drafter
@@ -88,7 +88,7 @@ def load_drafter(
 
     `ngram`, `ngram:lookup` and `ngram:suffix` name drafters that need no checkpoint, and a whole language model drafts
     by itself. All others say in `conventions`, in words, how their checkpoint was read. token_map: a file that
-    `vocab.read_token_map` reads; the drafter then proposes these tokens only (FR-Spec). feedback: 'pre' or 'post', of
+    `token_map.read_token_map` reads; the drafter then proposes these tokens only (FR-Spec). feedback: 'pre' or 'post', of
     MTP heads inside the target's own checkpoint, for which no config says what they feed back. Raises ValueError, one
     sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """

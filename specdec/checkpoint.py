@@ -82,16 +82,23 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device: no weight is read."""
     headers: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        if file.suffix != ".safetensors":
-            headers |= _pickled_tensors(file, "meta")
-            continue
-        with _safe_open(file) as reader:
-            for name in reader.keys():  # noqa: SIM118
-                part = reader.get_slice(name)
-                dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
-                if dtype is None:
-                    raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
-                headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        found = _safetensors_headers(file) if file.suffix == ".safetensors" else _pickled_tensors(file, "meta")
+        twice = sorted(set(found) & set(headers))
+        if twice:
+            raise ValueError(f"{folder}: the tensor {twice[0]} is there twice; remove the files that do not belong")
+        headers |= found
+    return headers
+
+
+def _safetensors_headers(file: Path) -> dict[str, Tensor]:
+    headers = {}
+    with _safe_open(file) as reader:
+        for name in reader.keys():  # noqa: SIM118
+            part = reader.get_slice(name)
+            dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
+            headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     return headers
 
 

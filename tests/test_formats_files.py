@@ -65,6 +65,12 @@ def test_a_shard_that_is_missing_is_named(folder, target):
         load_drafter(folder, target)
 
 
+def test_a_tensor_that_two_files_hold_is_an_error(folder, target):
+    save_file({"norm.weight": torch.ones(32)}, folder / "old.safetensors")
+    with pytest.raises(ValueError, match=r"norm.weight is there twice"):
+        load_drafter(folder, target)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(argparse.Namespace(), "holds more than tensors"), ({"a": 1}, "tensors by name"), ([1], "tensors by name")],

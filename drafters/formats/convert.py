@@ -9,7 +9,6 @@ from torch import Tensor
 from drafters.common import SharedHead
 from drafters.formats import FAMILIES, Checkpoint, eagle, eagle3, open_checkpoint
 from drafters.formats.base import Layout, TargetFacts, differences, read_vocab
-from specdec.archs import read_config
 from specdec.checkpoint import read_json, read_tensors, resolve, write_folder
 
 EMBEDDING = "embed_tokens.weight"
@@ -86,7 +85,10 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | o
 def read_facts(target: str | os.PathLike) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone."""
     config = read_json(resolve(target) / "config.json")
-    return TargetFacts(str(target), tuple(config.get("architectures") or ()), read_config(config, str(target)).layers)
+    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    if not isinstance(layers, int):
+        raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
+    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers)
 
 
 def read_first(target: str | os.PathLike, names: tuple[str, ...]) -> Tensor:

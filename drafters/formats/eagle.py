@@ -1,7 +1,7 @@
 """EAGLE-1/2: what its checkpoints mean, the layout of its authors, and that of speculators.
 
-Published: `layers.0.*` without an input norm, `fc` over [embedding, feature]. speculators (its versions before 0.3;
-later ones have dropped the kind): `fusion_fc.*` for `fc.*`, `transformer.*` for `layers.0.*`, a nested config.
+Published: `layers.0.*` without an input norm, `fc` over [embedding, feature]. speculators (its first versions; 0.9
+knows the kind no more): `fusion_fc.*` for `fc.*`, `transformer.*` for `layers.0.*`, a nested config.
 
 Traps: `fc` has a bias unless the config says `"bias": false`; in speculators it has none unless `fusion_bias` is true.
 There is no norm before the target's head. The file may hold a copy of the target's embedding, which is not read. A
@@ -193,7 +193,7 @@ def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
 LAYOUTS = (
     Layout(
         "speculators",
-        "EAGLE-1/2 as of speculators before 0.3",
+        "EAGLE-1/2 as of the first versions of speculators",
         recognise_speculators,
         read_speculators,
         write_speculators,

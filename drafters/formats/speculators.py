@@ -1,7 +1,7 @@
 """The layout of vLLM's `speculators` library, of EAGLE-3 and of EAGLE-1/2.
 
 EAGLE-3: layers.0.* for midlayer.*; everything else keeps its name. EAGLE-1/2: fusion_fc.* for fc.*, transformer.* for
-layers.0.* (read as its versions before 0.3 wrote it; later ones have dropped the kind). The draft layer's own config is
+layers.0.* (as its first versions wrote it; 0.9 knows the kind no more). The draft layer's own config is
 nested in `transformer_layer_config`, the rope with it, and what is missing there has the default of its model class,
 not ours: the library leaves out what equals it.
 

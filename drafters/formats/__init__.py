@@ -88,8 +88,8 @@ def load_drafter(
 
     `ngram`, `ngram:lookup` and `ngram:suffix` name drafters that need no checkpoint, and a whole language model drafts
     by itself. All others say in `conventions`, in words, how their checkpoint was read. token_map: a file that
-    `token_map.read_token_map` reads; the drafter then proposes these tokens only (FR-Spec). feedback: 'pre' or 'post', of
-    MTP heads inside the target's own checkpoint, for which no config says what they feed back. Raises ValueError, one
+    `read_token_map` reads; the drafter then proposes these tokens only (FR-Spec). feedback: 'pre' or 'post', of MTP
+    heads inside the target's own checkpoint, for which no config says what they feed back. Raises ValueError, one
     sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """
     drafter = ngram.from_name(str(path), target) or _language_model(path, target)

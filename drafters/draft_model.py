@@ -93,7 +93,6 @@ def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None =
 
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     """Is this checkpoint an ordinary causal language model? Heads that read a target's features have no embedding of
-    this name; a target with MTP heads is loaded for these."""
+    this name."""
     named = (config.get("architectures") or [""])[0]
-    heads = any("mtp" in name for name in tensors)
-    return named.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors and not heads
+    return named.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors

@@ -1,10 +1,13 @@
 """MTP heads against independent statements of their formulas, and against transformers' own."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import save_hf
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig
 from transformers.cache_utils import MtpCache
@@ -15,9 +18,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
-from drafters.formats import mtp_inside
+from drafters.formats import load_drafter, mtp_inside
+from specdec.engine import Engine
 from specdec.layers import Rope
-from trees import Chain
+from specdec.loader import load_target
+from trees import Chain, DynamicTree
 
 H, V, LAYERS = 48, 61, 2
 CONFIG = {
@@ -196,6 +201,44 @@ def test_qwen3_next_head_equals_its_layer(dense):
     drafter.reset(1, 32, tokens[:, 0])
     state = drafter.extend(feats, tokens, torch.tensor([9]), 9)
     torch.testing.assert_close(state.hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def mimo_folder(folder):
+    """A small target of MiMo's family with its head, as one checkpoint."""
+    save_hf(folder, "qwen2", hidden_size=H, vocab_size=V, num_hidden_layers=LAYERS)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    head = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    head["input_proj"] = torch.randn(H, 2 * H) * 0.2
+    tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in head.items()}
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+
+
+def glm_folder(folder):
+    """A small GLM-4.5, whose target runs through transformers' modules, with its head."""
+    main = glm()
+    main.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors") | published(MtpModel(main, 1))
+    copies = {name: value.contiguous().clone() for name, value in tensors.items()}
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("feedback", [None, "pre"])
+@pytest.mark.parametrize("make", [mimo_folder, glm_folder])
+def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
+    """One folder is target and drafter, and the text is plain decoding's."""
+    torch.manual_seed(0)
+    make(tmp_path / "model")
+    target = load_target(tmp_path / "model", tokenizer=False)
+    drafter = load_drafter(tmp_path / "model", target, feedback=feedback)
+    assert drafter.how.feedback == (feedback or "post")
+    assert drafter.how.hidden_first == (make is mimo_folder)
+    prompts = [[3, 5, 7], [1, 2]]
+    plain = Engine(target).generate(prompts, max_new_tokens=30)
+    for tree in (Chain(3), DynamicTree(3, 3, 9)):
+        fast = Engine(target, drafter, tree).generate(prompts, max_new_tokens=30)
+        assert [row.tokens for row in fast.rows] == [row.tokens for row in plain.rows]
 
 
 def test_latent_attention_is_refused_by_name():

@@ -114,8 +114,10 @@ def load_drafter(
 
 def _language_model(path: str | os.PathLike, target) -> Drafter | None:
     folder = resolve(path)
-    whole = draft_model.is_language_model(read_json(folder / "config.json"), read_headers(folder))
-    return draft_model.create(target, path=path) if whole else None
+    config, held = read_json(folder / "config.json"), read_headers(folder)
+    if mtp_inside.recognise(config, held):  # then it is loaded for its heads
+        return None
+    return draft_model.create(target, path=path) if draft_model.is_language_model(config, held) else None
 
 
 def save_drafter(drafter: nn.Module, folder: str | os.PathLike, target=None) -> None:

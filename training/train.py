@@ -3,7 +3,6 @@
 Every setting is in conf/train.yaml and its groups; `python -m training.train --cfg job` prints them all.
 """
 
-import itertools
 import json
 import os
 import subprocess
@@ -21,24 +20,8 @@ from specdec.api import DEMO_TARGET
 from specdec.cli import one_sentence_errors
 from specdec.loader import load_target
 from specdec.model import Target
-from training.data import Batches, Sample, count_tokens, read_conversations, tokenise
+from training.data import Batches, Sample, count_tokens, load_samples
 from training.trainer import STATE, Trainer, TrainerConfig
-
-
-def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples; the last `data.heldout` conversations of the file are held out."""
-    if not config.path:
-        raise ValueError("no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz)")
-    paths = [config.path] if isinstance(config.path, str) else config.path
-    conversations = itertools.chain.from_iterable(read_conversations(p) for p in paths)
-    length = min(config.max_length, target.config.context)
-    samples = tokenise(target.tokenizer, conversations, length, config.limit)
-    if len(samples) <= config.heldout:
-        raise ValueError(
-            f"the data hold {len(samples)} conversations, of which data.heldout={config.heldout} are held out"
-        )
-    cut = len(samples) - config.heldout
-    return samples[:cut], samples[cut:]
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:

@@ -1,0 +1,21 @@
+"""Conversations: read (`sources`), rendered with the target's chat template (`render`), loaded (`load`), batched."""
+
+from training.data.batches import Batch, Batches
+from training.data.load import Tally, load_samples, tokenise
+from training.data.render import Sample, count_tokens
+from training.data.sources import Message, Record, preset, read_conversations, read_records
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "Message",
+    "Record",
+    "Sample",
+    "Tally",
+    "count_tokens",
+    "load_samples",
+    "preset",
+    "read_conversations",
+    "read_records",
+    "tokenise",
+]

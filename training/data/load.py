@@ -1,0 +1,151 @@
+"""From records to samples: what is bad, too long or has nothing to learn is left out, counted and reported."""
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from jinja2 import TemplateError
+from omegaconf import DictConfig
+
+from specdec.model import Target
+from training.data.render import Sample, check_tokenizer, render
+from training.data.sources import Message, Record, read_records
+
+
+@dataclass
+class Tally:
+    """Counts what was left out or cut, and why.
+
+    bad: what a bad record does, 'error' (the default: a ValueError that names it) or 'skip' (it is left out).
+    """
+
+    bad: str = "error"
+    counts: dict[str, int] = field(default_factory=dict)
+    first_bad: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bad not in ("error", "skip"):
+            raise ValueError(f"bad must be 'error' or 'skip', got {self.bad!r}")
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    @contextmanager
+    def record(self, where: str) -> Iterator[None]:
+        """Around the work on one record: a ValueError of it is the record's fault."""
+        try:
+            yield
+        except ValueError as error:
+            reason = f"{where}: {error}"
+            if self.bad == "error":
+                raise ValueError(f"{reason} (bad=skip leaves such records out)") from None
+            self.count("bad records left out")
+            self.first_bad = self.first_bad or reason
+
+    def report(self) -> None:
+        """One line on standard error, or none if there is nothing to tell."""
+        if self.counts:
+            first = f" (the first: {self.first_bad})" if self.first_bad else ""
+            print("data: " + ", ".join(f"{n} {what}" for what, n in self.counts.items()) + first, file=sys.stderr)
+
+
+def read_samples(
+    records: Iterable[Record], target: Target, *, max_length: int, too_long: str, limit: int | None, tally: Tally
+) -> list[Sample]:
+    """The first `limit` samples of the records, at most max_length tokens each; too_long: 'cut' or 'drop'.
+
+    Raises ValueError if the tokenizer does not belong to the target.
+    """
+    if too_long not in ("cut", "drop"):
+        raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
+    vocab, checked, samples = target.config.vocab, False, []
+    for record in records:
+        if limit is not None and len(samples) >= limit:
+            break
+        messages: list[Message] = []
+        with tally.record(record.where):
+            messages = record.messages()
+        if not messages:
+            continue
+        if not checked and messages[0]["role"] != "text":
+            check_tokenizer(target.tokenizer)
+            checked = True
+        sample = None
+        with tally.record(record.where):
+            sample = _sample(target.tokenizer, messages, max_length, too_long, tally)
+        if sample is None:
+            continue
+        if sample.ids.max() >= vocab:
+            raise ValueError(
+                f"{record.where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
+                f"{vocab} tokens only: the tokenizer does not belong to the target"
+            )
+        samples.append(sample)
+    return samples
+
+
+def _sample(tokenizer, messages: list[Message], max_length: int, too_long: str, tally: Tally) -> Sample | None:
+    """None, counted, if there is nothing to learn from it."""
+    try:
+        sample = render(tokenizer, messages)
+    except TemplateError:  # for example a template that wants the user to speak first
+        tally.count("conversations that the chat template refuses left out")
+        return None
+    if len(sample.ids) > max_length:
+        if too_long == "drop":
+            tally.count(f"conversations of more than {max_length} tokens left out")
+            return None
+        tally.count(f"conversations cut at {max_length} tokens")
+        sample = Sample(sample.ids[:max_length], sample.mask[:max_length])
+    if not sample.mask.any():
+        tally.count("conversations in which the assistant does not speak left out")
+        return None
+    return sample
+
+
+def tokenise(
+    tokenizer, conversations: Iterable[list[Message]], max_length: int, limit: int | None = None
+) -> list[Sample]:
+    """Render with the chat template and cut at max_length.
+
+    Conversations with nothing to learn, or that the template refuses, are left out.
+    """
+    samples = (_sample(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
+    return list(itertools.islice((s for s in samples if s is not None), limit))
+
+
+def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples as conf/data/*.yaml describes them; the last `heldout` conversations are held out.
+
+    The same settings give the same samples in the same order, so that a run over a stream resumes as any other does.
+    """
+    if not config.path:
+        raise ValueError(
+            "no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz), the name of "
+            "a data set on the hub, or a preset as data=ultrachat"
+        )
+    names = [config.path] if isinstance(config.path, str) else config.path
+    source = {"split": config.split, "subset": config.subset, "streaming": config.streaming}
+    tally = Tally(config.bad)
+    samples = read_samples(
+        itertools.chain.from_iterable(read_records(name, **source) for name in names),
+        target,
+        max_length=min(config.max_length, target.config.context),
+        too_long=config.too_long,
+        limit=config.limit,
+        tally=tally,
+    )
+    tally.report()
+    if not samples:
+        raise ValueError(
+            "the data hold no conversation in which the assistant speaks; prompts get answers by "
+            "python -m training.regenerate"
+        )
+    if len(samples) <= config.heldout:
+        raise ValueError(
+            f"the data hold {len(samples)} conversations, of which data.heldout={config.heldout} are held out"
+        )
+    cut = len(samples) - config.heldout
+    return samples[:cut], samples[cut:]

@@ -1,0 +1,172 @@
+"""Where conversations come from: files, and data sets of the Hugging Face hub; each record knows its place there."""
+
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import glob
+from importlib.resources import files
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from specdec.text import clean
+
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+         "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
+FILES = (".json", ".jsonl", ".jsonl.xz")
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Message = dict[str, str]
+
+
+@dataclass
+class Record:
+    """One record as it was found: `raw` is a line of JSON, or the row that `datasets` or a `.json` file gave."""
+
+    where: str
+    raw: bytes | dict
+
+    def messages(self) -> list[Message]:
+        """OpenAI messages, at least one. Raises ValueError, without saying where, for a record of no known form."""
+        try:
+            row = json.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
+        except UnicodeDecodeError:
+            raise ValueError("not UTF-8 text") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"invalid JSON: {error.msg} at column {error.colno}") from None
+        return _messages(row)
+
+
+def _messages(row: dict) -> list[Message]:
+    if not isinstance(row, dict):
+        raise ValueError(f"a record must be an object, not {type(row).__name__}")
+    if "conversations" in row or "messages" in row:
+        turns = row.get("conversations") or row.get("messages")
+        if not isinstance(turns, list) or not turns:
+            raise ValueError("the conversation is empty")
+        return [_message(turn) for turn in turns]
+    if isinstance(row.get("text"), str):
+        return [{"role": "text", "content": clean(row["text"])}]
+    prompt = row.get("turns") or row.get("prompt")
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(first, str):
+        return [{"role": "user", "content": clean(first)}]
+    raise ValueError("none of 'conversations' (ShareGPT), 'messages' (OpenAI), 'text', 'turns' and 'prompt'")
+
+
+def _message(turn: dict) -> Message:
+    if not isinstance(turn, dict):
+        raise ValueError(f"a turn is not an object: {turn!r}")
+    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    if role not in ROLES:
+        raise ValueError(f"a turn by {role!r}; known are {', '.join(ROLES)}")
+    if not isinstance(content, str | None):
+        raise ValueError("a turn's content is not text, which is not supported")
+    return {"role": ROLES[role], "content": clean(content or "")}
+
+
+def read_conversations(path: str | Path) -> Iterator[list[Message]]:
+    """Yield each conversation as OpenAI messages; see `read_records`. Raises ValueError at the first bad record."""
+    for record in read_records(path):
+        try:
+            yield record.messages()
+        except ValueError as error:
+            raise ValueError(f"{record.where}: {error}") from None
+
+
+def read_records(
+    name: str | Path, *, split: str | None = None, subset: str | None = None, streaming: bool = False
+) -> Iterator[Record]:
+    """The records of a file, of all files that match a pattern (in order of their names), or of a data set.
+
+    Records are ShareGPT (`conversations: [{from, value}]`), OpenAI (`messages: [{role, content}]`), plain text
+    (`text`), which becomes one message of the role 'text', or prompts (`turns` or `prompt`; the first turn is taken).
+    Files are `.json`, `.jsonl`, `.jsonl.xz`. Everything else is read through `datasets`: `.parquet`, a folder, the name
+    of a data set on the hub. split ('train' if not given), subset and streaming (read rows as they are needed instead
+    of downloading the data set first) are for these.
+
+    Raises ValueError for what cannot be read at all or holds no record.
+    """
+    paths = sorted(glob(str(name))) if any(c in str(name) for c in "*?[") else [str(name)]
+    if not paths:
+        raise ValueError(f"no such data file: {name}")
+    for path in paths:
+        records = _file(Path(path)) if path.endswith(FILES) else _dataset(path, split or "train", subset, streaming)
+        empty = True
+        for record in records:
+            empty = False
+            yield record
+        if empty:
+            raise ValueError(f"{path} is empty: it holds no record")
+
+
+def _file(path: Path) -> Iterator[Record]:
+    if not path.is_file():
+        raise ValueError(f"no such data file: {path}")
+    opener = lzma.open if path.suffix == ".xz" else open
+    try:
+        with opener(path, "rb") as lines:
+            if path.suffix == ".json":
+                yield from _json(path, lines.read())
+                return
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield Record(f"{path} line {number}", line)
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _json(path: Path, content: bytes) -> Iterator[Record]:
+    if not content.strip():
+        return
+    try:
+        rows = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of conversations; for one object a line the name must end in .jsonl")
+    for number, row in enumerate(rows, 1):
+        yield Record(f"{path} row {number}", row)
+
+
+def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iterator[Record]:
+    path = Path(name)
+    if not path.exists() and not HUB_NAME.fullmatch(name):
+        raise ValueError(f"no such data file: {name}")
+    if path.is_file() and path.suffix != ".parquet":
+        raise ValueError(f"{name} is of no known form: the name must end in {', '.join(FILES)} or .parquet")
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"{name} is read with datasets, which is not installed: pip install 'specdec[data]', or give a file that "
+            f"ends in {', '.join(FILES)}"
+        ) from None
+    try:
+        if path.is_file():
+            rows = datasets.load_dataset("parquet", data_files=name, split="train", streaming=streaming)
+        elif (path / "state.json").is_file():  # written by save_to_disk
+            rows = datasets.load_from_disk(name)
+        elif (path / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(name)[split]
+        else:
+            rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        for number, row in enumerate(rows, 1):
+            yield Record(f"{name} ({split}) row {number}", row)
+    except Exception as error:  # of any type: from the hub, the network, and readers of any format
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"cannot read the data set {name}: {reason}") from None
+
+
+def preset(name: str) -> dict[str, str]:
+    """The arguments of `read_records` for a name that a command line gives: those of conf/data/NAME.yaml if there is
+    one, else the name itself."""
+    file = files("conf") / "data" / f"{name}.yaml"
+    settings = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
+    if not settings.get("path"):
+        return {"name": name}
+    return {"name": settings.path} | {key: settings[key] for key in ("split", "subset") if key in settings}

@@ -25,7 +25,7 @@ from specdec.text import read_prompts
 from specdec.types import Sampling
 from training.data import Message, read_conversations
 from training.pretrain import pack, pretrain, train_tokenizer
-from training.regenerate import regenerate, write_rows
+from training.regenerate import encode, regenerate
 
 SEED = 0
 LENGTH = 1024  # the target's context
@@ -95,15 +95,15 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
             first[prompt["content"]] = prompt
     for name, prompts, temperature in (("greedy", first.values(), 0.0), ("sampled", again, 0.8)):
         if not (folder / f"{name}.jsonl").exists():
-            rows = regenerate(
+            regenerate(
                 target,
-                [[prompt] for prompt in prompts],
+                [p for p in (encode(target, [prompt]) for prompt in prompts) if len(p.ids) <= LENGTH // 2],
+                folder / f"{name}.jsonl",
                 max_new_tokens=args.answer_tokens,
                 batch_size=128,
                 sampling=Sampling(temperature),
                 seed=SEED,
             )
-            write_rows(rows, folder / f"{name}.jsonl")
     rows = [line for name in ("greedy", "sampled") for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
     random.Random(SEED).shuffle(rows)
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")

@@ -2,15 +2,17 @@
 
     python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
 
-Writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for a target without a chat template.
+Writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. However it was interrupted, the same
+command goes on where it was, and ends with the same bytes as a run that was not.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tqdm import tqdm
@@ -22,24 +24,45 @@ from specdec.loader import load_target
 from specdec.model import Target
 from specdec.text import encode_chat, read_prompts
 from specdec.types import Sampling
-from training.data import Message, read_conversations
+from training.data import Message, Record, Tally, preset, read_messages, read_records
+from training.shards import Shards
 
 
-def prompts_of(path: Path) -> Iterator[list[Message]]:
-    """What stands before the assistant's first answer in each conversation; or each line of a text file."""
-    if path.suffix == ".txt":
-        yield from ([{"role": "text", "content": line}] for line in read_prompts(path))
-        return
-    for messages in read_conversations(path):
-        before = list(itertools.takewhile(lambda m: m["role"] != "assistant", messages))
-        if before:
-            yield before
+@dataclass
+class Prompt:
+    ids: list[int]
+    messages: list[Message]
 
 
-def encode(target: Target, messages: list[Message]) -> list[int]:
+def encode(target: Target, messages: list[Message]) -> Prompt:
     if messages[0]["role"] == "text":
-        return target.tokenizer(messages[0]["content"])["input_ids"]
-    return encode_chat(target, messages)
+        return Prompt(target.tokenizer(messages[0]["content"])["input_ids"], messages)
+    return Prompt(encode_chat(target, messages), messages)
+
+
+def records_of(name: str, split: str | None) -> Iterator[Record]:
+    """The records of a source as the command line names it; or each line of a text file."""
+    if name.endswith(".txt"):
+        lines = read_prompts(Path(name))
+        return (Record(f"{name} prompt {number}", {"text": line}) for number, line in enumerate(lines, 1))
+    return read_records(**preset(name) | ({"split": split} if split else {}))
+
+
+def prompts_of(target: Target, records: Iterable[Record], tally: Tally) -> Iterator[Prompt]:
+    """What stands before the assistant's first answer in each record, if it takes at most half the context."""
+    longest = target.config.context // 2
+    for where, messages in read_messages(records, target.tokenizer, tally):
+        before = list(itertools.takewhile(lambda m: m["role"] != "assistant", messages))
+        if not before:
+            tally.count("conversations that begin with an answer left out")
+            continue
+        prompt = Prompt([], before)
+        with tally.record(where):
+            prompt = encode(target, before)
+        if len(prompt.ids) > longest:
+            tally.count(f"prompts of more than {longest} tokens left out")
+        elif prompt.ids:
+            yield prompt
 
 
 def answer_row(messages: list[Message], answer: str) -> dict:
@@ -48,47 +71,61 @@ def answer_row(messages: list[Message], answer: str) -> dict:
     return {"messages": [*messages, {"role": "assistant", "content": answer}]}
 
 
+def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
+    """Batches of similar lengths, in random order, so that a part of the output is a fair sample of it."""
+    ordered = sorted(prompts, key=lambda prompt: len(prompt.ids))
+    batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
+    random.Random(seed).shuffle(batches)
+    return batches
+
+
+def digest(batches: list[list[Prompt]]) -> str:
+    return hashlib.sha256(json.dumps([[p.ids for p in batch] for batch in batches]).encode()).hexdigest()[:16]
+
+
 def regenerate(
     target: Target,
-    prompts: Iterable[list[Message]],
+    prompts: list[Prompt],
+    out: Path,
     *,
     max_new_tokens: int,
     batch_size: int,
     sampling: Sampling,
     seed: int,
-    show_progress: bool = True,
-) -> Iterator[dict]:
-    """Answer prompts in batches of similar lengths; yields data rows. Prompts above half the context are left out."""
-    encoded = [(encode(target, messages), messages) for messages in prompts]
-    encoded = [(ids, messages) for ids, messages in encoded if 0 < len(ids) <= target.config.context // 2]
-    encoded.sort(key=lambda pair: len(pair[0]))
-    batches = [encoded[i : i + batch_size] for i in range(0, len(encoded), batch_size)]
-    random.Random(seed).shuffle(batches)  # so that a part of the output is a fair sample of it
+    shard_size: int | None = None,
+) -> list[Path]:
+    """Answer the prompts, in batches, into `out` (see `Shards`); returns the files.
+
+    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again: so
+    what is written does not depend on where a run was interrupted. It does depend on batch_size, which, as all
+    settings, must be the same to go on; and on the machine, as floating-point sums do.
+    """
+    if not prompts:
+        raise ValueError("there is no prompt to answer")
+    if batch_size < 1:
+        raise ValueError(f"the batch size must be at least 1, got {batch_size}")
+    batches = plan(prompts, batch_size, seed)
+    settings = {"target": target.name, "dtype": str(target.embed.weight.dtype), "max_new_tokens": max_new_tokens}
+    settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
     engine = Engine(target)
-    with tqdm(total=len(encoded), desc="answers", disable=not show_progress) as bar:
+    with (
+        Shards(out, len(prompts), shard_size, settings) as shards,
+        tqdm(total=len(prompts), initial=shards.done, desc="answers") as bar,
+    ):
+        end = 0
         for number, batch in enumerate(batches):
+            end += len(batch)
+            missing = end - shards.done
+            if missing <= 0:
+                continue
             result = engine.generate(
-                [ids for ids, _ in batch], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + number
+                [prompt.ids for prompt in batch], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + number
             )
-            for (_, messages), row in zip(batch, result.rows, strict=True):
-                yield answer_row(messages, target.tokenizer.decode(row.tokens, skip_special_tokens=True))
-            bar.update(len(batch))
-
-
-def write_rows(rows: Iterable[dict], out: Path) -> int:
-    """Write JSON lines, whole or not at all; returns their number."""
-    aside = out.with_name(out.name + ".partial")
-    count = 0
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                count += 1
-        os.replace(aside, out)
-    except OSError as error:
-        raise ValueError(f"cannot write {out}: {error.strerror}") from None
-    return count
+            texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
+            rows = [answer_row(prompt.messages, text) for prompt, text in zip(batch, texts, strict=True)]
+            shards.write(rows[-missing:])
+            bar.update(missing)
+        return [shards.path(shard) for shard in range(shards.count)]
 
 
 @one_sentence_errors
@@ -96,30 +133,45 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m training.regenerate", description=__doc__.split("\n")[0])
     p.add_argument("--target", default=DEMO_TARGET, help="folder or hub name (default: the bundled demo)")
     p.add_argument(
-        "--prompts", type=Path, required=True, help="conversations (.json, .jsonl, .jsonl.xz) or lines (.txt)"
+        "--prompts",
+        required=True,
+        help="conversations (.json, .jsonl, .jsonl.xz, .parquet), lines (.txt), a data set of the hub, or the name of "
+        "a preset in conf/data",
     )
-    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--split", help="of a data set")
+    p.add_argument("--bad", choices=("error", "skip"), default="error", help="what a record that cannot be used does")
+    p.add_argument("--out", type=Path, required=True, help="a .jsonl file")
+    p.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
     p.add_argument("--limit", type=int, help="answer this many prompts only")
     p.add_argument("--samples", type=int, default=1, help="answers per prompt")
     p.add_argument("--max-new-tokens", type=int, default=256)
     p.add_argument("--batch-size", type=int, default=64)
     p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--top-k", type=int, default=0)
+    p.add_argument("--top-p", type=float, default=1.0)
+    p.add_argument("--min-p", type=float, default=0.0)
     p.add_argument("--dtype", default="auto")
     p.add_argument("--device", default="cpu")
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
-    sampling = Sampling(args.temperature)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    if args.samples > 1 and sampling.greedy:
+        raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
     target = load_target(args.target, dtype=args.dtype, device=args.device)
-    prompts = list(itertools.islice(prompts_of(args.prompts), args.limit)) * args.samples
-    rows = regenerate(
+    tally = Tally(args.bad)
+    prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))
+    tally.report()
+    files = regenerate(
         target,
-        prompts,
+        prompts * args.samples,
+        args.out,
         max_new_tokens=args.max_new_tokens,
         batch_size=args.batch_size,
         sampling=sampling,
         seed=args.seed,
+        shard_size=args.shard_size,
     )
-    print(f"{write_rows(rows, args.out)} answers in {args.out}")
+    print(f"{len(prompts) * args.samples} answers in {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else ""))
 
 
 if __name__ == "__main__":

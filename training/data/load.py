@@ -51,6 +51,22 @@ class Tally:
             print("data: " + ", ".join(f"{n} {what}" for what, n in self.counts.items()) + first, file=sys.stderr)
 
 
+def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, list[Message]]]:
+    """Of each good record, where it stands and its messages. Raises ValueError, at the first conversation, if the
+    tokenizer cannot render any."""
+    checked = False
+    for record in records:
+        messages: list[Message] = []
+        with tally.record(record.where):
+            messages = record.messages()
+        if not messages:
+            continue
+        if not checked and messages[0]["role"] != "text":
+            check_tokenizer(tokenizer)
+            checked = True
+        yield record.where, messages
+
+
 def read_samples(
     records: Iterable[Record], target: Target, *, max_length: int, too_long: str, limit: int | None, tally: Tally
 ) -> list[Sample]:
@@ -60,26 +76,18 @@ def read_samples(
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
-    vocab, checked, samples = target.config.vocab, False, []
-    for record in records:
+    vocab, samples = target.config.vocab, []
+    for where, messages in read_messages(records, target.tokenizer, tally):
         if limit is not None and len(samples) >= limit:
             break
-        messages: list[Message] = []
-        with tally.record(record.where):
-            messages = record.messages()
-        if not messages:
-            continue
-        if not checked and messages[0]["role"] != "text":
-            check_tokenizer(target.tokenizer)
-            checked = True
         sample = None
-        with tally.record(record.where):
+        with tally.record(where):
             sample = _sample(target.tokenizer, messages, max_length, too_long, tally)
         if sample is None:
             continue
         if sample.ids.max() >= vocab:
             raise ValueError(
-                f"{record.where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
+                f"{where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
                 f"{vocab} tokens only: the tokenizer does not belong to the target"
             )
         samples.append(sample)

@@ -38,6 +38,11 @@ def render(tokenizer, messages: list[Message]) -> Sample:
             messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         return _sample(out["input_ids"], out["assistant_masks"])
+    if not tokenizer.is_fast:
+        raise ValueError(
+            "the tokenizer does not tell the places of its tokens, so the assistant's cannot be told; put "
+            "{% generation %} markers around the assistant's content in its chat template"
+        )
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = [_span(tokenizer, messages, i, text) for i, m in enumerate(messages) if m["role"] == "assistant"]
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -62,16 +67,11 @@ def _span(tokenizer, messages: list[Message], i: int, text: str) -> tuple[int, i
 
 
 def check_tokenizer(tokenizer) -> None:
-    """Raise ValueError for a tokenizer with which no conversation can be rendered and masked."""
+    """Raise ValueError for a tokenizer with which no conversation can be rendered."""
     if not tokenizer.chat_template:
         raise ValueError(
             "the target's tokenizer has no chat template, so conversations cannot be rendered: add one to it, or give "
             "plain texts (records with 'text')"
-        )
-    if not tokenizer.is_fast and not MARKER.search(tokenizer.chat_template):
-        raise ValueError(
-            "the target's tokenizer does not tell the places of its tokens, so the assistant's cannot be told: put "
-            "{% generation %} markers around the assistant's content in its chat template"
         )
     try:
         text = tokenizer.apply_chat_template(GREETING, tokenize=False)

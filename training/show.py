@@ -1,0 +1,74 @@
+"""Show conversations as the target reads them, with the tokens that a drafter learns coloured.
+
+    python -m training.show --target T --data conversations.jsonl
+
+Without colours, as into a file, ⟦ and ⟧ stand around what is learnt.
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specdec.api import DEMO_TARGET
+from specdec.cli import one_sentence_errors
+from specdec.loader import load_target
+from training.data import Sample, Tally, preset, read_records, read_samples
+
+LEARNT = "black on bright_green"
+
+
+def runs(tokenizer, sample: Sample) -> Iterator[tuple[str, bool]]:
+    """The text in pieces, and whether each is learnt."""
+    edges = np.flatnonzero(np.diff(sample.mask)) + 1
+    for ids, mask in zip(np.split(sample.ids, edges), np.split(sample.mask, edges), strict=True):
+        yield tokenizer.decode(ids), bool(mask[0])
+
+
+def show(tokenizer, sample: Sample, console: Console) -> None:
+    text = Text()
+    for piece, learnt in runs(tokenizer, sample):
+        if console.color_system:
+            text.append(piece, LEARNT if learnt else None)
+        else:
+            text.append(f"⟦{piece}⟧" if learnt else piece)
+    console.print(text, soft_wrap=True)
+    console.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} tokens are learnt", "dim"))
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="python -m training.show", description=__doc__.split("\n")[0])
+    p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer and template (default: the bundled demo)")
+    p.add_argument("--data", required=True, help="a file, a data set of the hub, or the name of a preset in conf/data")
+    p.add_argument("--split", help="of a data set")
+    p.add_argument("--bad", choices=("error", "skip"), default="error", help="what a record that cannot be used does")
+    p.add_argument("--skip", type=int, default=0, help="begin after this many conversations")
+    p.add_argument("--count", type=int, default=1, help="show this many")
+    p.add_argument("--max-length", type=int, default=2048, help="tokens; longer conversations are cut")
+    args = p.parse_args(argv)
+    if args.skip < 0 or args.count < 1:
+        raise ValueError(f"--skip must be at least 0 and --count at least 1, got {args.skip} and {args.count}")
+    target = load_target(args.target)
+    tally = Tally(args.bad)
+    samples = read_samples(
+        read_records(**preset(args.data) | ({"split": args.split} if args.split else {}), streaming=True),
+        target,
+        max_length=min(args.max_length, target.config.context),
+        too_long="cut",
+        limit=args.skip + args.count,
+        tally=tally,
+    )
+    tally.report()
+    if len(samples) <= args.skip:
+        raise ValueError(f"the data hold {len(samples)} conversations in which the assistant speaks")
+    console = Console()
+    for sample in itertools.islice(samples, args.skip, None):
+        show(target.tokenizer, sample, console)
+
+
+if __name__ == "__main__":
+    main()

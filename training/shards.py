@@ -32,9 +32,10 @@ class Shards:
             while self.shard < self.count and self.path(self.shard).exists():
                 self.shard += 1
             self.done = min(self.shard * self.size, self.rows)
-            if self.done < self.rows:
+            if self.shard < self.count:
                 self.done += _whole_lines(self._partial())
                 self.file = self._partial().open("ab")
+                self._close_full_shard()
         except OSError as error:
             raise self._cannot_write(error) from None
         return self
@@ -53,11 +54,11 @@ class Shards:
         """Append rows; when this returns they have been handed to the system, and a kill does not lose them."""
         try:
             for row in rows:
-                self._close_full_shard()
                 self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 self.done += 1
-            self.file.flush()
-            self._close_full_shard()
+                self._close_full_shard()
+            if self.shard < self.count:
+                self.file.flush()
         except OSError as error:
             raise self._cannot_write(error) from None
 

@@ -59,14 +59,14 @@ def main(argv: list[str] | None = None) -> None:
         target,
         max_length=min(args.max_length, target.config.context),
         too_long="cut",
-        limit=args.skip + args.count,
         tally=tally,
     )
+    shown = list(itertools.islice(samples, args.skip, args.skip + args.count))
     tally.report()
-    if len(samples) <= args.skip:
-        raise ValueError(f"the data hold {len(samples)} conversations in which the assistant speaks")
+    if not shown:
+        raise ValueError(f"the data hold no conversation in which the assistant speaks beyond the first {args.skip}")
     console = Console()
-    for sample in itertools.islice(samples, args.skip, None):
+    for sample in shown:
         show(target.tokenizer, sample, console)
 
 

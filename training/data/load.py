@@ -68,18 +68,16 @@ def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterato
 
 
 def read_samples(
-    records: Iterable[Record], target: Target, *, max_length: int, too_long: str, limit: int | None, tally: Tally
-) -> list[Sample]:
-    """The first `limit` samples of the records, at most max_length tokens each; too_long: 'cut' or 'drop'.
+    records: Iterable[Record], target: Target, *, max_length: int, too_long: str, tally: Tally
+) -> Iterator[Sample]:
+    """The samples of the records, of at most max_length tokens each; too_long: 'cut' or 'drop'.
 
     Raises ValueError if the tokenizer does not belong to the target.
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
-    vocab, samples = target.config.vocab, []
+    vocab = target.config.vocab
     for where, messages in read_messages(records, target.tokenizer, tally):
-        if limit is not None and len(samples) >= limit:
-            break
         sample = None
         with tally.record(where):
             sample = _sample(target.tokenizer, messages, max_length, too_long, tally)
@@ -90,8 +88,7 @@ def read_samples(
                 f"{where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
                 f"{vocab} tokens only: the tokenizer does not belong to the target"
             )
-        samples.append(sample)
-    return samples
+        yield sample
 
 
 def _sample(tokenizer, messages: list[Message], max_length: int, too_long: str, tally: Tally) -> Sample | None:
@@ -142,9 +139,9 @@ def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list
         target,
         max_length=min(config.max_length, target.config.context),
         too_long=config.too_long,
-        limit=config.limit,
         tally=tally,
     )
+    samples = list(itertools.islice(samples, config.limit))
     tally.report()
     if not samples:
         raise ValueError(

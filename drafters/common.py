@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.vocab import DraftVocab
-from specdec.attention import CacheView
+from specdec.attention import CacheView, document_mask, document_positions
 from specdec.cache import KVCache
 from specdec.layers import RMSNorm, Rope, RopeTable, check_heads, rotate
 from specdec.types import DraftState
@@ -179,6 +179,8 @@ class RecurrentDrafter(nn.Module):
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
         self.max_steps: int | None = None
         self.cache: KVCache | None = None
+        # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together; None: one text each
+        self.documents: Tensor | None = None
 
     @abstractmethod
     def fuse(self, feats: Tensor) -> Tensor:
@@ -240,8 +242,9 @@ class RecurrentDrafter(nn.Module):
         """
         b, t = tokens.shape
         self.rope.reserve(t + steps, self.embedding)
-        rows = torch.arange(t, device=tokens.device).expand(b, t)
-        attention = [UnrolledAttention() for _ in range(self.layers)]
+        documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
+        rows, seen = document_positions(documents), document_mask(documents)
+        attention = [UnrolledAttention(seen) for _ in range(self.layers)]
         hidden = context = self.fuse(feats)
         for j in range(steps):
             index = min(j, self.layers - 1)
@@ -253,9 +256,11 @@ class RecurrentDrafter(nn.Module):
 
 
 class UnrolledAttention:
-    """Attention of the unrolled layer: causal over the keys of the first call, and over each later call's own row."""
+    """Attention of the unrolled layer: over the keys of the first call that `seen` [B,T,T] shows, and over each later
+    call's own row."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: Tensor) -> None:
+        self.hidden = ~seen[:, None, None]
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -266,8 +271,7 @@ class UnrolledAttention:
         kv_heads = k.shape[2]
         q = q.view(b, t, kv_heads, heads // kv_heads, dim) * dim**-0.5
         context = torch.einsum("btkgd,bskd->bkgts", q, self.keys[0]).float()
-        later = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-        context = context.masked_fill(later, -torch.inf)
+        context = context.masked_fill(self.hidden, -torch.inf)
         own = [torch.einsum("btkgd,btkd->bkgt", q, key).float()[..., None] for key in self.keys[1:]]
         weights = torch.cat([context, *own], dim=-1).softmax(-1).to(v.dtype)
         out = torch.einsum("bkgts,bskd->btkgd", weights[..., :t], self.values[0])

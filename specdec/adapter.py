@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from specdec.archs import ModelConfig
 from specdec.archs.tensors import set_aside
-from specdec.attention import tree_mask, window_mask
+from specdec.attention import document_mask, document_positions, tree_mask, window_mask
 from specdec.cache import KVCache
 from specdec.layers import Rope
 
@@ -193,10 +193,14 @@ class TransformersTarget(nn.Module):
         taps: Sequence[int] = (),
         last: Tensor | None = None,
         logits: bool = True,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `specdec.model.Target.forward`."""
         keep = 1 if not logits else 0 if last is None else last
-        context = {"use_cache": False} if cache is None else self._context(cache, tokens.shape[1], depth, ancestors)
+        if cache is not None:
+            context = self._context(cache, tokens.shape[1], depth, ancestors)
+        else:
+            context = {"use_cache": False} | (self._separate(documents) if documents is not None else {})
         out = self.model(input_ids=tokens, logits_to_keep=keep, output_hidden_states=bool(taps), **context)
         feats = torch.cat([out.hidden_states[tap] for tap in taps], dim=-1) if taps else None
         if not logits:
@@ -221,6 +225,12 @@ class TransformersTarget(nn.Module):
             # is ever emitted.
             "position_ids": (cache.lens[:, None] + depth).clamp_(max=self.config.context - 1),
         }
+
+    def _separate(self, documents: Tensor) -> dict:
+        """The arguments that keep the documents [B,N] of a row apart."""
+        depth = document_positions(documents)
+        masks = self._masks(documents.new_zeros(len(documents)), depth, document_mask(documents), documents.shape[1])
+        return {"attention_mask": masks, "position_ids": depth}
 
     def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Tensor | dict[str, Tensor]:
         """What is added to the products of queries and keys, [B,1,N,slots]; by type of layer if there are several."""

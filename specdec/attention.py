@@ -75,14 +75,35 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sc
     return torch.cat(pieces, 2).transpose(1, 2).flatten(2)
 
 
-class NoCache:
-    """The view of a forward that keeps nothing: causal over its own positions. For training."""
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions of tokens within their own documents: documents [B,T], equal numbers standing together -> [B,T]."""
+    rows = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return rows - (rows * begins).cummax(1).values
 
-    def __init__(self, window: int | None = None, scale: float | None = None):
-        self.window, self.scale = window, scale
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Position t sees s iff s <= t and both are of one document: documents [B,T] -> [B,T,T] bool."""
+    rows = torch.arange(documents.shape[1], device=documents.device)
+    return (documents[:, :, None] == documents[:, None]) & (rows[:, None] >= rows)
+
+
+class NoCache:
+    """The view of a forward that keeps nothing: causal over its own positions, or, with a mask [B,T,T] bool, over what
+    that shows of them. For training."""
+
+    def __init__(self, window: int | None = None, scale: float | None = None, mask: Tensor | None = None):
+        self.window, self.scale, self.mask = window, scale, mask
+        if mask is not None and window is not None:
+            self.mask = mask & mask.new_ones(mask.shape[1:]).triu(1 - window)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend_causal(q, k, v, self.window, self.scale)
+        if self.mask is None:
+            return attend_causal(q, k, v, self.window, self.scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        gqa = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None], scale=self.scale, enable_gqa=gqa)
+        return out.transpose(1, 2).flatten(2)
 
 
 class CacheView:

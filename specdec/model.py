@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.archs import ModelConfig
-from specdec.attention import CacheView, NoCache
+from specdec.attention import CacheView, NoCache, document_mask, document_positions
 from specdec.cache import KVCache
 from specdec.layers import Bound, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
 
@@ -158,6 +158,7 @@ class Target(nn.Module):
         taps: Sequence[int] = (),
         last: Tensor | None = None,
         logits: bool = True,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
 
@@ -167,6 +168,8 @@ class Target(nn.Module):
         ancestors [B,N,N] bool: which new tokens each one sees, itself included; None for causal.
         taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
         last [B]: compute logits at this position of each row only.
+        documents [B,N], without a cache: rows hold several texts, equal numbers stand together. No text sees another,
+        and positions count in each.
 
         Returns logits [B,N,V] (or [B,1,V]; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
         """
@@ -178,8 +181,9 @@ class Target(nn.Module):
             self.bind()
             for rope in self.ropes:
                 rope.reserve(n, self.norm.weight)
-            positions = depth
-            views = [NoCache(window, scale) for window in windows]
+            positions = depth if documents is None else document_positions(documents)
+            mask = None if documents is None else document_mask(documents)
+            views = [NoCache(window, scale, mask) for window in windows]
         else:
             groups = self.config.heads // self.config.kv_heads
             positions = cache.lens[:, None] + depth

@@ -117,7 +117,8 @@ class Drafter(Protocol):
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
-        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own."""
+        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. If
+        the trainer has set `documents` [B,T], rows hold several texts, and none may see another."""
 
 
 class TreePolicy(Protocol):

@@ -18,8 +18,9 @@ def online_features(
     """
     device = target.embed.weight.device
     tokens = batch.tokens.to(device)
+    documents = None if batch.documents is None else batch.documents.to(device)
     with torch.no_grad(), autocast:
-        logits, feats = target(tokens, None, taps=taps)
+        logits, feats = target(tokens, None, taps=taps, documents=documents)
     return {
         "feats": feats.float(),
         "tokens": tokens,

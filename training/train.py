@@ -92,12 +92,14 @@ def run(config: DictConfig) -> None:
     train, heldout = load_samples(config.data, target)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed)
     run_config = OmegaConf.to_container(config, resolve=True)
+    objective = instantiate(config.objective)
+    how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.steps + 1
     trainer = Trainer(
         target,
         drafter,
-        instantiate(config.objective),
-        Batches(train, trainer_config.batch_tokens, trainer_config.seed),
-        Batches(heldout, trainer_config.batch_tokens, trainer_config.seed) if heldout else None,
+        objective,
+        Batches(train, *how),
+        Batches(heldout, *how) if heldout else None,
         trainer_config,
         out,
         run_config,

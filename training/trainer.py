@@ -119,6 +119,7 @@ class Trainer:
 
     def _loss(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
         features = online_features(self.target, batch, self.drafter.taps, self._autocast())
+        self.drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
         with self._autocast():
             return self.objective(self.drafter, **features)
 

@@ -1,4 +1,4 @@
-"""Batches of similar lengths, in an order that depends on the seed alone."""
+"""Batches in an order that depends on the seed alone: of similar lengths, or packed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,29 +12,51 @@ from training.data.render import Sample
 
 @dataclass
 class Batch:
-    """Right-padded rows: tokens [B,T] and loss_mask [B,T] (fp32, 0 on padding)."""
+    """Right-padded rows: tokens [B,T] and loss_mask [B,T] (fp32, 0 on padding).
+
+    documents [B,T], of packed rows: the number of each token's conversation in its row; padding is one more.
+    """
 
     tokens: Tensor
     loss_mask: Tensor
+    documents: Tensor | None = None
 
 
 class Batches:
-    """An endless, deterministic order of batches of similar lengths, at most `batch_tokens` padded tokens each.
+    """An endless, deterministic order of batches of at most `batch_tokens` padded tokens each.
+
+    A row holds one conversation, and rows of similar lengths come together; or, with `pack`, it holds as many as fit
+    into so many tokens, in random order. Of what is packed, each conversation has the losses it has alone: an objective
+    that reads up to `lookahead` tokens ahead of a position reads, at a conversation's end, the beginning of the next,
+    where nothing may be learnt; a conversation that is learnt from its beginning stands first in its row.
 
     Batch k of epoch e depends on (seed, e, k) alone, so that a resumed run goes on where it was.
     """
 
     POOL = 32  # batches whose samples are sorted by length together
 
-    def __init__(self, samples: list[Sample], batch_tokens: int, seed: int):
+    def __init__(
+        self, samples: list[Sample], batch_tokens: int, seed: int, pack: int | None = None, lookahead: int = 0
+    ):
         if not samples:
             raise ValueError("the data hold no conversation in which the assistant speaks")
+        if pack is not None and not 1 <= pack <= batch_tokens:
+            raise ValueError(f"data.pack must lie between 1 and trainer.batch_tokens={batch_tokens}, got {pack}")
+        longest = max(len(s.ids) for s in samples)
+        if pack is not None and longest > pack:
+            raise ValueError(
+                f"data.pack={pack} is shorter than the longest conversation of {longest} tokens: give a larger one, or "
+                f"data.max_length={pack}"
+            )
         self.samples, self.batch_tokens, self.seed = samples, batch_tokens, seed
+        self.pack, self.lookahead = pack, lookahead
 
     def epoch(self, number: int) -> list[list[int]]:
         """The batches of one epoch, as lists of sample indices."""
         rng = np.random.default_rng([self.seed, number])
-        order = rng.permutation(len(self.samples))
+        order = rng.permutation(len(self.samples)).tolist()
+        if self.pack is not None:
+            return [[i for row in batch for i in row] for batch in self._pack(order)]
         mean = sum(len(s.ids) for s in self.samples) / len(self.samples)
         pool = max(1, int(self.POOL * self.batch_tokens / mean))
         batches: list[list[int]] = []
@@ -48,17 +70,46 @@ class Batches:
         for i in indices:  # ascending, so the newest is the longest
             if batches[-1] and (len(batches[-1]) + 1) * len(self.samples[i].ids) > self.batch_tokens:
                 batches.append([])
-            batches[-1].append(int(i))
+            batches[-1].append(i)
+        return batches
+
+    def _pack(self, indices: list[int]) -> list[list[list[int]]]:
+        """Batches of rows of samples: each sample goes into the first row of the newest batch that has room for it."""
+        batches: list[list[list[int]]] = [[]]
+        room: list[int] = []  # of the newest batch's rows
+        for i in indices:
+            sample = self.samples[i]
+            fits = (r for r, free in enumerate(room) if len(sample.ids) <= free)
+            row = None if sample.mask[: self.lookahead].any() else next(fits, None)
+            if row is None:
+                if (len(room) + 1) * self.pack > self.batch_tokens:
+                    batches.append([])
+                    room = []
+                row = len(room)
+                room.append(self.pack)
+                batches[-1].append([])
+            batches[-1][row].append(i)
+            room[row] -= len(sample.ids)
         return batches
 
     def collate(self, indices: list[int]) -> Batch:
-        rows = [self.samples[i] for i in indices]
-        shape = len(rows), max(len(row.ids) for row in rows)
+        rows = [[i] for i in indices]
+        if self.pack is not None:
+            (rows,) = self._pack(indices)
+        shape = len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows)
         tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        for i, row in enumerate(rows):
-            tokens[i, : len(row.ids)] = torch.from_numpy(row.ids)
-            mask[i, : len(row.ids)] = torch.from_numpy(row.mask)
-        return Batch(tokens, mask)
+        documents = torch.zeros(shape, dtype=torch.int64)
+        for r, row in enumerate(rows):
+            end = 0
+            for number, i in enumerate(row):
+                sample = self.samples[i]
+                here = slice(end, end + len(sample.ids))
+                tokens[r, here] = torch.from_numpy(sample.ids)
+                mask[r, here] = torch.from_numpy(sample.mask)
+                documents[r, here] = number
+                end = here.stop
+            documents[r, end:] = len(row)
+        return Batch(tokens, mask, None if self.pack is None else documents)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
         """All epochs one after the other, the first `skip` batches left out."""

@@ -83,9 +83,9 @@ class Eagle3(RecurrentDrafter):
         hidden = hidden + self.mlp(self.post_norm(hidden))
         return self.norm(hidden) if self.how.feedback == "post" else hidden
 
-    def predict(self, hidden: Tensor, index: int) -> Tensor:
+    def readout(self, hidden: Tensor, index: int) -> Tensor:
         normed = self.how.feedback == "post" or not self.how.head_norm  # already, or never
-        return self.head(hidden if normed else self.norm(hidden))
+        return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:
         """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head

@@ -25,7 +25,7 @@ def test_eagle_loss_by_hand():
     target = tiny_target()
     drafter = tiny_drafter(target, kind="eagle")
     data = batch(target, drafter)
-    loss, metrics = EagleObjective(feature=1.0, logits=0.1, noise=0.0)(drafter, **data)
+    loss, metrics = EagleObjective(feature=1.0, terms={"ce": 0.1}, noise=0.0)(drafter, **data)
     (state,) = drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 1)
     distance, entropy, count = 0.0, 0.0, 0
     for b in range(4):
@@ -36,7 +36,7 @@ def test_eagle_loss_by_hand():
                 entropy -= (p * F.log_softmax(target.head.weight @ state.hidden[b, t], -1)).sum()
                 count += 1
     torch.testing.assert_close(metrics["feature_losses"][0], distance.detach() / count)
-    torch.testing.assert_close(metrics["losses"][0], entropy.detach() / count, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics["losses"][0], 0.1 * entropy.detach() / count, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, (distance + 0.1 * entropy) / count, rtol=1e-5, atol=1e-5)
 
 

@@ -196,7 +196,7 @@ class RecurrentDrafter(nn.Module):
         index: which of the drafter's layers, always 0 for a drafter of one."""
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
-        """Hidden output of layer `index` -> what the head reads, both [B,n,H]; the same unless a norm stands between."""
+        """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
         return hidden
 
     def predict(self, hidden: Tensor, index: int) -> Tensor:

@@ -40,7 +40,10 @@ def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
         allowed = TERMS[name].__code__.co_varnames[3 : TERMS[name].__code__.co_argcount]
         if unknown := set(settings) - set(allowed):
             raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
-        chosen.append((float(weight), partial(TERMS[name], **settings)))
+        if weight:  # 0 takes a term out of a configuration that others are added to
+            chosen.append((float(weight), partial(TERMS[name], **settings)))
+    if not chosen:
+        raise ValueError(f"objective.terms needs a term of a weight other than 0; there are {', '.join(TERMS)}")
     return chosen
 
 
@@ -85,7 +88,7 @@ class Objective:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
         terms together; accuracy, the share of counted positions whose most likely token is the target's; acceptance,
-        their mean of sum_v min(p, q). And counted [1], the positions behind the first step's mean."""
+        their mean of sum_v min(p, q). And counted [], what the first step's mean was divided by."""
         # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
         labels = draft_labels(drafter.vocab, following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
@@ -96,7 +99,7 @@ class Objective:
         loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "acceptance": judge.acceptance}
         extra, more = self.beside(states, feats, batch)
-        return loss + extra, metrics | more | {"counted": batch.counts[:1]}
+        return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
     def noisy(self, feats: Tensor) -> Tensor:
         if not self.noise or not torch.is_grad_enabled():  # not while evaluating
@@ -132,8 +135,8 @@ class Positions:
         reached = self.column > torch.arange(steps, device=counted.device)[:, None]
         self.mask = counted[self.row, self.column] * reached  # [steps,n]
         self.counts = self.mask.sum(1)
-        divisor = self.counts.clamp(min=1) if mean == "masked" else torch.full_like(self.counts, counted.numel())
-        self.share = self.mask / divisor[:, None]  # [steps,n], what a position weighs in its step's mean
+        self.divisors = self.counts if mean == "masked" else torch.full_like(self.counts, counted.numel())
+        self.share = self.mask / self.divisors.clamp(min=1)[:, None]  # [steps,n], what a position weighs in its mean
 
     def rows(self, x: Tensor, j: int) -> Tensor:
         """What step j drafts from: x [B,T,.] -> [n,.]; where there is nothing, row 0, which has no weight."""

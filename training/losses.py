@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PIECE = 1 << 22  # logits of a piece: 16 MiB in fp32, of which about six copies live at once
+PIECE = 1 << 20  # logits of a piece: 4 MiB in fp32, of which about six copies live at once, near the processor
 LEAST_ROWS = 64  # with fewer rows, reading the head's weight is what a piece waits for
 
 
@@ -34,8 +34,9 @@ class Judge(Protocol):
     def truth(self, rows: slice):
         """What all steps have in common in these rows, for example the target's distribution."""
 
-    def step(self, j: int, rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Step j's logits [n,U], which it may overwrite -> loss of the piece [], its gradient by the logits [n,U]."""
+    def step(self, j: int, rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step j's logits [n,U], which it may overwrite -> the piece's loss [], and slope [n,U] and scale [n,1], whose
+        product is its gradient by the logits: the scale goes into narrower matrices than the slope."""
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -58,13 +59,13 @@ class _HeadLoss(torch.autograd.Function):
                 truth = judge.truth(rows)
                 for j, place in enumerate(head_of):
                     x = readouts[j][rows].to(dtype)
-                    loss, slope = judge.step(j, rows, truth, (x @ weights[place].T).to(fine))
+                    loss, slope, scale = judge.step(j, rows, truth, (x @ weights[place].T).to(fine))
                     total += loss
                     slope = slope.to(dtype)
                     if wanted[j]:
-                        grads[j][rows] = (slope @ weights[place]).to(grads[j].dtype)
+                        grads[j][rows] = ((slope @ weights[place]) * scale).to(grads[j].dtype)
                     if wanted[steps + place]:
-                        _add_product(grads[steps + place], slope.T, x)
+                        _add_product(grads[steps + place], slope.T, (x * scale).to(dtype))
         ctx.grads = grads
         return total
 

@@ -87,8 +87,7 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
-        terms together; accuracy, the share of counted positions whose most likely token is the target's; acceptance,
-        their mean of sum_v min(p, q). And counted [], what the first step's mean was divided by."""
+        terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted [], what the first step's mean was divided by."""
         # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
         labels = draft_labels(drafter.vocab, following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
@@ -97,7 +96,7 @@ class Objective:
         batch = Positions(counted, self.steps, self.mean)
         judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
         loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
-        metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "acceptance": judge.acceptance}
+        metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.beside(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
@@ -116,7 +115,7 @@ class Objective:
         contains = vocab.contains().to(labels.device)
         for piece in pieces(len(row), vocab.target_size):
             here = row[piece], column[piece]
-            known[here] = contains[target_logits[here].argmax(-1)].to(known.dtype)
+            known[here] = contains[target_logits[here].max(-1).indices].to(known.dtype)
         return (loss_mask * known).float()
 
     def beside(self, states: list[UnrolledState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
@@ -150,7 +149,7 @@ class _Terms:
         self.objective, self.vocab, self.target_logits, self.labels, self.batch = (
             objective, vocab, target_logits, labels, batch,
         )  # fmt: skip
-        self.losses, self.accuracy, self.acceptance = torch.zeros(3, objective.steps, device=labels.device).unbind()
+        self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
 
     def truth(self, rows: slice) -> Truth:
         here = self.batch.row[rows], self.batch.column[rows]
@@ -162,29 +161,25 @@ class _Terms:
         if self.vocab.ids is not None:
             whole = logits.logsumexp(-1, keepdim=True)
             mass, log_share = (mass, mass - whole) if self.objective.renormalise else (whole, None)
-        return Truth(chosen - mass, log_share, logits.argmax(-1), self.labels[here])
+        return Truth(chosen - mass, log_share, logits.max(-1).indices, self.labels[here])
 
-    def step(self, j: int, rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor]:
-        best = self.vocab.to_target(logits.argmax(-1))
-        logq = logits.sub_(logits.logsumexp(-1, keepdim=True))
+    def step(self, j: int, rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        best = self.vocab.to_target(logits.max(-1).indices)  # on the CPU several times faster than argmax
+        logq = logits.log_softmax(-1)
         q = logq.exp()
         value, slope = 0, None
         for weight, term in self.objective.terms:
             one, its_slope = term(logq, q, truth)
             value = value + weight * one
-            slope = its_slope * weight if slope is None else slope.add_(its_slope, alpha=weight)
+            slope = its_slope.mul_(weight) if slope is None else slope.add_(its_slope, alpha=weight)
         share, step_weight = self.batch.share[j, rows], self.objective.step_weights[j]
         loss = (value * share).sum()
-        self._record(j, rows, loss, best == truth.choice, torch.minimum(q, truth.whole).sum(-1))
-        # d log q_v / d x_u = [u = v] - q_u
-        slope.addcmul_(q, slope.sum(-1, keepdim=True), value=-1).mul_((share * step_weight)[:, None])
-        return loss * step_weight, slope
-
-    def _record(self, j: int, rows: slice, loss: Tensor, agrees: Tensor, accepted: Tensor) -> None:
-        each = self.batch.mask[j, rows] / self.batch.counts[j].clamp(min=1)
         self.losses[j] += loss
-        self.accuracy[j] += (agrees * each).sum()
-        self.acceptance[j] += (accepted * each).sum()
+        self.accuracy[j] += ((best == truth.choice) * self.batch.mask[j, rows]).sum() / self.batch.counts[j].clamp(
+            min=1
+        )
+        slope.addcmul_(q, slope.sum(-1, keepdim=True), value=-1)  # d log q_v / d x_u = [u = v] - q_u
+        return loss * step_weight, slope, (share * step_weight)[:, None]
 
 
 def draft_labels(vocab, tokens: Tensor) -> Tensor:

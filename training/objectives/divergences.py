@@ -1,7 +1,8 @@
 """Distances between the target's distribution p and the drafter's q.
 
 A term is a function (logq [n,U], q [n,U], truth) -> (value [n], slope [n,U]), slope_v = d value / d log q_v with the
-entries of log q taken as independent. Multiples of q may be left out of the slope: the softmax projects them out.
+entries of log q taken as independent. Multiples of q may be left out of the slope: the softmax projects them out. The
+slope is the caller's to overwrite; what the term was given is not the term's.
 """
 
 import math
@@ -14,8 +15,7 @@ from training.objectives.truth import Truth
 
 def ce(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     """-sum p log q."""
-    # Not `vecdot`: it would hold no fp32 copy, but rounds under autocast.
-    return -(truth.p * logq).sum(-1), -truth.p
+    return -torch.linalg.vecdot(truth.p, logq), -truth.p
 
 
 def kl(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:

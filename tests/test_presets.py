@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from drafters.eagle3 import spread_taps
 from drafters.vocab import DraftVocab
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -91,6 +92,13 @@ def test_preset(name):
         rows = slice(None) if drafter.vocab.ids is None else drafter.vocab.ids
         assert not drafter.head.weight.requires_grad
         assert torch.equal(drafter.head.weight, target.head.weight[rows])
+
+
+def test_spread_taps():
+    """Five of a 36-layer target: outputs of layers 1, 9, 17, 25, 33, which are hidden states one further on."""
+    assert spread_taps(36, 5) == (2, 10, 18, 26, 34)
+    with pytest.raises(ValueError, match="cannot spread 5 taps over a target of 6 layers"):
+        spread_taps(6, 5)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

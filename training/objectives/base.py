@@ -87,7 +87,8 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
-        terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted [], what the first step's mean was divided by."""
+        terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted
+        [], what the first step's mean was divided by."""
         # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
         labels = draft_labels(drafter.vocab, following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)

@@ -18,7 +18,7 @@ from drafters.vocab import DraftVocab
 from specdec.attention import CacheView, document_mask, document_positions
 from specdec.cache import KVCache
 from specdec.layers import RMSNorm, Rope, RopeTable, check_heads, rotate
-from specdec.types import DraftState
+from specdec.types import DraftState, UnrolledState
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
 
@@ -157,11 +157,14 @@ def restrict(drafter: nn.Module, ids: Tensor) -> None:
 
 class RecurrentDrafter(nn.Module):
     """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
-    (`layer`), and how its output becomes logits (`predict`); cache, positions and training unroll live here.
+    (`layer`), and has a `head`, which makes logits of what `readout` makes of the layer's output; cache, positions and
+    training unroll live here.
 
     `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
     positions as the first does, and sees of the drafted ones those that went through itself.
     """
+
+    head: nn.Linear | SharedHead
 
     def __init__(
         self,
@@ -192,9 +195,13 @@ class RecurrentDrafter(nn.Module):
 
         index: which of the drafter's layers, always 0 for a drafter of one."""
 
-    @abstractmethod
+    def readout(self, hidden: Tensor, index: int) -> Tensor:
+        """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
+        return hidden
+
     def predict(self, hidden: Tensor, index: int) -> Tensor:
         """Hidden output [B,n,H] of layer `index` -> logits [B,n,U]."""
+        return self.head(self.readout(hidden, index))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [B,n,H] of tokens at draft positions [B,n]."""
@@ -234,7 +241,7 @@ class RecurrentDrafter(nn.Module):
 
     # Training
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
         """Training-time test (EAGLE-3, arXiv 2503.01840, section 3): step j feeds step j-1's output back, one token on.
 
         feats [B,T,F], tokens [B,T] one position later (token t+1 beside feature t). Row t of step j stands for the
@@ -252,7 +259,7 @@ class RecurrentDrafter(nn.Module):
                 self.layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
             ahead = self.embed(F.pad(tokens[:, j:], (0, min(j, t))), rows + j)
             hidden = self.layer(ahead, hidden, self.rope(rows + j), attention[index], index)
-            yield DraftState(self.predict(hidden, index), hidden)
+            yield UnrolledState(hidden, self.readout(hidden, index), self.head.weight)
 
 
 class UnrolledAttention:

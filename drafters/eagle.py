@@ -40,9 +40,6 @@ class Eagle(RecurrentDrafter):
         x = x + self.attention(x, rope, attend)
         return x + self.mlp(self.post_norm(x))
 
-    def predict(self, hidden: Tensor, index: int) -> Tensor:
-        return self.head(hidden)
-
     def start_from(self, target) -> None:
         """`fc` passes the feature through, so the first guess is the target's last prediction."""
         h = self.shape.hidden

@@ -83,9 +83,9 @@ class Eagle3(RecurrentDrafter):
         hidden = hidden + self.mlp(self.post_norm(hidden))
         return self.norm(hidden) if self.how.feedback == "post" else hidden
 
-    def predict(self, hidden: Tensor, index: int) -> Tensor:
+    def readout(self, hidden: Tensor, index: int) -> Tensor:
         normed = self.how.feedback == "post" or not self.how.head_norm  # already, or never
-        return self.head(hidden if normed else self.norm(hidden))
+        return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:
         """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head
@@ -97,6 +97,13 @@ class Eagle3(RecurrentDrafter):
             self.fc.weight.zero_()
             self.fc.weight[:, at : at + h] = torch.eye(h)
             self.norm.weight.fill_(target.final_scale())
+
+
+def spread_taps(layers: int, count: int) -> tuple[int, ...]:
+    """`count` taps from the second layer's output to the last but two's, as DeepSpec and DFlash spread them."""
+    if not 2 <= count <= layers - 3:
+        raise ValueError(f"cannot spread {count} taps over a target of {layers} layers: give from 2 to {layers - 3}")
+    return tuple(2 + round(i * (layers - 4) / (count - 1)) for i in range(count))
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
@@ -112,16 +119,18 @@ def create(
     target,
     *,
     vocab: DraftVocab | None = None,
-    taps: tuple[int, ...] | None = None,
+    taps: tuple[int, ...] | int | None = None,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
     init: str = "target",
+    train_head: bool = True,
     **forward,
 ) -> Eagle3:
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
+    taps: indices, or how many to spread over the layers. train_head: if false, the head keeps the rows of the target's.
     init: see `common.start`. forward: fields of `Eagle3Forward`.
     """
     shape = shape_like(
@@ -132,9 +141,12 @@ def create(
         rope_theta=rope_theta,
     )
     layers = target.config.layers
-    taps = tuple(taps or default_taps(layers))
+    taps = spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
     check_taps(taps, layers)
     vocab = vocab or DraftVocab(target.config.vocab)
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
     start(drafter, target, init)
+    if not train_head:
+        drafter.head.weight.data = target.head.weight.detach()[slice(None) if vocab.ids is None else vocab.ids].float()
+        drafter.head.requires_grad_(False)
     return drafter

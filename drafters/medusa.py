@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drafters.common import SharedHead, start
 from drafters.vocab import DraftVocab
-from specdec.types import DraftState
+from specdec.types import DraftState, UnrolledState
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,12 @@ class Medusa(nn.Module):
         else:
             self.head = SharedHead(head, vocab.ids)
 
+    def head_of(self, level: int) -> nn.Module:
+        return self.heads[level] if self.shape.own_heads else self.head
+
     def guess(self, hidden: Tensor, level: int) -> Tensor:
         """hidden [B,n,H] -> logits [B,n,U] for tree level `level` (0: the first drafted token)."""
-        return (self.heads[level] if self.shape.own_heads else self.head)(self.blocks[level](hidden))
+        return self.head_of(level)(self.blocks[level](hidden))
 
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         pass
@@ -68,11 +71,11 @@ class Medusa(nn.Module):
         logits = self.guess(hidden[:, :1], level)  # the hidden state of all nodes is the root's
         return DraftState(logits.expand(-1, tokens.shape[1], -1), hidden)
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
         if steps > self.shape.heads:
             raise ValueError(f"objective.steps is {steps}, but there are {self.shape.heads} Medusa heads only")
         for level in range(steps):
-            yield DraftState(self.guess(feats, level), feats)
+            yield UnrolledState(feats, self.blocks[level](feats), self.head_of(level).weight)
 
     def start_from(self, target) -> None:
         """Every head begins as the target's own."""

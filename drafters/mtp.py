@@ -103,8 +103,8 @@ class Mtp(RecurrentDrafter):
         hidden = block(embeds, hidden, rope, attend)
         return block.norm(hidden) if self.how.feedback == "post" else hidden
 
-    def predict(self, hidden: Tensor, index: int) -> Tensor:
-        return self.head(hidden if self.how.feedback == "post" else self.blocks[index].norm(hidden))
+    def readout(self, hidden: Tensor, index: int) -> Tensor:
+        return hidden if self.how.feedback == "post" else self.blocks[index].norm(hidden)
 
     def start_from(self, target) -> None:
         """The projection passes the hidden state through, at its usual scale, to the target's own head."""

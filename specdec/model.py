@@ -136,6 +136,10 @@ class Target(nn.Module):
             return head
         return lambda x: torch.tanh(head(x) / cap) * cap
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head makes of hidden states behind the final norm: [...,H] -> [...,V]."""
+        return self._bind_head()(hidden)
+
     def final_scale(self) -> Tensor:
         """Root mean square of a hidden state behind the final norm, as its weights set it."""
         return self.norm.gain().square().mean().sqrt()

@@ -43,6 +43,21 @@ class DraftState:
 
 
 @dataclass
+class UnrolledState:
+    """One step of the training unroll. Its logits are not made before they are asked for: a loss makes them from
+    `readout` and `head` in pieces, so that no [B,T,U] tensor need exist."""
+
+    hidden: Tensor  # [B,T,any], as in DraftState
+    readout: Tensor  # [B,T,H], what the head reads
+    head: Tensor  # [U,H], the head's weight
+
+    @property
+    def logits(self) -> Tensor:
+        """[B,T,U], all at once."""
+        return self.readout @ self.head.T
+
+
+@dataclass
 class Verdict:
     """What one verification decided."""
 
@@ -115,7 +130,7 @@ class Drafter(Protocol):
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[DraftState]:
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. If
         the trainer has set `documents` [B,T], rows hold several texts, and none may see another."""

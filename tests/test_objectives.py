@@ -25,7 +25,7 @@ def test_eagle_loss_by_hand():
     target = tiny_target()
     drafter = tiny_drafter(target, kind="eagle")
     data = batch(target, drafter)
-    loss, metrics = EagleObjective(feature=1.0, logits=0.1, noise=0.0)(drafter, **data)
+    loss, metrics = EagleObjective(feature=1.0, terms={"ce": 0.1}, noise=0.0)(drafter, **data)
     (state,) = drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 1)
     distance, entropy, count = 0.0, 0.0, 0
     for b in range(4):
@@ -36,8 +36,60 @@ def test_eagle_loss_by_hand():
                 entropy -= (p * F.log_softmax(target.head.weight @ state.hidden[b, t], -1)).sum()
                 count += 1
     torch.testing.assert_close(metrics["feature_losses"][0], distance.detach() / count)
-    torch.testing.assert_close(metrics["losses"][0], entropy.detach() / count, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics["losses"][0], 0.1 * entropy.detach() / count, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, (distance + 0.1 * entropy) / count, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mean", ["masked", "all"])
+@pytest.mark.parametrize(("renormalise", "known_only"), [(True, True), (True, False), (False, False)])
+def test_distillation_by_hand(renormalise, known_only, mean):
+    """Step j of row t learns the target's distribution at t+1+j; loss, accuracy and count position by position."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    data = batch(target, drafter)
+    objective = Eagle3Objective(
+        steps=3, decay=0.5, terms={"ce": 2.0, "tv": 1.0}, mean=mean, renormalise=renormalise, known_only=known_only
+    )
+    loss, metrics = objective(drafter, **data)
+    ids = drafter.vocab.ids.tolist()
+    means, shares, counts = [], [], []
+    for j, state in enumerate(drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 3)):
+        values, hits = [], []
+        for b in range(4):
+            for t in range(12 - 1 - j):
+                theirs = data["target_logits"][b, t + 1 + j]
+                if not data["loss_mask"][b, t + 1 + j] or (known_only and theirs.argmax().item() not in ids):
+                    continue
+                whole, q = theirs.softmax(-1)[ids], state.logits[b, t].softmax(-1)
+                p = whole / whole.sum() if renormalise else whole
+                values.append(-2 * (p * q.log()).sum() + 1 - torch.minimum(whole, q).sum())
+                hits.append(ids[q.argmax()] == theirs.argmax().item())
+        means.append(sum(values) / (len(values) if mean == "masked" else 48))
+        shares.append(sum(hits) / len(hits))
+        counts.append(len(values) if mean == "masked" else 48)
+    torch.testing.assert_close(loss, means[0] + 0.5 * means[1] + 0.25 * means[2])
+    torch.testing.assert_close(metrics["losses"], torch.stack(means).detach())
+    torch.testing.assert_close(metrics["accuracy"], torch.tensor(shares))
+    assert metrics["counted"] == counts[0]
+
+
+def test_a_batch_with_nothing_to_learn_is_harmless():
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    data = batch(target, drafter)
+    loss, metrics = Eagle3Objective(steps=3)(drafter, **data | {"loss_mask": torch.zeros(4, 12)})
+    loss.backward()
+    assert loss == 0
+    assert metrics["counted"] == 0
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+@pytest.mark.parametrize(("length", "width"), [(None, 0.1), (6, 0.05)])
+def test_width_of_the_noise(length, width):
+    feats = torch.zeros(50, 12, 100)
+    noisy = Eagle3Objective(noise=0.1, noise_length=length).noisy(feats)
+    assert width / 2 * 0.99 < noisy.max() <= width / 2
+    assert -width / 2 <= noisy.min() < -width / 2 * 0.99
 
 
 def test_noise_only_while_learning():

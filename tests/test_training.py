@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
@@ -15,7 +14,6 @@ from drafters.formats import load_drafter, save_drafter
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.loader import load_target
 from training.data import Batches, count_tokens, read_conversations, tokenise
-from training.losses import soft_cross_entropy, token_cross_entropy
 from training.regenerate import main as regenerate_main
 from training.train import build_drafter
 
@@ -80,36 +78,6 @@ def test_without_markers_the_mask_is_what_a_message_adds(target_path):
     tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="rewrites earlier text"):
         tokenise(tokenizer, [conversation], 500)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_fused_loss_equals_the_plain_one(autocast):
-    torch.manual_seed(0)
-    logits = (torch.randn(3, 300, 50) * 4).requires_grad_()
-    probs = torch.randn(3, 300, 50).softmax(-1)
-    expected = -(probs * logits.log_softmax(-1)).sum(-1)
-    (wanted,) = torch.autograd.grad((expected * torch.arange(300)).sum(), logits)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss, best = soft_cross_entropy(logits, probs)
-    (grad,) = torch.autograd.grad((loss * torch.arange(300)).sum(), logits)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(best, logits.argmax(-1))
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_fused_token_loss_equals_the_plain_one(autocast):
-    torch.manual_seed(0)
-    logits = (torch.randn(3, 300, 50) * 4).requires_grad_()
-    labels = torch.randint(50, (3, 300))
-    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(3, 300)
-    (wanted,) = torch.autograd.grad((expected * torch.arange(300)).sum(), logits)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss, best = token_cross_entropy(logits, labels)
-    (grad,) = torch.autograd.grad((loss * torch.arange(300)).sum(), logits)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-4)
-    assert torch.equal(best, logits.argmax(-1))
 
 
 def test_batches_are_deterministic_and_hold_every_sample(target_path):

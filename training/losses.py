@@ -1,82 +1,95 @@
-"""Losses over a vocabulary, computed in pieces that stay in the cache."""
+"""A loss over a vocabulary, fused with the head before it and computed in pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-ROWS = 256  # rows of a piece: 256 x 4096 fp32 logits are 4 MiB
+PIECE = 1 << 20  # logits of a piece: 4 MiB in fp32, of which about six copies live at once, near the processor
+LEAST_ROWS = 64  # with fewer rows, reading the head's weight is what a piece waits for
 
 
-def _pieces(rows: Tensor) -> Iterator[tuple[int, slice]]:
-    """Indices that cut rows [B,T,...] into pieces."""
-    for row in range(rows.shape[0]):
-        for start in range(0, rows.shape[1], ROWS):
-            yield row, slice(start, start + ROWS)
+def pieces(rows: int, vocab: int) -> Iterator[slice]:
+    """Cut `rows` rows of logits over `vocab` tokens."""
+    step = max(LEAST_ROWS, PIECE // vocab)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """CE(x, p) = lse(x) sum(p) - p.x with gradient softmax(x) sum(p) - p, written while the piece is at hand.
+class DeferredLogits:
+    """Logits [B,T,V] that are made when they are indexed: hidden states [B,T,H] of a target, and its head."""
 
-    Nothing in fp32 of the size [T, U] outlives a piece; what is kept for the backward pass is the gradient, in the
-    logits' own precision.
+    def __init__(self, hidden: Tensor, head, vocab: int):
+        """hidden: behind the final norm. head: [n,H] -> [n,V], with whatever cap on its logits the target has."""
+        self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
+
+    def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
+        """Row and column indices [n] -> [n,V]."""
+        return self.head(self.hidden[index])
+
+
+class Judge(Protocol):
+    """What `head_loss` asks about a piece; it may keep what it sees, for metrics."""
+
+    def truth(self, rows: slice):
+        """What all steps have in common in these rows, for example the target's distribution."""
+
+    def step(self, j: int, rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step j's logits [n,U], which it may overwrite -> the piece's loss [], and slope [n,U] and scale [n,1], whose
+        product is its gradient by the logits: the scale goes into narrower matrices than the slope."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """sum_j loss_j(readout_j @ head_j.T). Each piece's gradients by readouts and heads are written while its logits are
+    at hand, so no piece outlives its turn and none is computed twice."""
+
+    @staticmethod
+    def forward(ctx, judge: Judge, head_of: Sequence[int], learning: bool, *tensors: Tensor) -> Tensor:
+        steps = len(head_of)
+        readouts, heads = tensors[:steps], tensors[steps:]
+        wanted = [learning and need for need in ctx.needs_input_grad[3:]]
+        grads = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
+        kind = readouts[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else heads[0].dtype
+        fine = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=fine, device=readouts[0].device)
+        with torch.autocast(kind, enabled=False):
+            weights = [head.to(dtype) for head in heads]
+            for rows in pieces(len(readouts[0]), max(len(head) for head in heads)):
+                truth = judge.truth(rows)
+                for j, place in enumerate(head_of):
+                    x = readouts[j][rows].to(dtype)
+                    loss, slope, scale = judge.step(j, rows, truth, (x @ weights[place].T).to(fine))
+                    total += loss
+                    slope = slope.to(dtype)
+                    if wanted[j]:
+                        grads[j][rows] = ((slope @ weights[place]) * scale).to(grads[j].dtype)
+                    if wanted[steps + place]:
+                        _add_product(grads[steps + place], slope.T, (x * scale).to(dtype))
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.grads is not None, "the gradients were handed out by an earlier backward pass"
+        # In place: a second copy of the head's gradient would be the largest tensor of the step.
+        grads, ctx.grads = [g if g is None else g.mul_(upstream.to(g.dtype)) for g in ctx.grads], None
+        return None, None, None, *grads
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out += a @ b
+
+
+def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
+    """Sum of what `judge` makes of the logits of each step, without these ever being whole.
+
+    readouts: for each step [n,H]. heads: for each step its head's weight [U,H], often one and the same. Both get
+    gradients if they require them. Under autocast the products are in its dtype, everything else in fp32.
     """
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        loss = torch.empty(logits.shape[:2], dtype=torch.float32, device=logits.device)
-        best = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        grad = torch.empty_like(logits)
-        for piece in _pieces(logits):
-            x, p = logits[piece].float(), probs[piece]
-            mass = p.sum(-1, keepdim=True)
-            lse = x.logsumexp(-1, keepdim=True)
-            # Not `vecdot`: autocast would round it to bf16.
-            loss[piece] = (lse * mass).squeeze(-1) - (x * p).sum(-1)
-            best[piece] = x.max(-1).indices
-            grad[piece] = (x - lse).exp_().mul_(mass).sub_(p)
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(best)
-        return loss, best
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor, None]:
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss[..., None].to(grad.dtype), None
-
-
-def soft_cross_entropy(logits: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """-sum_v p(v) log softmax(x)(v), and the most likely token: logits, probs [B,T,U] -> [B,T] fp32, [B,T].
-
-    probs are constants in fp32; only the logits get a gradient.
-    """
-    return _SoftCrossEntropy.apply(logits, probs)
-
-
-class _TokenCrossEntropy(torch.autograd.Function):
-    """CE(x, i) = lse(x) - x_i with gradient softmax(x) - onehot(i), in pieces as above."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
-        best = torch.empty_like(labels)
-        grad = torch.empty_like(logits)
-        for piece in _pieces(labels):
-            x, i = logits[piece].float(), labels[piece][:, None]
-            lse = x.logsumexp(-1, keepdim=True)
-            loss[piece] = (lse - x.gather(1, i)).squeeze(-1)
-            best[piece] = x.max(-1).indices
-            grad[piece] = (x - lse).exp_().scatter_add_(1, i, torch.full_like(lse, -1.0))
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(best)
-        return loss, best
-
-    @staticmethod
-    def backward(ctx, grad_loss: Tensor, _) -> tuple[Tensor, None]:
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss[..., None].to(grad.dtype), None
-
-
-def token_cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """-log softmax(x)(label), and the most likely token: logits [B,T,U], labels [B,T] -> [B,T] fp32, [B,T]."""
-    return _TokenCrossEntropy.apply(logits, labels)
+    distinct = list({id(head): head for head in heads}.values())
+    head_of = [next(i for i, d in enumerate(distinct) if d is head) for head in heads]
+    return _HeadLoss.apply(judge, head_of, torch.is_grad_enabled(), *readouts, *distinct)

@@ -1,1 +1,1 @@
-"""Training objectives, one file each: Objective(drafter, features of a batch) -> (loss, metrics)."""
+"""Objectives: what a drafter is trained towards."""

@@ -1,15 +1,18 @@
 """EAGLE-1/2's objective: the target's next feature, and what the target's head makes of it (arXiv 2401.15077)."""
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.eagle import Eagle
-from training.losses import soft_cross_entropy
+from specdec.types import Drafter, UnrolledState
+from training.objectives.base import Objective, Positions, Weight
 
 
-class EagleObjective:
-    """feature * SmoothL1(draft feature, target's next feature) + logits * CE(target's distribution, draft logits).
+class EagleObjective(Objective):
+    """feature * SmoothL1(draft feature, target's next feature), and terms on the distributions.
 
     As `eagle/train/main.py`: weights 1 and 0.1, and uniform noise on the input features, of width `noise` (0.2) at 512
     tokens and narrower in longer texts. steps > 1 feeds the drafter's own output back, step j weighted decay^j, which
@@ -17,43 +20,33 @@ class EagleObjective:
     """
 
     def __init__(
-        self, feature: float = 1.0, logits: float = 0.1, noise: float = 0.2, steps: int = 1, decay: float = 0.8
+        self,
+        feature: float = 1.0,
+        terms: Mapping[str, Weight] | None = None,
+        steps: int = 1,
+        decay: float = 0.8,
+        noise: float = 0.2,
+        noise_length: int | None = 512,
+        **settings,
     ):
-        if steps < 1:
-            raise ValueError(f"objective.steps must be at least 1, got {steps}")
-        self.feature, self.logits, self.noise, self.steps, self.decay = feature, logits, noise, steps, decay
+        terms = {"ce": 0.1} if terms is None else terms
+        super().__init__(terms, steps=steps, decay=decay, noise=noise, noise_length=noise_length, **settings)
+        self.feature = feature
 
-    def __call__(
-        self, drafter: Eagle, feats: Tensor, tokens: Tensor, target_logits: Tensor, loss_mask: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Unshifted inputs: feats [B,T,H], tokens [B,T], target_logits [B,T,V], loss_mask [B,T]. Metrics, per step:
-        losses, feature_losses, and accuracy, the share of counted positions that agree with the target's choice."""
+    def __call__(self, drafter: Drafter, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """As of `Objective`; metrics further have feature_losses [steps]."""
         if not isinstance(drafter, Eagle):
             raise ValueError(
                 f"objective=eagle compares a drafter's state with the target's next feature, which "
                 f"{type(drafter).__name__} does not predict; use objective=eagle3 or objective=mtp"
             )
-        length = tokens.shape[1]
-        probs = drafter.vocab.select(target_logits).float().softmax(-1)
-        choice = drafter.vocab.to_target(probs.argmax(-1))
-        counted = loss_mask * (choice == target_logits.argmax(-1))
-        inputs = feats
-        if self.noise and torch.is_grad_enabled():  # not while evaluating
-            inputs = feats + (torch.rand_like(feats) - 0.5) * self.noise * 512 / length
-        losses, feature_losses, accuracy = [], [], []
-        following = F.pad(tokens[:, 1:], (0, 1))
-        for j, state in enumerate(drafter.unroll(inputs, following, self.steps)):
-            later = 1 + j  # row t predicts feature t+1+j, and through it token t+2+j
-            here = max(length - later, 0)
-            mask = counted[:, later:]
-            total = mask.sum().clamp(min=1)
-            distance = F.smooth_l1_loss(state.hidden[:, :here].float(), feats[:, later:], reduction="none").mean(-1)
-            entropy, best = soft_cross_entropy(state.logits[:, :here], probs[:, later:])
-            feature_losses.append((distance * mask).sum() / total)
-            losses.append((entropy * mask).sum() / total)
-            accuracy.append(((drafter.vocab.to_target(best) == choice[:, later:]) * mask).sum() / total)
-        losses, feature_losses = torch.stack(losses), torch.stack(feature_losses)
-        weights = self.decay ** torch.arange(self.steps, device=losses.device)
-        metrics = {"losses": losses.detach(), "feature_losses": feature_losses.detach()}
-        loss = ((self.feature * feature_losses + self.logits * losses) * weights).sum()
-        return loss, metrics | {"accuracy": torch.stack(accuracy)}
+        return super().__call__(drafter, **inputs)
+
+    def beside(self, states: list[UnrolledState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
+        wanted = feats[batch.row, batch.column]
+        losses = torch.stack([
+            (F.smooth_l1_loss(batch.rows(state.hidden, j).float(), wanted, reduction="none").mean(-1) * share).sum()
+            for j, (state, share) in enumerate(zip(states, batch.share, strict=True))
+        ])  # fmt: skip
+        weights = torch.tensor(self.step_weights, device=losses.device)
+        return self.feature * (losses * weights).sum(), {"feature_losses": losses.detach()}

@@ -1,0 +1,192 @@
+"""What all objectives share: one unroll of the drafter, weighted terms at each step, positions that count, metrics."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.types import Drafter, UnrolledState
+from training.losses import DeferredLogits, head_loss, pieces
+from training.objectives import divergences, hass, lk
+from training.objectives.truth import Truth
+
+Term = Callable[[Tensor, Tensor, Truth], tuple[Tensor, Tensor]]  # see `divergences`
+Weight = float | Mapping[str, float]
+
+TERMS: dict[str, Term] = {
+    "ce": divergences.ce,
+    "kl": divergences.kl,
+    "reverse_kl": divergences.reverse_kl,
+    "jsd": divergences.jsd,
+    "tv": divergences.tv,
+    "choice": divergences.choice,
+    "tokens": divergences.tokens,
+    "lk": lk.lk,
+    "lk_hybrid": lk.lk_hybrid,
+    "top_k": hass.top_k,
+}
+
+
+def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
+    """{name: weight} or {name: {weight: w, setting: value}} -> [(weight, term)]; ValueError for what is unknown."""
+    chosen = []
+    for name, value in terms.items():
+        if name not in TERMS:
+            raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(TERMS)}")
+        settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
+        weight = settings.pop("weight", 1.0)
+        allowed = TERMS[name].__code__.co_varnames[3 : TERMS[name].__code__.co_argcount]
+        if unknown := set(settings) - set(allowed):
+            raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
+        if weight:  # 0 takes a term out of a configuration that others are added to
+            chosen.append((float(weight), partial(TERMS[name], **settings)))
+    if not chosen:
+        raise ValueError(f"objective.terms needs a term of a weight other than 0; there are {', '.join(TERMS)}")
+    return chosen
+
+
+class Objective:
+    """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
+
+    terms: see `TERMS`. A position counts if it belongs to the loss mask and, with `known_only`, the target's likeliest
+    token is in the draft vocabulary. mean 'masked' divides by the positions that count; 'all' by all of them, as EAGLE
+    does, which makes the loss depend on padding. renormalise: p sums to 1 over the draft vocabulary. noise: width of
+    the uniform noise on the target's features while learning, of that width at `noise_length` tokens and narrower in
+    longer texts, or, if that is None, at any length.
+    """
+
+    def __init__(
+        self,
+        terms: Mapping[str, Weight],
+        *,
+        steps: int,
+        decay: float,
+        mean: str = "masked",
+        renormalise: bool = True,
+        known_only: bool = True,
+        noise: float = 0.0,
+        noise_length: int | None = None,
+    ):
+        if steps < 1:
+            raise ValueError(f"objective.steps must be at least 1, got {steps}")
+        if mean not in ("masked", "all"):
+            raise ValueError(f"mean must be 'masked' or 'all', got {mean!r}")
+        self.terms = read_terms(terms)
+        self.step_weights = [decay**j for j in range(steps)]
+        self.mean, self.renormalise, self.known_only = mean, renormalise, known_only
+        self.noise, self.noise_length = noise, noise_length
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_weights)
+
+    def __call__(
+        self, drafter: Drafter, feats: Tensor, tokens: Tensor, target_logits: Tensor | DeferredLogits, loss_mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
+        loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
+        terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted
+        [], what the first step's mean was divided by."""
+        # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
+        following = F.pad(tokens[:, 1:], (0, 1))
+        labels = draft_labels(drafter.vocab, following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
+        counted = self.positions(drafter.vocab, target_logits, labels, loss_mask)
+        states = list(drafter.unroll(self.noisy(feats), following, self.steps))
+        batch = Positions(counted, self.steps, self.mean)
+        judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
+        loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
+        metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
+        extra, more = self.beside(states, feats, batch)
+        return loss + extra, metrics | more | {"counted": batch.divisors[0]}
+
+    def noisy(self, feats: Tensor) -> Tensor:
+        if not self.noise or not torch.is_grad_enabled():  # not while evaluating
+            return feats
+        width = self.noise * (self.noise_length / feats.shape[1] if self.noise_length else 1)
+        return feats + (torch.rand_like(feats) - 0.5) * width
+
+    def positions(self, vocab, target_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """[B,T], how much each position counts, by the position of the target whose distribution is learnt there."""
+        if not self.known_only or vocab.ids is None:
+            return loss_mask.float()
+        known = torch.zeros_like(loss_mask)
+        row, column = loss_mask.nonzero(as_tuple=True)
+        contains = vocab.contains().to(labels.device)
+        for piece in pieces(len(row), vocab.target_size):
+            here = row[piece], column[piece]
+            known[here] = contains[target_logits[here].max(-1).indices].to(known.dtype)
+        return (loss_mask * known).float()
+
+    def beside(self, states: list[UnrolledState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
+        """What a subclass adds to the loss, and to the metrics."""
+        return 0.0, {}
+
+
+class Positions:
+    """The n positions of a batch that count, by where the target stands: (row, column). Step j drafts for it from row
+    column-1-j of the unroll, or not at all where that lies before the text."""
+
+    def __init__(self, counted: Tensor, steps: int, mean: str):
+        """counted [B,T]. One look at the mask's values a training step: only what counts is computed."""
+        self.row, before = counted[:, 1:].nonzero(as_tuple=True)  # no step drafts the second token
+        self.column = before + 1
+        reached = self.column > torch.arange(steps, device=counted.device)[:, None]
+        self.mask = counted[self.row, self.column] * reached  # [steps,n]
+        self.counts = self.mask.sum(1)
+        self.divisors = self.counts if mean == "masked" else torch.full_like(self.counts, counted.numel())
+        self.share = self.mask / self.divisors.clamp(min=1)[:, None]  # [steps,n], what a position weighs in its mean
+
+    def rows(self, x: Tensor, j: int) -> Tensor:
+        """What step j drafts from: x [B,T,.] -> [n,.]; where there is nothing, row 0, which has no weight."""
+        return x[self.row, (self.column - 1 - j).clamp(min=0)]
+
+
+class _Terms:
+    """The judge of `head_loss`: it weighs the terms of one objective on one batch and fills in the metrics."""
+
+    def __init__(self, objective: Objective, vocab, target_logits, labels: Tensor, batch: Positions):
+        self.objective, self.vocab, self.target_logits, self.labels, self.batch = (
+            objective, vocab, target_logits, labels, batch,
+        )  # fmt: skip
+        self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
+
+    def truth(self, rows: slice) -> Truth:
+        here = self.batch.row[rows], self.batch.column[rows]
+        logits = self.target_logits[here]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        chosen = self.vocab.select(logits)
+        mass = chosen.logsumexp(-1, keepdim=True)
+        log_share = None
+        if self.vocab.ids is not None:
+            whole = logits.logsumexp(-1, keepdim=True)
+            mass, log_share = (mass, mass - whole) if self.objective.renormalise else (whole, None)
+        return Truth(chosen - mass, log_share, logits.max(-1).indices, self.labels[here])
+
+    def step(self, j: int, rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        best = self.vocab.to_target(logits.max(-1).indices)  # on the CPU several times faster than argmax
+        logq = logits.log_softmax(-1)
+        q = logq.exp()
+        value, slope = 0, None
+        for weight, term in self.objective.terms:
+            one, its_slope = term(logq, q, truth)
+            value = value + weight * one
+            slope = its_slope.mul_(weight) if slope is None else slope.add_(its_slope, alpha=weight)
+        share, step_weight = self.batch.share[j, rows], self.objective.step_weights[j]
+        loss = (value * share).sum()
+        self.losses[j] += loss
+        self.accuracy[j] += ((best == truth.choice) * self.batch.mask[j, rows]).sum() / self.batch.counts[j].clamp(
+            min=1
+        )
+        slope.addcmul_(q, slope.sum(-1, keepdim=True), value=-1)  # d log q_v / d x_u = [u = v] - q_u
+        return loss * step_weight, slope, (share * step_weight)[:, None]
+
+
+def draft_labels(vocab, tokens: Tensor) -> Tensor:
+    """Target ids -> draft ids, any shape; -1 for tokens outside the draft vocabulary."""
+    if vocab.ids is None:
+        return tokens
+    place = torch.full((vocab.target_size,), -1, device=tokens.device)
+    place[vocab.ids] = torch.arange(vocab.size, device=tokens.device)
+    return place[tokens]

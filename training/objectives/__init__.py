@@ -1,1 +1,5 @@
-"""Training objectives, one file each: Objective(drafter, features of a batch) -> (loss, metrics)."""
+"""Training objectives, one file each: Objective(drafter, features of a batch) -> (loss, metrics).
+
+Metrics are means over positions, with one entry per step; `counted` [] beside them is the number of positions behind
+the first step's, by which the trainer weights a batch among those of a step (absent: the sum of the loss mask).
+"""

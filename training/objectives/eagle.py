@@ -27,7 +27,8 @@ class EagleObjective:
         self, drafter: Eagle, feats: Tensor, tokens: Tensor, target_logits: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs: feats [B,T,H], tokens [B,T], target_logits [B,T,V], loss_mask [B,T]. Metrics, per step:
-        losses, feature_losses, and accuracy, the share of counted positions that agree with the target's choice."""
+        losses, feature_losses, and accuracy, the share of counted positions that agree with the target's choice;
+        and counted, their number at the first step."""
         if not isinstance(drafter, Eagle):
             raise ValueError(
                 f"objective=eagle compares a drafter's state with the target's next feature, which "
@@ -54,6 +55,10 @@ class EagleObjective:
             accuracy.append(((drafter.vocab.to_target(best) == choice[:, later:]) * mask).sum() / total)
         losses, feature_losses = torch.stack(losses), torch.stack(feature_losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
-        metrics = {"losses": losses.detach(), "feature_losses": feature_losses.detach()}
+        metrics = {
+            "losses": losses.detach(),
+            "feature_losses": feature_losses.detach(),
+            "counted": counted[:, 1:].sum(),
+        }
         loss = ((self.feature * feature_losses + self.logits * losses) * weights).sum()
-        return loss, metrics | {"accuracy": torch.stack(accuracy)}
+        return loss, metrics | {"accuracy": torch.stack(accuracy), "counted": counted[:, 1:].sum()}

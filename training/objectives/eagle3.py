@@ -28,7 +28,8 @@ class Eagle3Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics: per step, losses [steps] and accuracy [steps],
-        the share of counted positions whose most likely token agrees with the target's."""
+        the share of counted positions whose most likely token agrees with the target's; and counted, the number of
+        positions behind the first mean."""
         known = drafter.vocab.contains().to(tokens.device)[target_logits.argmax(-1)]
         probs = drafter.vocab.select(target_logits).float().softmax(-1)
         choice, counted = probs.argmax(-1), known * loss_mask
@@ -45,4 +46,6 @@ class Eagle3Objective:
             accuracy.append(((best == choice[:, later:]) * mask).sum() / mask.sum().clamp(min=1))
         losses = torch.stack(losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
-        return (losses * weights).sum(), {"losses": losses.detach(), "accuracy": torch.stack(accuracy)}
+        metrics = {"losses": losses.detach(), "accuracy": torch.stack(accuracy)}
+        metrics["counted"] = counted[:, 1:].sum() if self.mean == "masked" else losses.new_tensor(counted.numel())
+        return (losses * weights).sum(), metrics

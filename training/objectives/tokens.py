@@ -26,7 +26,8 @@ class TokensObjective:
         self, drafter: Drafter, feats: Tensor, tokens: Tensor, target_logits: Tensor, loss_mask: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs: feats [B,T,F], tokens [B,T], target_logits [B,T,V], loss_mask [B,T]. Metrics, per step:
-        losses, and accuracy, the share of counted positions that agree with the target's choice."""
+        losses, and accuracy, the share of counted positions that agree with the target's choice; and counted, their
+        number at the first step."""
         vocab, length = drafter.vocab, tokens.shape[1]
         labels = _draft_labels(vocab, tokens)
         choice = target_logits.argmax(-1)
@@ -44,7 +45,9 @@ class TokensObjective:
         losses = torch.stack(losses)
         weights = self.decay ** torch.arange(self.steps, device=losses.device)
         weights = weights / weights.sum()
-        return (losses * weights).sum(), {"losses": losses.detach(), "accuracy": torch.stack(accuracy)}
+        counted = (loss_mask[:, 2:] * (labels[:, 2:] >= 0)).sum()
+        metrics = {"losses": losses.detach(), "accuracy": torch.stack(accuracy), "counted": counted}
+        return (losses * weights).sum(), metrics
 
 
 def _draft_labels(vocab, tokens: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on leve
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView, document_mask, document_positions
@@ -184,6 +186,7 @@ class RecurrentDrafter(nn.Module):
         self.cache: KVCache | None = None
         # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together; None: one text each
         self.documents: Tensor | None = None
+        self.recompute = False  # while training, keep only what enters and leaves a layer (activation checkpointing)
 
     @abstractmethod
     def fuse(self, feats: Tensor) -> Tensor:
@@ -252,13 +255,14 @@ class RecurrentDrafter(nn.Module):
         documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
         rows, seen = document_positions(documents), document_mask(documents)
         attention = [UnrolledAttention(seen) for _ in range(self.layers)]
+        layer = partial(recomputed, self.layer) if self.recompute else self.layer
         hidden = context = self.fuse(feats)
         for j in range(steps):
             index = min(j, self.layers - 1)
             if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
-                self.layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
+                layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
             ahead = self.embed(F.pad(tokens[:, j:], (0, min(j, t))), rows + j)
-            hidden = self.layer(ahead, hidden, self.rope(rows + j), attention[index], index)
+            hidden = layer(ahead, hidden, self.rope(rows + j), attention[index], index)
             yield UnrolledState(hidden, self.readout(hidden, index), self.head.weight)
 
 
@@ -285,3 +289,22 @@ class UnrolledAttention:
         for i, value in enumerate(self.values[1:]):
             out = out + weights[..., t + i].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
         return out.reshape(b, t, heads * dim)
+
+
+def recomputed(
+    layer: Callable, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: UnrolledAttention, index: int
+) -> Tensor:
+    """`layer` whose activations are computed anew in the backward pass, but for its own key and value."""
+
+    def run(embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        again = copy(earlier)  # this runs twice, and must leave no trace
+        again.keys, again.values = [*earlier.keys], [*earlier.values]
+        out = layer(embeds, hidden, rope, again, index)
+        return out, again.keys[-1], again.values[-1]
+
+    earlier = copy(attend)
+    earlier.keys, earlier.values = [*attend.keys], [*attend.values]
+    out, key, value = checkpoint(run, embeds, hidden, use_reentrant=False, preserve_rng_state=False)
+    attend.keys.append(key)
+    attend.values.append(value)
+    return out

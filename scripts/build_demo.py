@@ -117,7 +117,7 @@ def train_drafters(work: Path) -> None:
             "data.path": work / "answers" / "all.jsonl",
             "out": work / name,
             "+experiment": experiment,
-            "resume": str((work / name / "trainer.pt").exists()).lower(),
+            "resume": str((work / name / "checkpoints").exists()).lower(),
         }
         command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
         trained = subprocess.run(command, check=False)

@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -25,12 +24,11 @@ class Clock:
         else:
             self.marks.append((part, time.perf_counter()))
 
-    def seconds(self, first: int = 0) -> dict[str, float]:
-        """By part, from mark `first` on; waits for the device."""
+    def seconds(self) -> dict[str, float]:
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = defaultdict(float)
-        for (_, before), (part, now) in pairwise(self.marks[first:]):
+        for (_, before), (part, now) in zip(self.marks, self.marks[1:], strict=False):
             total[part] += before.elapsed_time(now) / 1e3 if self.cuda else now - before
         return dict(total)
 

@@ -233,8 +233,8 @@ def test_another_drafters_run_is_not_resumed(target_path, data, tmp_path, change
 
 
 def test_a_damaged_state_is_named(target_path, data, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "trainer.pt").write_bytes(b"no zip")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-00000002.pt").write_bytes(b"no zip")
     done = train(target_path, data, tmp_path / "run", "resume=true")
     assert done.returncode == 2
     assert "damaged or not ours" in done.stderr

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from training.parallel import full, sharded_as
+
 
 class Optimizers:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one.
@@ -35,21 +37,34 @@ class Optimizers:
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
-        """Clip the gradient's norm to `clip`, step with the learning rates times `scale`; returns the norm before."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip)
+        """Clip the gradient's norm to `clip`, step with the learning rates times `scale`; returns the norm before.
+
+        If that is not finite nothing is stepped."""
+        norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
+        if not math.isfinite(norm):
+            return norm
         for optimizer, lr in self.parts:
             for group in optimizer.param_groups:
                 group["lr"] = lr * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return norm.item()
+        return norm
 
     def state_dict(self) -> list[dict]:
-        return [optimizer.state_dict() for optimizer, _ in self.parts]
+        """Full tensors, whoever holds the shards: every process must call it."""
+        return [full(optimizer.state_dict()) for optimizer, _ in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
+        """Raises ValueError if the states are of other optimisers or of other parameters."""
+        if len(states) != len(self.parts):
+            raise ValueError("the states are of other optimisers")
         for (optimizer, _), state in zip(self.parts, states, strict=True):
-            optimizer.load_state_dict(state)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                i: {k: sharded_as(v, parameters[i]) if v.shape == parameters[i].shape else v for k, v in held.items()}
+                for i, held in state["state"].items()
+            }
+            optimizer.load_state_dict(state | {"state": moments})
 
 
 def schedule(step: int, steps: int, warmup: int, kind: str = "cosine") -> float:

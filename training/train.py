@@ -15,13 +15,16 @@ from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
 from specdec.cli import one_sentence_errors
 from specdec.loader import load_target
 from specdec.model import Target
+from training.checkpoint import checkpoints
 from training.data import Batches, Sample, count_tokens, load_samples
-from training.trainer import STATE, Trainer, TrainerConfig
+from training.parallel import join_processes
+from training.trainer import Trainer, TrainerConfig, meaning
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
@@ -50,21 +53,52 @@ def trainer_settings(config: DictConfig) -> TrainerConfig:
         raise ValueError(f"conf/trainer: {error}") from None
 
 
-def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int):
-    """A fresh drafter as conf/drafter/*.yaml describes it."""
+def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int, init_from: str | None = None):
+    """A drafter as conf/drafter/*.yaml describes it: fresh, or with the weights and vocabulary of a checkpoint."""
     settings = OmegaConf.to_container(config, resolve=True)
-    vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
+    size = settings.pop("draft_vocab_size", None)
+    given = stored_drafter(init_from, target) if init_from is not None else None
+    if given is None:
+        vocab = draft_vocabulary(size, samples, target)
+    elif given.vocab.size != (size or target.config.vocab):
+        raise ValueError(
+            f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
+            f"set drafter.draft_vocab_size={given.vocab.size}"
+        )
+    else:
+        vocab = given.vocab
     torch.manual_seed(seed)
     drafter = instantiate(settings, target=target, vocab=vocab)
     if not hasattr(drafter, "unroll"):
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
     drafter.recipe = settings  # with it a drafter without a published layout is saved
+    if given is not None:
+        copy_weights(given, drafter, init_from)
     return drafter
+
+
+def stored_drafter(path: str, target: Target):
+    """A checkpoint's drafter in the precision in which it is trained, where `load_drafter` takes the target's."""
+    checkpoint = open_checkpoint(path)
+    return checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
+
+
+def copy_weights(given, drafter, path: str) -> None:
+    """Raises ValueError unless both are the same drafter but for the weights."""
+    if meaning(given) != meaning(drafter):
+        raise ValueError(f"init_from={path} is {meaning(given)}; the settings describe {meaning(drafter)}")
+    weights = dict(given.named_parameters())
+    for name, parameter in drafter.named_parameters():
+        if name not in weights or weights.pop(name).shape != parameter.shape:
+            raise ValueError(f"init_from={path} does not fit the drafter settings: {name} is not there in this shape")
+    if weights:
+        raise ValueError(f"init_from={path} does not fit the drafter settings, which have no {min(weights)}")
+    drafter.load_state_dict(given.state_dict(), strict=True)
 
 
 def check_folder(out: Path, resume: bool) -> None:
     """A finished or saved run is never overwritten; what a run left that never saved is."""
-    if (out / STATE).exists() and not resume:
+    if checkpoints(out) and not resume:
         raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -88,10 +122,10 @@ def run(config: DictConfig) -> None:
     trainer_config = trainer_settings(config.trainer)
     out = Path(config.out)
     check_folder(out, config.resume)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    processes = join_processes(config.device)
+    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
     train, heldout = load_samples(config.data, target)
-    drafter = build_drafter(config.drafter, target, train, trainer_config.seed)
-    run_config = OmegaConf.to_container(config, resolve=True)
+    drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)
     objective = instantiate(config.objective)
     how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.steps + 1
     trainer = Trainer(
@@ -102,18 +136,22 @@ def run(config: DictConfig) -> None:
         Batches(heldout, *how) if heldout else None,
         trainer_config,
         out,
-        run_config,
+        OmegaConf.to_container(config, resolve=True),
+        processes,
     )
     if config.resume:
         trainer.resume()
-    record(config, out, config.resume)
-    tokens = sum(len(s.ids) for s in train)
-    parameters = sum(p.numel() for p in drafter.parameters())
-    print(
-        f"{len(train)} conversations, {tokens} tokens an epoch; drafter of {parameters} parameters, taps {drafter.taps}"
-    )
+    if processes.main:
+        record(config, out, config.resume)
+        tokens, parameters = sum(len(s.ids) for s in train), sum(p.numel() for p in drafter.parameters())
+        print(
+            f"{len(train)} conversations, {tokens} tokens an epoch; drafter of {parameters} parameters, "
+            f"taps {drafter.taps}"
+        )
     metrics = trainer.train()
-    print(json.dumps(metrics | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
+    if processes.main:
+        report = {"step": trainer.step} | metrics
+        print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
 
 
 @hydra.main(config_path="../conf", config_name="train", version_base="1.3")

@@ -1,59 +1,55 @@
-"""The training loop of a drafter: features, objective, step, log, checkpoint, resume."""
+"""The training loop of a drafter: features, objective, step, log, measure, save, resume."""
 
+import copy
+import itertools
 import json
 import math
 import os
-import pickle
+import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafters.common import RecurrentDrafter
 from drafters.formats import save_drafter
 from specdec.model import Target
-from training.data import Batches
+from training.checkpoint import read_newest, write_checkpoint
+from training.curves import draw_curves, read_log
+from training.data import Batch, Batches
+from training.evaluate import Decoding, expected_tau
 from training.features import online_features
 from training.optim import Optimizers, schedule
+from training.parallel import Processes, Sums, accumulating, full, sharded_as, wrap
+from training.settings import TrainerConfig
+from training.stopping import StopSignals
 
-STATE = "trainer.pt"
 
+class Learner(nn.Module):
+    """The objective over the drafter as one module, for DDP and FSDP to wrap."""
 
-@dataclass
-class TrainerConfig:
-    """conf/trainer/*.yaml. `steps` optimiser steps of at most `batch_tokens` tokens; warmup below 1 is a share."""
+    def __init__(self, drafter: nn.Module, objective):
+        super().__init__()
+        self.drafter, self.objective = drafter, objective
 
-    steps: int = 1000
-    batch_tokens: int = 4096
-    lr: float = 1e-3
-    muon_lr: float | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup: float = 0.02
-    schedule: str = "cosine"
-    clip: float = 0.5
-    autocast: str | None = None
-    seed: int = 0
-    log_every: int = 10
-    save_every: int = 200
-    eval_batches: int = 8
-    wandb: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch_tokens", "log_every", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} must be at least 1, got {getattr(self, name)}")
-        if self.autocast not in (None, "bf16"):
-            raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
-        schedule(0, 1, 0, self.schedule)
+    def forward(self, **features: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.objective(self.drafter, **features)
 
 
 class Trainer:
-    """Trains `drafter` for `target` into the folder `out`: `draft/` (published layout), trainer.pt, log.jsonl."""
+    """Trains `drafter` for `target` into the folder `out`: checkpoints/ to resume from, draft/ and best/ in the
+    published layout, log.jsonl, curves.png.
+
+    A step takes `accumulate` batches in each of `processes`, and its gradient is that of the mean of the batches'
+    losses weighted by how many positions each counts, however they are spread over processes. What is random in a batch
+    depends on the seed and the batch's number alone, so that neither a resumed run nor another number of processes
+    changes it.
+    """
 
     def __init__(
         self,
@@ -65,80 +61,186 @@ class Trainer:
         config: TrainerConfig,
         out: Path,
         run_config: dict | None = None,
+        processes: Processes | None = None,
     ):
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
-        self.run_config = run_config or {}
+        self.processes = processes or Processes()
+        if config.recompute:
+            if not isinstance(drafter, RecurrentDrafter):
+                raise ValueError(f"trainer.recompute is for drafters with a layer, not for {type(drafter).__name__}")
+            drafter.recompute = True
+        self.meaning = meaning(drafter)
+        alone = self.processes.world == 1 or not config.fsdp
+        self.published = drafter if alone and config.ema is None else _shell(drafter)  # evaluated and exported
+        self.learner = wrap(Learner(drafter, objective), self.processes, config.fsdp)
+        self.parameters = dict(drafter.named_parameters())
+        self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
         self.optimizers = Optimizers(
-            drafter.named_parameters(),
+            self.parameters.items(),
             lr=config.lr,
             betas=tuple(config.betas),
             weight_decay=config.weight_decay,
             muon_lr=config.muon_lr,
         )
-        self.step = self.tokens = 0
-        self.seconds = 0.0
-        self.tracker = _start_wandb(self.run_config) if config.wandb else None
+        self.decoding = None
+        if config.prompts is not None:
+            sizes = config.decode_prompts, config.decode_steps, config.decode_tokens
+            self.decoding = Decoding(target, Path(config.prompts), *sizes)
+        self.step = self.tokens = self.batches = 0
+        self.seconds, self.best = 0.0, 0.0
+        self.signals = StopSignals()
+        self.tracker = _start_wandb(config.wandb, run_config or {}, out) if config.wandb and self.main else None
+
+    @property
+    def main(self) -> bool:
+        return self.processes.main
 
     def train(self) -> dict:
-        """Run to the last step; returns the last metrics. Saves at the end, and every `save_every` steps."""
-        config = self.config
-        warmup = int(config.warmup * config.steps) if config.warmup < 1 else int(config.warmup)
-        batches = self.train_data.iterate(skip=self.step)
-        bar = tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0)
-        metrics: dict = {}
+        """Run to the last step, or until a signal asks to stop; returns the last metrics. Saves at the end, and every
+        `save_every` steps."""
+        try:
+            with self.signals:
+                return self._run()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {self.out}: {error.strerror or error}; resume=true goes on from the last checkpoint"
+            ) from None
+
+    def _run(self) -> dict:
+        config, metrics, asked = self.config, {}, False
+        groups = self._groups()
+        bar = tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main)
         mark = time.monotonic()
-        while self.step < config.steps:
-            batch = next(batches)
-            loss, values = self._loss(batch)
-            if not math.isfinite(loss.item()):
-                raise ValueError(f"the loss is {loss.item()} at step {self.step}; lower trainer.lr or look at the data")
-            loss.backward()
-            scale = schedule(self.step, config.steps, warmup, config.schedule)
-            norm = self.optimizers.step(scale, config.clip)
-            self.step += 1
-            self.tokens += int(batch.loss_mask.numel())
+        while self.step < config.steps and not asked:
+            values, asked, row = self._step(next(groups))
             now = time.monotonic()
             self.seconds, mark = self.seconds + now - mark, now
             bar.update()
-            if self.step % config.log_every == 0 or self.step == config.steps:
-                metrics = self._log("train", values, loss=loss.item(), gradient_norm=norm, lr_scale=scale)
-                bar.set_postfix(loss=f"{loss.item():.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
-            if self.step % config.save_every == 0 and self.step < config.steps:
-                self._evaluate()
+            if self._due(config.log_every):
+                metrics = self._log("train", values, **row)
+                bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
+            if self._due(config.save_every) and not asked:
+                metrics |= self._evaluate()
+            if self.decoding is not None and self._due(config.decode_every) and not asked:
+                metrics |= self._decode()
+            if self._due(config.save_every) and self.step < config.steps and not asked:
                 self.save()
         bar.close()
-        metrics |= self._evaluate()
         self.save()
+        if self.step < config.steps and self.main:
+            print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def _groups(self) -> Iterator[list[Batch]]:
+        """This process's batches of each step: of every `accumulate * world` in a row, every `world`-th."""
+        batches = self.train_data.iterate(skip=self.batches)
+        own = itertools.islice(batches, self.processes.rank, None, self.processes.world)
+        while True:
+            yield list(itertools.islice(own, self.config.accumulate))
+
+    def _step(self, group: list[Batch]) -> tuple[dict[str, Tensor], bool, dict[str, float]]:
+        """One optimiser step: per-step metrics, whether a signal came, and what is logged beside."""
+        config, world, sums, losses = self.config, self.processes.world, Sums(), []
+        for i, batch in enumerate(group):
+            torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
+            with accumulating(self.learner, last=i == len(group) - 1):
+                loss, metrics = self._loss(batch)
+                weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+                (loss * weight * world).backward()  # DDP and FSDP divide by `world`
+            losses.append(loss.detach())
+            sums.add(weight, loss, batch.loss_mask.numel(), self.signals.asked, metrics)
+        counted, loss, tokens, asked, metrics = sums.means(self.processes)
+        if not math.isfinite(loss):
+            self._give_up(f"the loss is {loss}", group, losses)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(counted, 1))
+        warmup = int(config.warmup * config.steps) if config.warmup < 1 else int(config.warmup)
+        scale = schedule(self.step, config.steps, warmup, config.schedule)
+        norm = self.optimizers.step(scale, config.clip)
+        if not math.isfinite(norm):
+            self._give_up(f"the gradient's norm is {norm}", group, losses)
+        for name, average in (self.averages or {}).items():
+            average.lerp_(self.parameters[name].detach(), 1 - config.ema)
+        self.step, self.tokens, self.batches = self.step + 1, self.tokens + tokens, self.batches + len(group) * world
+        return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
         if self.config.autocast is None:
             return nullcontext()
         return torch.autocast(self.target.embed.weight.device.type, torch.bfloat16)
 
-    def _loss(self, batch) -> tuple[Tensor, dict[str, Tensor]]:
-        features = online_features(self.target, batch, self.drafter.taps, self._autocast())
-        self.drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
+    def _features(self, drafter: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The objective's arguments; where a row's conversations end is told the drafter."""
+        features = online_features(self.target, batch, drafter.taps, self._autocast())
+        drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
+        return features
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        features = self._features(self.drafter, batch)
         with self._autocast():
-            return self.objective(self.drafter, **features)
+            return self.learner(**features)
+
+    def _give_up(self, what: str, group: list[Batch], losses: list[Tensor]) -> None:
+        """Save this process's batches of the step, and raise."""
+        path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
+        rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
+        torch.save(rows, path)
+        raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
+
+    def _publish(self) -> None:
+        """Put the weights that are evaluated and exported into `published`; every process must call it."""
+        if self.published is self.drafter:
+            return
+        own = dict(self.published.named_parameters())
+        for name, weight in (self.averages or self.parameters).items():
+            value = full(weight.detach())
+            if self.main:
+                own[name].data = value
 
     @torch.no_grad()
     def _evaluate(self) -> dict:
-        """Mean held-out losses and accuracies per step, over the same batches every time."""
-        if self.heldout is None or self.config.eval_batches < 1:
+        """Held-out means, over the same batches every time: losses and accuracies per step, and the expected tau."""
+        self._publish()
+        if self.heldout is None or self.config.eval_batches < 1 or not self.main:
             return {}
-        indices = self.heldout.epoch(0)[: self.config.eval_batches]
-        results = [self._loss(self.heldout.collate(i)) for i in indices]
-        mean = {key: torch.stack([values[key] for _, values in results]).mean(0) for key in results[0][1]}
-        logged = self._log("heldout", mean, loss=sum(loss.item() for loss, _ in results) / len(results))
-        return {f"heldout_{key}": logged[key] for key in ("loss", "losses", "accuracy")}
+        learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
+        depth = min(self.config.decode_steps, self.drafter.max_steps or self.config.decode_steps)
+        for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
+            batch = self.heldout.collate(indices)
+            features = self._features(self.published, batch)
+            with self._autocast():
+                loss, metrics = learner(**features)
+                tau = tau + expected_tau(self.published, **features, steps=depth)
+            sums.add(metrics.pop("counted", batch.loss_mask.sum()).to(loss), loss, 0, False, metrics)
+        _, loss, _, _, mean = sums.means(Processes())
+        greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
+        scalars = {"loss": loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
+        logged = self._log("heldout", mean, **scalars)
+        return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
+
+    def _decode(self) -> dict:
+        """The tau of real decoding with the drafter as it is exported now; the best is kept in `best/`."""
+        self._publish()
+        if not self.main:
+            return {}
+        save_drafter(self.published, self.out / "draft", self.target)
+        tau = self.decoding.tau(self.out / "draft")
+        if tau > self.best:
+            self.best = tau
+            save_drafter(self.published, self.out / "best", self.target)
+        return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
         row = {"split": split, "step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
         row |= scalars | {key: [round(v, 5) for v in value.tolist()] for key, value in values.items()}
-        with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(row) + "\n")
+        if self.main:
+            with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(row) + "\n")
         if self.tracker is not None:
             flat = {f"{split}/{k}": v for k, v in scalars.items()}
             for key, value in values.items():
@@ -147,56 +249,79 @@ class Trainer:
         return row
 
     def save(self) -> None:
-        """The drafter in its published layout, then the state to resume from; each whole or not at all."""
-        save_drafter(self.drafter, self.out / "draft", self.target)
+        """A checkpoint, the drafter in its published layout, and the curves; each whole or not at all."""
         state = {
             "step": self.step,
+            "batches": self.batches,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "drafter": {name: p.detach() for name, p in self.drafter.named_parameters()},
-            "meaning": self._meaning(),
+            "best": self.best,
+            "meaning": self.meaning,
             "vocab": self.drafter.vocab.ids,
+            "drafter": full({name: p.detach() for name, p in self.parameters.items()}),
+            "averages": full(self.averages),
             "optimizers": self.optimizers.state_dict(),
-            "rng": torch.get_rng_state(),
         }
-        aside = self.out / (STATE + ".partial")
-        torch.save(state, aside)
-        os.replace(aside, self.out / STATE)
-
-    def _meaning(self) -> str:
-        """What the weights mean beyond their shapes: taps, rope, and so on."""
-        return f"{type(self.drafter).__name__} taps {list(self.drafter.taps)} {self.drafter.shape}"
+        self._publish()
+        if self.main:
+            write_checkpoint(self.out, self.step, state, self.config.keep)
+            save_drafter(self.published, self.out / "draft", self.target)
+            draw_curves(self.out / "log.jsonl", self.out / "curves.png")
 
     def resume(self) -> None:
-        """Go on from the folder's state. Raises ValueError if there is none, or if it is of another drafter."""
-        path = self.out / STATE
-        if not path.is_file():
-            raise ValueError(f"nothing to resume: {path} does not exist")
-        try:
-            state = torch.load(path, map_location=self.target.embed.weight.device, weights_only=True)
-            weights, vocab, meaning = state["drafter"], state["vocab"], state["meaning"]
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged or not ours: {str(error).splitlines()[0]}") from None
-        own, ids = dict(self.drafter.named_parameters()), self.drafter.vocab.ids
-        same_shapes = {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in weights.items()}
-        same_vocab = (ids is None and vocab is None) or (
-            ids is not None and vocab is not None and torch.equal(ids, vocab)
-        )
-        if not same_shapes or not same_vocab or meaning != self._meaning():
+        """Go on from the folder's newest sound checkpoint. Raises ValueError if there is none, or if it is of another
+        drafter."""
+        path, state = read_newest(self.out, warn=self.main)
+        weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), self.drafter.vocab.ids
+        same_shapes = {k: v.shape for k, v in self.parameters.items()} == {k: v.shape for k, v in weights.items()}
+        same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
+        if not same_shapes or not same_vocab or state["meaning"] != self.meaning:
             raise ValueError(
                 f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
             )
+        if (state["averages"] is None) != (self.averages is None):
+            raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(weights[name])
-        self.optimizers.load_state_dict(state["optimizers"])
-        torch.set_rng_state(state["rng"].cpu())
-        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+            for name, parameter in self.parameters.items():
+                parameter.copy_(sharded_as(weights[name], parameter))
+                if self.averages is not None:
+                    self.averages[name].copy_(sharded_as(state["averages"][name], parameter))
+        try:
+            self.optimizers.load_state_dict(state["optimizers"])
+        except ValueError as error:
+            raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
+        self.step, self.batches, self.tokens = state["step"], state["batches"], state["tokens"]
+        self.seconds, self.best = state["seconds"], state["best"]
+        if self.main:
+            self._forget_later_rows()
+
+    def _forget_later_rows(self) -> None:
+        """The log without what came after the checkpoint, which will come again."""
+        log = self.out / "log.jsonl"
+        rows = [row for row in read_log(log) if row["step"] <= self.step] if log.exists() else []
+        aside = log.with_suffix(".partial")
+        aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        os.replace(aside, log)
 
 
-def _start_wandb(run_config: dict):
+def meaning(drafter: nn.Module) -> str:
+    """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
+    how = getattr(drafter, "how", "")
+    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {how}".strip()
+
+
+def _shell(drafter: nn.Module) -> nn.Module:
+    """A second drafter of the same kind, with parameters of its own; what belongs to the target is shared."""
+    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def _seed(seed: int, batch: int) -> int:
+    return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])
+
+
+def _start_wandb(mode: str, run_config: dict, out: Path):
     try:
         import wandb
     except ImportError:
-        raise ValueError("trainer.wandb is on, but wandb is not installed: pip install 'specdec[wandb]'") from None
-    return wandb.init(project="specdec", config=run_config)
+        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install 'specdec[wandb]'") from None
+    return wandb.init(project="specdec", config=run_config, mode=mode, dir=str(out))

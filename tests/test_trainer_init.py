@@ -1,0 +1,62 @@
+"""Training that starts from a checkpoint: its weights and its vocabulary, refused where the settings say another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_drafter
+from omegaconf import OmegaConf
+
+from drafters.formats import load_drafter, save_drafter
+from specdec.loader import load_target
+from training.train import build_drafter
+
+CONF = Path(__file__).parents[1] / "conf"
+
+
+def settings(name: str = "eagle3", **fields):
+    return OmegaConf.merge(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), fields)
+
+
+def test_a_published_head_is_trained_further(target_path, drafter_path):
+    target = load_target(target_path)
+    given = load_drafter(drafter_path, target)
+    drafter = build_drafter(settings(draft_vocab_size=given.vocab.size), target, [], 0, str(drafter_path))
+    assert torch.equal(drafter.vocab.ids, given.vocab.ids)
+    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+        assert weight.requires_grad, name
+        assert weight.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa"])
+def test_every_kind_can_be_trained_further(target_path, tmp_path, kind):
+    target = load_target(target_path)
+    given = tiny_drafter(target, kind=kind)
+    given.recipe = {"_target_": "drafters.none.create"}  # not used by those with a layout
+    save_drafter(given, tmp_path / "given", target)
+    drafter = build_drafter(settings(kind, draft_vocab_size=None), target, [], 0, str(tmp_path / "given"))
+    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("eagle3", {"draft_vocab_size": 7}, r"set drafter\.draft_vocab_size=160"),
+        ("eagle3", {"taps": [0, 1, 3]}, r"taps \[.*settings describe .* taps \[0, 1, 3\]"),
+        ("eagle3", {"feedback": "post"}, "feedback='post'"),
+        ("eagle3", {"intermediate_size": 32}, "intermediate=32"),
+        ("mtp", {}, "is Eagle3 .*describe Mtp"),
+    ],
+)
+def test_another_drafter_is_refused(target_path, drafter_path, name, fields, message):
+    target = load_target(target_path)
+    size = load_drafter(drafter_path, target).vocab.size
+    with pytest.raises(ValueError, match=message.replace("160", str(size))):
+        build_drafter(settings(name, **({"draft_vocab_size": size} | fields)), target, [], 0, str(drafter_path))
+
+
+def test_what_is_no_checkpoint_is_named(target_path):
+    with pytest.raises(ValueError, match="no such checkpoint folder"):
+        build_drafter(settings(), load_target(target_path), [], 0, "/no/such")

@@ -1,0 +1,88 @@
+"""Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
+
+A file is written aside, forced to disk and renamed. It is a zip with a checksum for every tensor, so that one which was
+cut or altered is recognised; then the one before it is used.
+"""
+
+import os
+import pickle
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+
+FOLDER = "checkpoints"
+NAME = re.compile(r"step-(\d{8,})\.pt")
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """The checkpoints of the run in `out`, oldest first."""
+    found = {p: NAME.fullmatch(p.name) for p in (out / FOLDER).glob("step-*.pt")}
+    return sorted((p for p, match in found.items() if match), key=lambda p: int(found[p][1]))
+
+
+def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
+    """Write the state after `step`, then delete all but the last `keep`. state: tensors and plain values only.
+
+    Raises ValueError if the disk does not take it; what was there before stays.
+    """
+    path = out / FOLDER / f"step-{step:08d}.pt"
+    aside = path.with_suffix(".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with aside.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # torch's zip writer turns the system's error into its own
+        cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
+        aside.unlink(missing_ok=True)
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        last = next(reversed(checkpoints(out)), None)
+        rest = f"{last} is the last good one, and resume=true goes on from it" if last else "there is none before it"
+        raise ValueError(f"cannot write {path}: {reason}; {rest}") from None
+    for old in checkpoints(out)[:-keep]:
+        old.unlink()
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
+    """The newest checkpoint that is sound, on the CPU; one sentence on stderr for each that is not.
+
+    Raises ValueError if there is none.
+    """
+    paths = checkpoints(out)
+    if not paths:
+        raise ValueError(f"nothing to resume: {out / FOLDER} holds no checkpoint")
+    for path in reversed(paths):
+        try:
+            return path, read_checkpoint(path)
+        except ValueError as error:
+            if warn:
+                print(f"warning: {error}; the one before it is used", file=sys.stderr)
+    raise ValueError(f"nothing to resume: every checkpoint in {out / FOLDER} is damaged or not ours")
+
+
+def read_checkpoint(path: Path) -> dict:
+    """A checkpoint's state on the CPU. Raises ValueError if any byte of it is not what was written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise ValueError(f"the checksum of {broken} is wrong")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or not ours: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,49 @@
+"""The run's log as a picture: losses, agreement, tau, gradient norm over steps."""
+
+import json
+import os
+from pathlib import Path
+
+
+def read_log(path: Path) -> list[dict]:
+    """Rows of a log.jsonl; a last line that was cut while it was written is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def draw_curves(log: Path, picture: Path) -> None:
+    """Draw log.jsonl into a PNG, which is replaced whole."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no state
+
+    rows = read_log(log)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    loss, accuracy, tau, norm = figure.subplots(2, 2, sharex=True).flat
+    for split in ("train", "heldout"):
+        _plot(loss, rows, split, "loss", split)
+    for j in range(max((len(r.get("accuracy", ())) for r in rows), default=0)):
+        _plot(accuracy, rows, "heldout", "accuracy", f"step {j + 1}", at=j)
+    _plot(tau, rows, "decode", "tau", "decoding held-out prompts")
+    _plot(tau, rows, "heldout", "expected_tau", "expected, greedy")
+    _plot(tau, rows, "heldout", "expected_tau_sampled", "expected, sampled")
+    _plot(norm, rows, "train", "gradient_norm", "before clipping")
+    titles = ("loss", "held-out agreement with the target", "tau (tokens a round)", "gradient norm")
+    for axes, title in zip((loss, accuracy, tau, norm), titles, strict=True):
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    aside = picture.with_suffix(".partial.png")
+    figure.savefig(aside, dpi=110)
+    os.replace(aside, picture)
+
+
+def _plot(axes, rows: list[dict], split: str, key: str, label: str, at: int | None = None) -> None:
+    chosen = [r for r in rows if r["split"] == split and key in r]
+    if chosen:
+        values = [r[key] if at is None else r[key][at] for r in chosen]
+        axes.plot([r["step"] for r in chosen], values, label=label, marker="." if len(chosen) < 30 else None)

@@ -51,7 +51,7 @@ def trainer(out: Path, kind: str = "eagle3", objective=None, data=None, pack=Non
     drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
     objective = objective or Eagle3Objective(steps=2)
     data = data or Batches(samples(), settings["batch_tokens"], 0)
-    heldout = Batches(samples(4), 40, 0, pack, lookahead=3)
+    heldout = Batches(samples(4), 40, 0, pack, lookahead=2)
     return Trainer(target, drafter, objective, data, heldout, TrainerConfig(**settings), out)
 
 

@@ -122,6 +122,9 @@ def test_several_calls_and_names(target):
     assert [row.question for row in rows] == ["q1", "q1", "q2", "3", "4", "5"]
     assert [row.category for row in rows[:3]] == ["math", "math", None]
     assert rows[0].trace == rows[3].trace
+    recorder.name(["q1"])
+    with pytest.raises(ValueError, match="1 questions were named, but 3 prompts"):
+        recorded(engine, recorder=recorder)
 
 
 def test_settings_that_are_not_json_are_refused_before_the_run():

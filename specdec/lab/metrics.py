@@ -10,6 +10,7 @@ text. Unless the end cuts it, e = a + 1: the bonus token.
 import argparse
 import json
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -96,7 +97,7 @@ def n_alpha(rows: Rows) -> list[float]:
     """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
     accepted, and that were drafted from n features of the drafter's own. Of chains only.
 
-    EAGLE (arXiv 2401.15077, section 4; SafeAILab/EAGLE `eagle/model/utils_alpha.py`)."""
+    EAGLE (arXiv 2401.15077; SafeAILab/EAGLE `eagle/model/utils_alpha.py`)."""
     if not all(row.chains for row in rows):
         return [math.nan] * _steps(rows)
     rounds = [both for row in rows for both in zip(row.trace.accepted, row.drafted, strict=True)]
@@ -262,8 +263,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps(summaries))
         return
+    console = Console(width=None if os.isatty(1) else 160)
     for table in tables(summaries):
-        Console().print(table)
+        console.print(table)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,8 @@ class Recorder:
     def _begin(self, report: RoundReport) -> None:
         rows = self.trace.rows
         names = self._names or [(str(len(rows) + i), None) for i in range(len(report.rows))]
+        if len(names) != len(report.rows):
+            raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")
         call = rows[-1].call + 1 if rows else 0
         seconds = report.clock.seconds()["prefill"]
         self._batch, self._names = report.rows, None

@@ -181,7 +181,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling) -> dict[str
     values = {
         "tokens": tree.tokens.int(),
         "parents": tree.parents.int(),
-        "logq": torch.full_like(p, torch.nan) if tree.logq is None else tree.logq.float(),
+        "logq": torch.full_like(p, torch.nan) if tree.logq is None else tree.logq.float().clone(),  # the tree is lent
         "logp": logp,
         "p": p,
     }

@@ -8,7 +8,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -228,18 +228,34 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """
-    folder = Path(folder)
-    aside, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
-    others = sorted(p.name for p in folder.glob("*") if p.name not in ("config.json", "model.safetensors"))
+
+    def fill(aside: Path) -> None:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    replace_folder(Path(folder), fill, ("config.json", "model.safetensors"), "a drafter")
+
+
+def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
+    """Raise ValueError if the folder holds anything but these files, those of `kind` ('a drafter')."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose a folder to write to")
+    others = sorted(p.name for p in folder.glob("*") if p.name not in files)
     if others:
-        raise ValueError(f"{folder} holds {others[0]}, which is not of a drafter; choose another folder to write to")
+        raise ValueError(f"{folder} holds {others[0]}, which is not of {kind}; choose another folder to write to")
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], None], files: Collection[str], kind: str) -> None:
+    """Let `fill` write `files` into a folder beside, and put that in place when it is whole. Raises ValueError if it
+    cannot be written, or stands where other files would be lost."""
+    check_replaceable(folder, files, kind)
+    aside, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
     try:
         for leftover in (aside, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
         aside.mkdir(parents=True)
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        fill(aside)
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from specdec.api import (
@@ -19,6 +20,7 @@ from specdec.api import (
 )
 from specdec.cli import one_sentence_errors
 from specdec.engine import Engine, RoundReport
+from specdec.lab.record import Recorder, check_trace_folder, describe, write_trace
 from specdec.text import TextStream, clean, encode_chat, read_prompts
 from specdec.tree import draw
 from specdec.verify import VERIFIERS
@@ -80,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--compare", action="store_true", help="decode plainly too: ratio of speeds, and are they identical?"
     )
+    out.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace of every round (docs/trace.md) there")
     out.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the summary")
     return p
 
@@ -165,6 +168,8 @@ class Session:
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
+        if args.trace is not None:
+            check_trace_folder(args.trace)
         self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
         shape = {k: getattr(args, k) for k in SHAPE if getattr(args, k) is not None}
         tree = load_tree(args.tree) if args.tree else make_tree(**shape, sample_draft=args.sample_draft)
@@ -176,6 +181,23 @@ class Session:
             self.drafter = load_drafter(
                 args.draft or DEMO_DRAFTER, self.target, token_map=args.token_map, feedback=args.feedback
             )
+        self.recorder = None
+        if args.trace is not None:
+            flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+            self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
+
+    def write_trace(self) -> None:
+        if self.recorder is not None:
+            write_trace(self.recorder.trace, self.args.trace)
+
+    def observer(self, screen: Screen) -> Callable[[RoundReport], None]:
+        """The screen, and the recorder if there is one."""
+
+        def both(report: RoundReport) -> None:
+            screen(report)
+            self.recorder(report)
+
+        return screen if self.recorder is None else both
 
     def run(
         self,
@@ -196,7 +218,7 @@ class Session:
             max_new_tokens=max_new_tokens or args.max_new_tokens,
             seed=args.seed,
             raw=args.raw,
-            observer=screen,
+            observer=screen and self.observer(screen),
         )
 
 
@@ -327,7 +349,7 @@ def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):
         max_new_tokens=args.max_new_tokens,
         sampling=session.sampling,
         seed=args.seed + len(history),
-        observer=screen,
+        observer=session.observer(screen),
     )
     row = result.rows[0]
     screen.end()
@@ -346,8 +368,10 @@ def main(argv: list[str] | None = None) -> None:
     session = Session(args)
     if args.chat:
         chat(session)
+        session.write_trace()
         return
     summary = run_prompts(session, prompts)
+    session.write_trace()
     if args.json:
         print(json.dumps(summary))
     else:

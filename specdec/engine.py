@@ -45,12 +45,18 @@ class Row:
 
 @dataclass
 class RoundReport:
-    """What an observer sees after each round; tree and verdict are None for the prefill and for plain decoding."""
+    """What an observer sees after the prefill and after each round. What the round made on the device is lent: it is
+    the engine's again when the observer returns. tree, verdict and logits are None for the prefill and for plain
+    decoding."""
 
+    rows: list[Row]  # the same list from the prefill to the end, each row as it is by now
     emitted: list[list[int]]  # per row
     accepted: list[int]  # per row: how many of them were drafted
+    sampling: Sampling
+    clock: Clock
     tree: DraftTree | None = None
     verdict: Verdict | None = None
+    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes
 
 
 @dataclass
@@ -117,7 +123,8 @@ class Engine:
         root, state, cache = self._prefill(rows, sampling, generator)
         first = [[token] for token in root.tolist()]
         clock.mark("prefill")
-        report = RoundReport([row.add(t, eos) for row, t in zip(rows, first, strict=True)], [0] * len(rows))
+        started = [row.add(t, eos) for row, t in zip(rows, first, strict=True)]
+        report = RoundReport(rows, started, [0] * len(rows), sampling, clock)
         prefill_seconds = time.perf_counter() - start
         self._observe(observer, report, clock)
         while any(row.finish is None for row in rows):
@@ -126,16 +133,26 @@ class Engine:
             cache.bound = max(len(row.prompt) + len(row.tokens) - 1 for row in rows)
             if self.drafter is None:
                 root = self.plain_round(root, cache, active, sampling, generator, clock)
-                report = RoundReport([[token] for token in root.tolist()], [0] * len(rows))
+                emitted = [[token] for token in root.tolist()]
+                report = RoundReport(rows, emitted, [0] * len(rows), sampling, clock)
             else:
-                root, state, tree, verdict = self.round(root, state, cache, active, sampling, generator, clock)
-                counts = verdict.n.tolist()
-                emitted = [t[:n] for t, n in zip(verdict.tokens.tolist(), counts, strict=True)]
-                report = RoundReport(emitted, [n - 1 for n in counts], tree, verdict)
+                root, state, report = self._reported_round(rows, root, state, cache, active, sampling, generator, clock)
             self._record(rows, report, eos)
             clock.mark("host")
             self._observe(observer, report, clock)
+            report.logits = None  # too much to hold through the next round
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
+
+    def _reported_round(
+        self, rows: list[Row], root: Tensor, state: DraftState, cache: KVCache, active: Tensor, *how
+    ) -> tuple[Tensor, DraftState, RoundReport]:
+        """A round, and what it emitted: reading that waits for the device."""
+        sampling, _, clock = how
+        root, state, tree, verdict, logits = self.round(root, state, cache, active, *how)
+        counts = verdict.n.tolist()
+        emitted = [t[:n] for t, n in zip(verdict.tokens.tolist(), counts, strict=True)]
+        accepted = [n - 1 for n in counts]
+        return root, state, RoundReport(rows, emitted, accepted, sampling, clock, tree, verdict, logits)
 
     @staticmethod
     def _observe(observer: Callable[[RoundReport], None] | None, report: RoundReport, clock: Clock) -> None:
@@ -199,8 +216,11 @@ class Engine:
         sampling: Sampling,
         generator: torch.Generator,
         clock: Clock,
-    ) -> tuple[Tensor, DraftState, DraftTree, Verdict]:
-        """One round, free of host synchronisation. Rows that are not active [B] stand still."""
+    ) -> tuple[Tensor, DraftState, DraftTree, Verdict, Tensor]:
+        """One round, free of host synchronisation. Rows that are not active [B] stand still.
+
+        Returns the next root, the drafter's state, and what was drafted, decided and computed: the tree, the verdict
+        and the target's logits [B,N,V]."""
         tree = self.policy.grow(self.drafter, root, state, sampling, generator)
         clock.mark("draft")
         logits, feats = self.target(
@@ -217,7 +237,7 @@ class Engine:
         state = self.drafter.extend(feats, verdict.tokens, n, bound)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
-        return root, state, tree, verdict
+        return root, state, tree, verdict, logits
 
     def plain_round(
         self,

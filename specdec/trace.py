@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -24,11 +25,12 @@ class Clock:
         else:
             self.marks.append((part, time.perf_counter()))
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self, first: int = 0) -> dict[str, float]:
+        """By part, from mark `first` on; waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
         total: dict[str, float] = defaultdict(float)
-        for (_, before), (part, now) in zip(self.marks, self.marks[1:], strict=False):
+        for (_, before), (part, now) in pairwise(self.marks[first:]):
             total[part] += before.elapsed_time(now) / 1e3 if self.cuda else now - before
         return dict(total)
 

@@ -36,7 +36,7 @@ def test_round_does_not_synchronise(policy, sampling, drafter):
     root, state, cache = engine._prefill(rows, sampling, generator)
     active = torch.tensor([True, False], device="cuda")
     clock = Clock(engine.device)
-    root, state, _, _ = engine.round(root, state, cache, active, sampling, generator, clock)  # warm up the libraries
+    root, state, *_ = engine.round(root, state, cache, active, sampling, generator, clock)  # warm up the libraries
     torch.cuda.set_sync_debug_mode("error")
     try:
         engine.round(root, state, cache, active, sampling, generator, clock)

@@ -69,7 +69,7 @@ def run_rounds(engine: Engine, sampling: Sampling) -> None:
     active = torch.tensor([True, False])
     with NoHostSync():
         for _ in range(2):
-            root, state, _, _ = engine.round(root, state, cache, active, sampling, generator, Clock(engine.device))
+            root, state, *_ = engine.round(root, state, cache, active, sampling, generator, Clock(engine.device))
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)

@@ -30,6 +30,9 @@ ALLOWED = {
     "specdec.text": {"specdec.model"},
     "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
     "specdec.lab": {"specdec.lab"} | {f"specdec.{m}" for m in ("api", "engine", "model", "trace", "types")},
+    "specdec.lab.record": {"specdec.__version__"}
+    | {f"specdec.{m}" for m in ("checkpoint", "engine", "sampling", "trace", "types", "verify")},
+    "specdec.lab.metrics": {"specdec.lab.record", "specdec.trace", "specdec.cli"},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
     "drafters.draft_model": {"drafters.vocab"}

@@ -87,7 +87,8 @@ def run(config: DictConfig) -> None:
         )
     print_table(scores, rate, sampling.greedy)
     write_csv(scores, out / "table.csv")
-    title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {sampling}"
+    how = "greedy" if sampling.greedy else sampling
+    title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     write_chart(scores, out / "chart.png", title)
     result = {
         "plain_tokens_per_second": rate,

@@ -49,6 +49,26 @@ def test_greedy_text_is_the_targets(pair, plain, shape, batch):
     assert got == plain
 
 
+DEMO = specdec.DEMO_TARGET.parent
+OTHERS = {
+    "eagle2": {"draft": DEMO / "eagle2"},
+    "eagle2 with the FR-Spec map": {"draft": DEMO / "eagle2", "token_map": DEMO / "frspec_4096.json"},
+    "mtp": {"draft": DEMO / "mtp"},
+    "medusa": {"draft": DEMO / "medusa"},
+    "ngram": {"draft": "ngram"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
+    target, _ = pair
+    settings = dict(OTHERS[name])
+    drafter = specdec.load_drafter(settings.pop("draft"), target, **settings)
+    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS]
+    assert [o.rows[0].tokens for o in out] == plain
+    assert sum(o.num_tokens - 1 for o in out) / sum(o.rounds for o in out) > 1.3
+
+
 def test_the_drafter_was_trained(pair):
     """An untrained drafter emits little more than 1 token a round, and none of depth 3 and more."""
     target, drafter = pair

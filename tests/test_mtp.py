@@ -241,6 +241,12 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
         assert [row.tokens for row in fast.rows] == [row.tokens for row in plain.rows]
 
 
+def test_layers_that_read_each_other_are_refused():
+    tensors = block_tensors("model.mtp_layers.0") | block_tensors("model.mtp_layers.1")
+    with pytest.raises(ValueError, match="it has 2 MTP layers, each trained on the output of the one before"):
+        mtp_inside.build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)), "two")
+
+
 def test_latent_attention_is_refused_by_name():
     tensors = {f"model.layers.{LAYERS}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, H)}
     with pytest.raises(ValueError, match="MLA"):

@@ -70,6 +70,11 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str, feedback:
     shape = _shape(config, name)
     check_target(shape.hidden, config["vocab_size"], target, name)
     prefixes = _prefixes(tensors, kind, layers)
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"{name}: it has {len(prefixes)} MTP layers, each trained on the output of the one before, which is not "
+            "supported; supported is one"
+        )
     first = _layer_prefix(prefixes[0], kind)
     how = MtpForward(
         hidden_first=kind == "mimo",

@@ -139,16 +139,11 @@ def restrict(drafter: nn.Module, ids: Tensor) -> None:
     this order; of those that it does not know, none. What is verified, and emitted, does not change."""
     old, heads = drafter.vocab, drafter.heads if hasattr(drafter, "heads") else [drafter.head]
     chosen = DraftVocab(old.target_size, ids.to(heads[0].weight.device))
-    if old.ids is None:
-        rows = chosen.ids
-    else:
-        place = torch.full((old.target_size,), -1, device=old.ids.device)
-        place[old.ids] = torch.arange(old.size, device=old.ids.device)
-        rows = place[chosen.ids]
-        rows = rows[rows >= 0]
-        if not len(rows):
-            raise ValueError("the token map and the drafter's own vocabulary have no token in common")
-        chosen = DraftVocab(old.target_size, old.ids[rows])
+    rows = old.from_target(chosen.ids)
+    rows = rows[rows >= 0]
+    if not len(rows):
+        raise ValueError("the token map and the drafter's own vocabulary have no token in common")
+    chosen = DraftVocab(old.target_size, old.to_target(rows))
     smaller = nn.ModuleList(SharedHead(head.weight, rows) for head in heads)
     if hasattr(drafter, "heads"):
         drafter.heads = smaller

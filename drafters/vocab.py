@@ -26,6 +26,14 @@ class DraftVocab(nn.Module):
             return draft_ids
         return F.embedding(draft_ids, self.ids[:, None]).squeeze(-1)
 
+    def from_target(self, target_ids: Tensor) -> Tensor:
+        """Target ids -> draft ids, any shape; -1 for tokens outside the draft vocabulary."""
+        if self.ids is None:
+            return target_ids
+        place = torch.full((self.target_size,), -1, device=self.ids.device)
+        place[self.ids] = torch.arange(self.size, device=self.ids.device)
+        return place[target_ids]
+
     def select(self, logits: Tensor) -> Tensor:
         """Columns of the draft vocabulary: [..., V] -> [..., U]."""
         return logits if self.ids is None else logits.index_select(-1, self.ids)

@@ -5,20 +5,17 @@ chart.png and result.json under `out`; the last line is one JSON object. `--cfg 
 """
 
 import json
-import os
 import platform
 from dataclasses import asdict
 from pathlib import Path
 
 import hydra
 import torch
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target, make_verifier
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, run_hydra
 from specdec.lab.compare import Contender, compare
 from specdec.lab.show import print_table, write_chart, write_csv, write_whole
 from specdec.text import read_prompts
@@ -109,11 +106,7 @@ def hydra_main(config: DictConfig) -> None:
 
 @one_sentence_errors
 def main() -> None:
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
-    try:
-        hydra_main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error).strip().split("\n")[0]) from None
+    run_hydra(hydra_main)
 
 
 if __name__ == "__main__":

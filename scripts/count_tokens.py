@@ -11,13 +11,13 @@ map. The map is a list of token ids, the most frequent first: .json, or .pt as F
 import argparse
 import itertools
 import json
-import os
 from pathlib import Path
 
 import torch
 
 from specdec.api import DEMO_TARGET
 from specdec.cli import one_sentence_errors
+from specdec.lab.show import write_whole
 from specdec.loader import load_target
 from specdec.model import Target
 from training.data import count_tokens, read_conversations, tokenise
@@ -49,16 +49,13 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 
 
 def write(ids: list[int], path: Path) -> None:
-    """Whole or not at all."""
-    aside = path.with_name(path.name + ".partial")
-    try:
+    def fill(aside: Path) -> None:
         if path.suffix == ".pt":
             torch.save(ids, aside)
         else:
             aside.write_text(json.dumps(ids) + "\n")
-        os.replace(aside, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from None
+
+    write_whole(path, fill)
 
 
 @one_sentence_errors

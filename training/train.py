@@ -11,14 +11,13 @@ from pathlib import Path
 import hydra
 import torch
 import transformers
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, run_hydra
 from specdec.loader import load_target
 from specdec.model import Target
 from training.checkpoint import checkpoints
@@ -161,11 +160,7 @@ def hydra_main(config: DictConfig) -> None:
 
 @one_sentence_errors
 def main() -> None:
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
-    try:
-        hydra_main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error).strip().split("\n")[0]) from None
+    run_hydra(hydra_main)
 
 
 if __name__ == "__main__":

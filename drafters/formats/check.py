@@ -103,10 +103,9 @@ def follow(drafter, target, answer: Answer, steps: int) -> tuple[Tensor, Tensor]
     count = len(following) - 1 - first
     alive = torch.ones(count, dtype=torch.bool, device=tokens.device)
     lengths, logp = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
-    draft_id = torch.full((vocab.target_size,), -1, device=tokens.device)
-    draft_id[vocab.to_target(torch.arange(vocab.size, device=tokens.device))] = torch.arange(vocab.size).to(draft_id)
+    draft_ids = vocab.from_target(following)
     for j, state in enumerate(drafter.unroll(feats, following[None], steps)):
-        true = draft_id[following[first + 1 + j :]]  # shorter with every level: the answer ends
+        true = draft_ids[first + 1 + j :]  # shorter with every level: the answer ends
         logits = state.logits[0, first : first + len(true)].float()
         alive = alive[: len(true)] & (logits.argmax(-1) == true)
         lengths[: len(true)] += alive.cpu()

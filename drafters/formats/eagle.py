@@ -27,7 +27,16 @@ from drafters.formats.base import (
     rope_readings,
     tap_readings,
 )
-from drafters.formats.fields import dtype_name, fill, layer_parameters, read_ids, read_shape, rows_of, shape_fields
+from drafters.formats.fields import (
+    dtype_name,
+    fill,
+    held,
+    layer_parameters,
+    read_ids,
+    read_shape,
+    rows_of,
+    shape_fields,
+)
 from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
@@ -83,9 +92,7 @@ def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
 def save(drafter: Eagle, folder: Path, target=None) -> None:
     """Write the published layout, without embeddings."""
     vocab, attention = drafter.vocab, drafter.attention
-    tensors = rows_of(parameters(drafter))
-    if vocab.ids is not None:
-        tensors["draft_ids"] = vocab.ids
+    tensors = held(parameters(drafter), vocab)
     meaning = EagleMeaning(
         drafter.shape, vocab.target_size, drafter.fc.bias is not None, attention.qkv.bias is not None
     )

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from drafters.common import DraftShape
 from drafters.moe import MoE
+from drafters.vocab import DraftVocab
 from specdec.archs import read_rope, rope_fields
 from specdec.checkpoint import StrictFill, fused, whole
 from specdec.layers import GatedMLP
@@ -115,6 +116,11 @@ def fill(
 def rows_of(parameters: dict[str, tuple[Tensor, int, int]]) -> dict[str, Tensor]:
     """The tensors to write: the reverse of `fill`."""
     return {name: tensor[start : start + rows] for name, (tensor, start, rows) in parameters.items()}
+
+
+def held(parameters: dict[str, tuple[Tensor, int, int]], vocab: DraftVocab) -> dict[str, Tensor]:
+    """The tensors of a head and, as `draft_ids`, the tokens that it proposes, if these are not all."""
+    return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
 
 
 def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.formats.base import Layout, Reading, TargetFacts, Tensors, check_target, tap_readings
-from drafters.formats.fields import dtype_name, fill, read_ids, rows_of
+from drafters.formats.fields import dtype_name, fill, held, read_ids, rows_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
@@ -66,9 +66,7 @@ def expected(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, torch.Size]:
 
 def save(drafter: Medusa, folder: Path, target=None) -> None:
     """Write the published layout."""
-    tensors = rows_of(parameters(drafter))
-    if drafter.vocab.ids is not None:
-        tensors["draft_ids"] = drafter.vocab.ids
+    tensors = held(parameters(drafter), drafter.vocab)
     write_folder(folder, *write(MedusaMeaning(drafter.shape, drafter.vocab.target_size), tensors, None))
 
 

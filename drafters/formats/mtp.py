@@ -22,7 +22,16 @@ from drafters.formats.base import (
     rope_readings,
     tap_readings,
 )
-from drafters.formats.fields import dtype_name, fill, layer_parameters, read_ids, read_shape, rows_of, shape_fields
+from drafters.formats.fields import (
+    dtype_name,
+    fill,
+    held,
+    layer_parameters,
+    read_ids,
+    read_shape,
+    rows_of,
+    shape_fields,
+)
 from drafters.mtp import Mtp, MtpForward
 from drafters.vocab import DraftVocab
 from specdec.checkpoint import whole, write_folder
@@ -89,9 +98,7 @@ def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
 def save(drafter: Mtp, folder: Path, target=None) -> None:
     """Write MiMo's names, with our `mtp` in the config."""
     vocab = drafter.vocab
-    tensors = rows_of(parameters(drafter))
-    if vocab.ids is not None:
-        tensors["draft_ids"] = vocab.ids
+    tensors = held(parameters(drafter), vocab)
     meaning = MtpMeaning(drafter.shape, vocab.target_size, len(drafter.blocks), drafter.how)
     write_folder(folder, *write(meaning, tensors, None))
 

@@ -91,7 +91,7 @@ class Objective:
         [], what the first step's mean was divided by."""
         # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
-        labels = draft_labels(drafter.vocab, following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
+        labels = drafter.vocab.from_target(following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
         counted = self.positions(drafter.vocab, target_logits, labels, loss_mask)
         states = list(drafter.unroll(self.noisy(feats), following, self.steps))
         batch = Positions(counted, self.steps, self.mean)
@@ -181,12 +181,3 @@ class _Terms:
         )
         slope.addcmul_(q, slope.sum(-1, keepdim=True), value=-1)  # d log q_v / d x_u = [u = v] - q_u
         return loss * step_weight, slope, (share * step_weight)[:, None]
-
-
-def draft_labels(vocab, tokens: Tensor) -> Tensor:
-    """Target ids -> draft ids, any shape; -1 for tokens outside the draft vocabulary."""
-    if vocab.ids is None:
-        return tokens
-    place = torch.full((vocab.target_size,), -1, device=tokens.device)
-    place[vocab.ids] = torch.arange(vocab.size, device=tokens.device)
-    return place[tokens]

@@ -53,7 +53,8 @@ def compare(args: argparse.Namespace, learnt: float) -> dict:
     apart = max(((a - b).norm() / b.norm()).item() for a, b in gradients)
     if difference > 1e-4 or apart > 1e-4:
         raise SystemExit(f"the implementations differ: losses by {difference:.1e}, gradients by {apart:.1e}")
-    times = [(seconds(our_step), seconds(plain_step)) for _ in range(args.trials)]
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast == "bf16"):
+        times = [(seconds(our_step), seconds(plain_step)) for _ in range(args.trials)]
     ours, theirs = (args.rows * args.length / min(column) for column in zip(*times, strict=True))
     return {
         "learnt": learnt,
@@ -71,6 +72,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learnt", type=float, nargs="+", default=[1.0, 0.5], help="shares of the assistant's tokens")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--autocast", choices=["bf16"], help="matrix products in bf16, in both; equality is checked in fp32"
+    )
     args = parser.parse_args()
     for learnt in args.learnt:
         print(json.dumps(vars(args) | compare(args, learnt)), flush=True)

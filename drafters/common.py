@@ -263,10 +263,13 @@ class RecurrentDrafter(nn.Module):
 
 class UnrolledAttention:
     """Attention of the unrolled layer: over the keys of the first call that `seen` [B,T,T] shows, and over each later
-    call's own row."""
+    call's own row. `seen` is causal, so keys behind a block of queries are not looked at."""
+
+    BLOCK = 128  # queries
 
     def __init__(self, seen: Tensor) -> None:
-        self.hidden = ~seen[:, None, None]
+        bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+        self.bias = bias[:, None, None]  # added: unlike masked_fill, that costs the backward pass nothing
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -274,16 +277,26 @@ class UnrolledAttention:
         self.keys.append(k)
         self.values.append(v)
         b, t, heads, dim = q.shape
-        kv_heads = k.shape[2]
-        q = q.view(b, t, kv_heads, heads // kv_heads, dim) * dim**-0.5
-        context = torch.einsum("btkgd,bskd->bkgts", q, self.keys[0]).float()
-        context = context.masked_fill(self.hidden, -torch.inf)
-        own = [torch.einsum("btkgd,btkd->bkgt", q, key).float()[..., None] for key in self.keys[1:]]
-        weights = torch.cat([context, *own], dim=-1).softmax(-1).to(v.dtype)
-        out = torch.einsum("bkgts,bskd->btkgd", weights[..., :t], self.values[0])
-        for i, value in enumerate(self.values[1:]):
-            out = out + weights[..., t + i].permute(0, 3, 1, 2)[..., None] * value[:, :, :, None]
-        return out.reshape(b, t, heads * dim)
+        q = q.view(b, t, k.shape[2], heads // k.shape[2], dim) * dim**-0.5
+        own = None
+        if len(self.keys) > 1:  # [B,T,j,K,Dh] of the later calls
+            own = torch.stack(self.keys[1:], dim=2), torch.stack(self.values[1:], dim=2)
+        blocks = [slice(start, min(start + self.BLOCK, t)) for start in range(0, t, self.BLOCK)]
+        out = [self._attend(q[:, rows], rows, own and tuple(x[:, rows] for x in own)) for rows in blocks]
+        return torch.cat(out, dim=1).reshape(b, t, heads * dim)
+
+    def _attend(self, q: Tensor, rows: slice, own: tuple[Tensor, Tensor] | None) -> Tensor:
+        """q [B,n,K,G,Dh] of these rows, own keys and values [B,n,j,K,Dh] -> [B,n,K,G,Dh]"""
+        end = rows.stop
+        keys, values = self.keys[0][:, :end], self.values[0][:, :end]
+        scores = torch.einsum("bnkgd,bskd->bkgns", q, keys).float() + self.bias[..., rows, :end]
+        if own is None:
+            return torch.einsum("bkgns,bskd->bnkgd", scores.softmax(-1).to(values.dtype), values)
+        later = torch.einsum("bnkgd,bnjkd->bkgnj", q, own[0]).float()
+        weights = torch.cat([scores, later], dim=-1).softmax(-1).to(values.dtype)
+        first, later = weights.split([end, later.shape[-1]], dim=-1)
+        out = torch.einsum("bkgns,bskd->bnkgd", first, values)
+        return out + torch.einsum("bkgnj,bnjkd->bnkgd", later, own[1])
 
 
 def recomputed(

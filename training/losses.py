@@ -4,15 +4,16 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-PIECE = 1 << 20  # logits of a piece: 4 MiB in fp32, of which about six copies live at once, near the processor
-LEAST_ROWS = 64  # with fewer rows, reading the head's weight is what a piece waits for
+PIECE = 1 << 20  # logits of a piece over all its steps: 4 MiB in fp32, of which a few copies live at once
+LEAST_ROWS = 16  # with fewer rows, reading the head's weight is what a piece waits for
 
 
-def pieces(rows: int, vocab: int) -> Iterator[slice]:
-    """Cut `rows` rows of logits over `vocab` tokens."""
-    step = max(LEAST_ROWS, PIECE // vocab)
+def pieces(rows: int, width: int) -> Iterator[slice]:
+    """Cut `rows` rows, of `width` logits each."""
+    step = max(LEAST_ROWS, PIECE // width)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
@@ -34,14 +35,15 @@ class Judge(Protocol):
     def truth(self, rows: slice):
         """What all steps have in common in these rows, for example the target's distribution."""
 
-    def step(self, j: int, rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step j's logits [n,U], which it may overwrite -> the piece's loss [], and slope [n,U] and scale [n,1], whose
-        product is its gradient by the logits: the scale goes into narrower matrices than the slope."""
+    def judge(self, steps: list[int], rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [n,J,U] of J steps, which it may overwrite -> the piece's loss [], and slope [n,J,U] and scale
+        [n,J,1], whose product is its gradient by the logits: the scale goes into narrower matrices than the slope."""
 
 
 class _HeadLoss(torch.autograd.Function):
     """sum_j loss_j(readout_j @ head_j.T). Each piece's gradients by readouts and heads are written while its logits are
-    at hand, so no piece outlives its turn and none is computed twice."""
+    at hand, so no piece outlives its turn and none is computed twice. A piece holds all steps of a head at few
+    positions: what they share stays near the processor, and a head is read once for all."""
 
     @staticmethod
     def forward(ctx, judge: Judge, head_of: Sequence[int], learning: bool, *tensors: Tensor) -> Tensor:
@@ -53,19 +55,24 @@ class _HeadLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else heads[0].dtype
         fine = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=fine, device=readouts[0].device)
+        groups = [[j for j in range(steps) if head_of[j] == place] for place in range(len(heads))]
+        width = max(len(group) * len(head) for group, head in zip(groups, heads, strict=True))
         with torch.autocast(kind, enabled=False):
             weights = [head.to(dtype) for head in heads]
-            for rows in pieces(len(readouts[0]), max(len(head) for head in heads)):
+            for rows in pieces(len(readouts[0]), width):
                 truth = judge.truth(rows)
-                for j, place in enumerate(head_of):
-                    x = readouts[j][rows].to(dtype)
-                    loss, slope, scale = judge.step(j, rows, truth, (x @ weights[place].T).to(fine))
+                for place, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+                    x = torch.stack([readouts[j][rows] for j in group], dim=1).to(dtype)
+                    loss, slope, scale = judge.judge(group, rows, truth, F.linear(x, weight).to(fine))
                     total += loss
                     slope = slope.to(dtype)
-                    if wanted[j]:
-                        grads[j][rows] = ((slope @ weights[place]) * scale).to(grads[j].dtype)
+                    if any(wanted[j] for j in group):
+                        gradient = (slope @ weight) * scale
+                        for i, j in enumerate(group):
+                            if wanted[j]:
+                                grads[j][rows] = gradient[:, i].to(grads[j].dtype)
                     if wanted[steps + place]:
-                        _add_product(grads[steps + place], slope.T, (x * scale).to(dtype))
+                        _add_product(grads[steps + place], slope.flatten(0, 1).T, (x * scale).to(dtype).flatten(0, 1))
         ctx.grads = grads
         return total
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from specdec.types import Drafter, UnrolledState
 from training.losses import DeferredLogits, head_loss, pieces
 from training.objectives import divergences, hass, lk
-from training.objectives.truth import Truth
+from training.objectives.divergences import Value
+from training.objectives.truth import Drafted, Truth
 
-Term = Callable[[Tensor, Tensor, Truth], tuple[Tensor, Tensor]]  # see `divergences`
+Term = Callable[[Drafted, Truth], Value]  # see `divergences`
 Weight = float | Mapping[str, float]
 
 TERMS: dict[str, Term] = {
@@ -37,7 +38,7 @@ def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
             raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(TERMS)}")
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
         weight = settings.pop("weight", 1.0)
-        allowed = TERMS[name].__code__.co_varnames[3 : TERMS[name].__code__.co_argcount]
+        allowed = TERMS[name].__code__.co_varnames[2 : TERMS[name].__code__.co_argcount]
         if unknown := set(settings) - set(allowed):
             raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
         if weight:  # 0 takes a term out of a configuration that others are added to
@@ -151,6 +152,7 @@ class _Terms:
             objective, vocab, target_logits, labels, batch,
         )  # fmt: skip
         self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
+        self.step_weights = torch.tensor(objective.step_weights, device=labels.device)
 
     def truth(self, rows: slice) -> Truth:
         here = self.batch.row[rows], self.batch.column[rows]
@@ -164,20 +166,18 @@ class _Terms:
             mass, log_share = (mass, mass - whole) if self.objective.renormalise else (whole, None)
         return Truth(chosen - mass, log_share, logits.max(-1).indices, self.labels[here])
 
-    def step(self, j: int, rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        best = self.vocab.to_target(logits.max(-1).indices)  # on the CPU several times faster than argmax
-        logq = logits.log_softmax(-1)
-        q = logq.exp()
-        value, slope = 0, None
+    def judge(self, steps: list[int], rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        draft = Drafted(logits)
+        value, slope, total = 0.0, None, 0.0
         for weight, term in self.objective.terms:
-            one, its_slope = term(logq, q, truth)
-            value = value + weight * one
-            slope = its_slope.mul_(weight) if slope is None else slope.add_(its_slope, alpha=weight)
-        share, step_weight = self.batch.share[j, rows], self.objective.step_weights[j]
-        loss = (value * share).sum()
-        self.losses[j] += loss
-        self.accuracy[j] += ((best == truth.choice) * self.batch.mask[j, rows]).sum() / self.batch.counts[j].clamp(
-            min=1
-        )
-        slope.addcmul_(q, slope.sum(-1, keepdim=True), value=-1)  # d log q_v / d x_u = [u = v] - q_u
-        return loss * step_weight, slope, (share * step_weight)[:, None]
+            one, its_slope, its_total = term(draft, truth)
+            value, total = value + weight * one, total + weight * its_total
+            its_slope = its_slope if weight == 1 else its_slope * weight
+            slope = its_slope if slope is None else slope + its_slope
+        share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1)
+        self.losses[steps] += (value * share).sum(0)
+        hits = (self.vocab.to_target(draft.best) == truth.choice[:, None]) * self.batch.mask[steps, rows].T
+        self.accuracy[steps] += hits.sum(0) / counts
+        share = share * self.step_weights[steps]
+        slope = torch.addcmul(slope, draft.q, total[..., None], value=-1)  # d log q_v / d x_u = [u = v] - q_u
+        return (value * share).sum(), slope, share[..., None]

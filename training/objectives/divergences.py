@@ -1,8 +1,9 @@
 """Distances between the target's distribution p and the drafter's q.
 
-A term is a function (logq [n,U], q [n,U], truth) -> (value [n], slope [n,U]), slope_v = d value / d log q_v with the
-entries of log q taken as independent. Multiples of q may be left out of the slope: the softmax projects them out. The
-slope is the caller's to overwrite; what the term was given is not the term's.
+A term is a function (draft, truth) -> (value [n,J], slope, total). slope_v = d value / d log q_v with the entries of
+log q taken as independent, in a shape that broadcasts to [n,J,U]; total [n,J], or what broadcasts to it, is its sum
+over v. By the logits the gradient is then slope - q total, so multiples of q may be left out of both. A slope may be
+shared: it is read, never written to.
 """
 
 import math
@@ -10,50 +11,60 @@ import math
 import torch
 from torch import Tensor
 
-from training.objectives.truth import Truth
+from training.objectives.truth import Drafted, Truth
+
+Value = tuple[Tensor, Tensor, Tensor]
 
 
-def ce(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
-    """-sum p log q."""
-    return -torch.linalg.vecdot(truth.p, logq), -truth.p
+def ce(draft: Drafted, truth: Truth) -> Value:
+    """-sum p log q, as mass log sum exp(x) - sum p x, which needs no log q."""
+    mass = truth.mass[:, None]
+    along = torch.matmul(draft.logits, truth.p[..., None]).squeeze(-1)
+    return mass * draft.log_mass - along, truth.minus_p[:, None], -mass
 
 
-def kl(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def kl(draft: Drafted, truth: Truth) -> Value:
     """KL(p || q) = sum p log(p/q): the cross-entropy less the target's own entropy, with the same gradient."""
-    value, slope = ce(logq, q, truth)
-    return value - truth.entropy, slope
+    value, slope, total = ce(draft, truth)
+    return value - truth.entropy[:, None], slope, total
 
 
-def reverse_kl(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def reverse_kl(draft: Drafted, truth: Truth) -> Value:
     """KL(q || p) = sum q log(q/p)."""
-    slope = (logq - truth.logp).mul_(q)
-    return slope.sum(-1), slope
+    slope = (draft.logq - truth.logp[:, None]).mul_(draft.q)
+    value = slope.sum(-1)
+    return value, slope, value
 
 
-def jsd(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def jsd(draft: Drafted, truth: Truth) -> Value:
     """Jensen-Shannon divergence: KL(p || m)/2 + KL(q || m)/2, m = (p + q)/2."""
-    logm = torch.logaddexp(logq, truth.logp).sub_(math.log(2))
-    slope = (logq - logm).mul_(q).div_(2)
-    return ((truth.logp - logm) * truth.p).sum(-1) / 2 + slope.sum(-1), slope
+    logp = truth.logp[:, None]
+    logm = torch.logaddexp(draft.logq, logp).sub_(math.log(2))
+    slope = (draft.logq - logm).mul_(draft.q).div_(2)
+    total = slope.sum(-1)
+    return ((logp - logm) * truth.p[:, None]).sum(-1) / 2 + total, slope, total
 
 
-def tv(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def tv(draft: Drafted, truth: Truth) -> Value:
     """Total variation 1 - sum min(p, q) over all V tokens: how often rejection sampling refuses the draft."""
-    return 1 - torch.minimum(q, truth.whole).sum(-1), -q * (q < truth.whole)
+    p = truth.whole[:, None]
+    slope = -draft.q * (draft.q < p)
+    return 1 - torch.minimum(draft.q, p).sum(-1), slope, slope.sum(-1)
 
 
-def choice(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def choice(draft: Drafted, truth: Truth) -> Value:
     """-log q of the likeliest token under p; speculators calls this one `ce`."""
-    return _token(logq, truth.logp.argmax(-1))
+    return _token(draft, truth.logp.max(-1).indices, torch.ones_like(truth.mass))
 
 
-def tokens(logq: Tensor, q: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+def tokens(draft: Drafted, truth: Truth) -> Value:
     """-log q of the token that the text has there; 0 where there is none to learn."""
-    value, slope = _token(logq, truth.labels.clamp(min=0))
-    known = truth.labels >= 0
-    return value * known, slope.mul_(known[:, None])
+    return _token(draft, truth.labels.clamp(min=0), (truth.labels >= 0).to(draft.logits.dtype))
 
 
-def _token(logq: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    ids = ids[:, None]
-    return -logq.gather(1, ids).squeeze(1), torch.zeros_like(logq).scatter_(1, ids, -1.0)
+def _token(draft: Drafted, ids: Tensor, known: Tensor) -> Value:
+    """ids [n], known [n] 1 or 0."""
+    ids, known = ids[:, None], known[:, None]
+    at_ids = draft.logits.gather(-1, ids.expand(draft.best.shape)[..., None]).squeeze(-1)
+    slope = draft.logits.new_zeros(len(ids), draft.logits.shape[-1]).scatter_(1, ids, -known)
+    return (draft.log_mass - at_ids) * known, slope[:, None], -known

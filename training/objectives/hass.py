@@ -1,13 +1,14 @@
 """HASS's top-k distillation (arXiv 2408.15766, section 3.1; `train/main_hass.py`)."""
 
-import torch
-from torch import Tensor
-
-from training.objectives.truth import Truth
+from training.objectives.divergences import Value
+from training.objectives.truth import Drafted, Truth
 
 
-def top_k(logq: Tensor, q: Tensor, truth: Truth, k: int = 10) -> tuple[Tensor, Tensor]:
+def top_k(draft: Drafted, truth: Truth, k: int = 10) -> Value:
     """-sum p log q over the k tokens that p likes best, p and q as they are over the others too."""
     best = truth.p.topk(min(k, truth.p.shape[-1]), dim=-1)
-    slope = torch.zeros_like(q).scatter_(1, best.indices, -best.values)
-    return -(best.values * logq.gather(1, best.indices)).sum(-1), slope
+    slope = truth.p.new_zeros(truth.p.shape).scatter_(1, best.indices, -best.values)
+    mass = best.values.sum(-1, keepdim=True)
+    at_best = draft.logits.gather(-1, best.indices[:, None].expand(-1, draft.best.shape[1], -1))
+    value = mass * draft.log_mass - (best.values[:, None] * at_best).sum(-1)
+    return value, slope[:, None], -mass

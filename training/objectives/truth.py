@@ -1,4 +1,7 @@
-"""What the target says at the positions of a piece."""
+"""What the target and the drafter say at the positions of a piece.
+
+n positions, J steps of the unroll that draft for each: the target's have [n,...], the drafter's [n,J,...].
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +12,9 @@ from torch import Tensor
 
 @dataclass
 class Truth:
-    """n positions: the target's distribution over the draft vocabulary, its choice, and the token that follows.
+    """The target's distribution over the draft vocabulary, its choice, and the token that follows.
 
-    Terms of a loss read of it what they need; what only some need is computed for those.
+    Terms of a loss read of it what they need; what only some need is computed for those, once for all steps.
     """
 
     logp: Tensor  # [n,U] log p; sums to 1 over the draft vocabulary if it is renormalised there
@@ -25,6 +28,16 @@ class Truth:
         return self.logp.exp()
 
     @cached_property
+    def minus_p(self) -> Tensor:
+        """[n,U]"""
+        return -self.p
+
+    @cached_property
+    def mass(self) -> Tensor:
+        """[n] sum of p: 1 unless the draft vocabulary lacks some of it."""
+        return self.p.sum(-1)
+
+    @cached_property
     def whole(self) -> Tensor:
         """[n,U] p as the verifier has it: a probability among all V tokens."""
         return self.p if self.log_share is None else self.p * self.log_share.exp()
@@ -33,3 +46,28 @@ class Truth:
     def entropy(self) -> Tensor:
         """[n] -sum p log p"""
         return torch.special.entr(self.p).sum(-1)
+
+
+class Drafted:
+    """The drafter's distribution q = softmax(logits). Passes over the vocabulary are most of a step's time on a CPU, so
+    each is made only if a term asks for it."""
+
+    def __init__(self, logits: Tensor):
+        """logits [n,J,U]"""
+        self.logits = logits
+        self.top, self.best = logits.max(-1)  # [n,J]; on the CPU several times faster than argmax
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[n,J,U]"""
+        return self.logits.softmax(-1)
+
+    @cached_property
+    def log_mass(self) -> Tensor:
+        """[n,J] log sum exp(logits), read off the likeliest token."""
+        return self.top - self.q.gather(-1, self.best[..., None]).squeeze(-1).log()
+
+    @cached_property
+    def logq(self) -> Tensor:
+        """[n,J,U]"""
+        return self.logits - self.log_mass[..., None]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, shape_like, start
@@ -89,7 +90,8 @@ class Eagle3(RecurrentDrafter):
 
     def start_from(self, target) -> None:
         """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head
-        that sees it at its usual scale."""
+        that sees it at its usual scale. The attention looks at its own position: only there does it find the token
+        just drafted, which no other part of this layer sees."""
         ids, h = self.vocab.ids, self.shape.hidden
         self.head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
         if target.config.layers in self.taps:
@@ -97,6 +99,19 @@ class Eagle3(RecurrentDrafter):
             self.fc.weight.zero_()
             self.fc.weight[:, at : at + h] = torch.eye(h)
             self.norm.weight.fill_(target.final_scale())
+        look_at_itself(self.attention)
+
+
+@torch.no_grad()
+def look_at_itself(attention: DraftAttention, score: float = 10.0) -> None:
+    """Queries equal to keys, both of the embedding, the first half of what they see: a position's score with itself is
+    about `score`, with others, whose embeddings are nearly orthogonal, about 0."""
+    dim, half = attention.head_dim, attention.qkv.in_features // 2
+    keys = torch.stack([nn.init.orthogonal_(torch.empty(dim, half)) for _ in range(attention.kv_heads)])
+    keys = F.pad(keys * (score / dim**0.5) ** 0.5, (0, half))
+    queries = keys.repeat_interleave(attention.heads // attention.kv_heads, dim=0)
+    rows = torch.cat([queries, keys]).flatten(0, 1)
+    attention.qkv.weight[: len(rows)].copy_(rows)
 
 
 def spread_taps(layers: int, count: int) -> tuple[int, ...]:

@@ -7,7 +7,10 @@ import torch
 from helpers import tiny_drafter
 from omegaconf import OmegaConf
 
+from drafters.common import DraftAttention, DraftShape
+from drafters.eagle3 import look_at_itself
 from drafters.formats import load_drafter, save_drafter
+from specdec.layers import Rope, RopeTable
 from specdec.loader import load_target
 from training.train import build_drafter
 
@@ -60,3 +63,21 @@ def test_another_drafter_is_refused(target_path, drafter_path, name, fields, mes
 def test_what_is_no_checkpoint_is_named(target_path):
     with pytest.raises(ValueError, match="no such checkpoint folder"):
         build_drafter(settings(), load_target(target_path), [], 0, "/no/such")
+
+
+def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
+    """Of 60 positions with random embeddings, nearly all weight falls on the position itself, whatever the rope."""
+    torch.manual_seed(0)
+    attention = DraftAttention(DraftShape(256, 512, 8, 4, 32, 1e-5, Rope()), 512)
+    look_at_itself(attention)
+    table = RopeTable(Rope(), 32)
+    table.reserve(60, torch.zeros(()))
+    seen = []
+
+    def attend(q, k, v):
+        scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, dim=2)) * 32**-0.5
+        seen.append(scores.softmax(-1).diagonal(dim1=2, dim2=3))
+        return q.flatten(2)
+
+    attention(torch.randn(1, 60, 512), table(torch.arange(60)[None]), attend)
+    assert seen[0].mean() > 0.9

@@ -3,6 +3,7 @@
 Start several with `torchrun --nproc-per-node=N -m training.train ...`, or, on GPUs, `accelerate launch -m ...`.
 """
 
+import copy
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -97,6 +98,30 @@ def full(value):
     if isinstance(value, list | tuple):
         return [full(item) for item in value]
     return value
+
+
+def shell(drafter: nn.Module) -> nn.Module:
+    """A second drafter of the same kind, with parameters of its own; what belongs to the target is shared."""
+    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> None:
+    """Let a shell have these weights, whole, and where nothing need be gathered or cast the very same memory; only if
+    `here`, but every process must call it."""
+    own = dict(shell.named_parameters())
+    for name, weight in weights.items():
+        value = full(weight.detach())
+        if here:
+            own[name].data = value.to(own[name].dtype)
+
+
+def gather(own: list, processes: Processes) -> list:
+    """The items of all processes' lists, those of process 0 first; every process must call it."""
+    if processes.world == 1:
+        return own
+    lists: list[list | None] = [None] * processes.world
+    dist.all_gather_object(lists, own)
+    return [item for items in lists for item in items]
 
 
 def sharded_as(value: Tensor, like: Tensor) -> Tensor:

@@ -132,6 +132,10 @@ def test_batches_take_their_share_and_the_data_keep_their_order(share, expected)
             assert torch.equal(b.tokens, next(plain).tokens)
         else:
             assert b.tokens.numel() <= 40
+    assert len(run.batches) > 1
+    assert sorted(len(s.ids) for s in run.samples) == sorted(
+        int(n) for b in run.batches for n in (b.loss_mask.cumsum(1).argmax(1) + 1).tolist()
+    ), "the rollout's batches do not hold each sample once"
     for skip in range(8):
         assert torch.equal(next(run.iterate(skip)).tokens, whole[skip].tokens)
 
@@ -186,7 +190,9 @@ def test_every_drafter_rolls_out_and_its_training_is_not_touched(tmp_path, kind)
     run = trainer(tmp_path, kind, on_policy={})
     flags = [(name, p.requires_grad, p.dtype) for name, p in run.drafter.named_parameters()]
     run.train()
-    assert [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "rollout"] == [0, 3]
+    rows = read_log(tmp_path / "log.jsonl")
+    assert [row["step"] for row in rows if row["split"] == "rollout"] == [0, 3]
+    assert [row["on_policy"] for row in rows if row["split"] == "train"] == [0, 1, 0, 1, 0, 1]
     assert [(name, p.requires_grad, p.dtype) for name, p in run.drafter.named_parameters()] == flags
     assert getattr(run.drafter, "cache", None) is None
     assert not any(b.is_inference() for b in run.drafter.buffers())

@@ -11,7 +11,9 @@ draft the same token from other roots, as rounds that begin elsewhere would. Dra
 no verifier would ever have come to them.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,6 +89,10 @@ class Rollouts:
             else:
                 yield next(data)
 
+    def part(self, start: int, end: int) -> float:
+        """The share of the batches numbered start to end that are a rollout's."""
+        return (self._before(end) - self._before(start)) / (end - start)
+
     def _before(self, number: int) -> int:
         """How many of the first `number` batches are a rollout's."""
         return int(number * self.settings.share)
@@ -124,10 +130,14 @@ class Rollouts:
         return Sample(ids[cut], (np.arange(len(ids)) >= len(row.prompt))[cut], weights[cut])
 
     def _use(self, samples: list[Sample]) -> None:
+        """As few batches as there can be, and those as even as they can be: each makes a step as large as any other."""
         data = self.data
-        self.samples = samples
-        batches = Batches(samples, data.batch_tokens, data.seed, data.pack, data.lookahead)
-        self.batches = [batches.collate(indices) for indices in batches.epoch(0)]
+        batches = partial(Batches, samples, seed=data.seed, pack=data.pack, lookahead=data.lookahead)
+        count = len(batches(data.batch_tokens).epoch(0))
+        sizes = range(data.pack or max(len(s.ids) for s in samples), data.batch_tokens)
+        least = bisect_left(sizes, True, key=lambda size: len(batches(size).epoch(0)) <= count)
+        chosen = batches(sizes.start + least)
+        self.samples, self.batches = samples, [chosen.collate(indices) for indices in chosen.epoch(0)]
 
     def state_dict(self) -> list[list[Tensor]]:
         return [[torch.from_numpy(part) for part in (s.ids, s.mask, s.weights)] for s in self.samples]

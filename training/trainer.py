@@ -120,10 +120,13 @@ class Trainer:
         while self.step < config.steps and not asked:
             if self.rollouts is not None and self.rollouts.due(self.step):
                 self._roll_out()
+            before = self.batches
             values, asked, row = self._step(next(groups))
             now = time.monotonic()
             self.seconds, mark = self.seconds + now - mark, now
             bar.update()
+            if self.rollouts is not None:
+                row["on_policy"] = self.rollouts.part(before, self.batches)
             if self._due(config.log_every):
                 metrics = self._log("train", values, **row)
                 bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))

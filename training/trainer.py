@@ -92,7 +92,7 @@ class Trainer:
         if config.prompts is not None:
             sizes = config.decode_prompts, config.decode_steps, config.decode_tokens
             self.decoding = Decoding(target, Path(config.prompts), *sizes)
-        self.step = self.tokens = self.batches = 0
+        self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
         self.tracker = _start_wandb(config.wandb, run_config or {}, out) if config.wandb and self.main else None
@@ -162,8 +162,8 @@ class Trainer:
                 weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
                 (loss * weight * world).backward()  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
-            sums.add(weight, loss, batch.loss_mask.numel(), self.signals.asked, metrics)
-        counted, loss, tokens, asked, metrics = sums.means(self.processes)
+            sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
+        counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)
         if not math.isfinite(loss):
             self._give_up(f"the loss is {loss}", group, losses)
         for parameter in self.parameters.values():
@@ -176,7 +176,8 @@ class Trainer:
             self._give_up(f"the gradient's norm is {norm}", group, losses)
         for name, average in (self.averages or {}).items():
             average.lerp_(self.parameters[name].detach(), 1 - config.ema)
-        self.step, self.tokens, self.batches = self.step + 1, self.tokens + tokens, self.batches + len(group) * world
+        self.step, self.batches = self.step + 1, self.batches + len(group) * world
+        self.tokens, self.learnt = self.tokens + tokens, self.learnt + learnt
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
@@ -228,7 +229,8 @@ class Trainer:
             with self._autocast():
                 loss, metrics = learner(**features)
                 tau = tau + expected_tau(self.published, **features, steps=depth)
-            sums.add(metrics.pop("counted", batch.loss_mask.sum()).to(loss), loss, 0, False, metrics)
+            weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+            sums.add(weight, loss, batch.loss_mask, False, metrics)
         _, loss, _, _, mean = sums.means(Processes())
         greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
         scalars = {"loss": loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
@@ -248,7 +250,8 @@ class Trainer:
         return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
-        row = {"split": split, "step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
+        row = {"split": split, "step": self.step, "tokens": self.tokens, "learnt": self.learnt}
+        row["seconds"] = round(self.seconds, 3)
         row |= scalars | {key: [round(v, 5) for v in value.tolist()] for key, value in values.items()}
         if self.main:
             with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
@@ -266,6 +269,7 @@ class Trainer:
             "step": self.step,
             "batches": self.batches,
             "tokens": self.tokens,
+            "learnt": self.learnt,
             "seconds": self.seconds,
             "rollout_seconds": self.rollout_seconds,
             "best": self.best,
@@ -306,6 +310,7 @@ class Trainer:
             raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
         self.step, self.batches, self.tokens = state["step"], state["batches"], state["tokens"]
         self.seconds, self.best = state["seconds"], state["best"]
+        self.learnt = state.get("learnt", 0)  # what was saved before these were counted lacks them
         self.rollout_seconds = state.get("rollout_seconds", 0.0)
         if self.rollouts is not None and state.get("rollouts") is not None:
             self.rollouts.load_state_dict(state["rollouts"])

@@ -27,6 +27,7 @@ from training.checkpoint import checkpoints, read_newest
 from training.curves import read_log
 
 CONF = Path(__file__).parents[1] / "conf"
+TIMES = ("seconds", "rollout_seconds")
 SMALL = ["drafter.draft_vocab_size=200", "objective.steps=2", "data.heldout=8", "data.limit=200", "data.max_length=128",
          "trainer.batch_tokens=256", "trainer.steps=24", "trainer.save_every=3", "trainer.log_every=1",
          "trainer.eval_batches=1"]  # fmt: skip
@@ -75,9 +76,9 @@ def die_while_saving(share: float) -> None:
 def differences(one: Path, other: Path) -> list[str]:
     """What is not the same in the last checkpoints and the logs of two runs; times are not compared."""
     (_, a), (_, b) = read_newest(one), read_newest(other)
-    found = [key for key in a if key != "seconds" and not same(a[key], b[key])]
+    found = [key for key in a if key not in TIMES and not same(a[key], b[key])]
     logs = [
-        [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(o / "log.jsonl")] for o in (one, other)
+        [{k: v for k, v in row.items() if k not in TIMES} for row in read_log(o / "log.jsonl")] for o in (one, other)
     ]
     exported = [(o / "draft" / "model.safetensors").read_bytes() for o in (one, other)]
     return found + ["log"] * (logs[0] != logs[1]) + ["draft"] * (exported[0] != exported[1])

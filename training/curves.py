@@ -28,6 +28,7 @@ def draw_curves(log: Path, picture: Path) -> None:
     for j in range(max((len(r.get("accuracy", ())) for r in rows), default=0)):
         _plot(accuracy, rows, "heldout", "accuracy", f"step {j + 1}", at=j)
     _plot(tau, rows, "decode", "tau", "decoding held-out prompts")
+    _plot(tau, rows, "rollout", "tau", "on-policy rollouts")
     _plot(tau, rows, "heldout", "expected_tau", "expected, greedy")
     _plot(tau, rows, "heldout", "expected_tau_sampled", "expected, sampled")
     _plot(norm, rows, "train", "gradient_norm", "before clipping")

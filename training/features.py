@@ -15,8 +15,9 @@ def online_features(
 ) -> dict[str, Tensor | DeferredLogits]:
     """Run the frozen target over a batch: the keyword arguments of an objective.
 
-    feats [B,T,F], tokens [B,T], target_logits [B,T,V], loss_mask [B,T], nothing shifted. deferred: the logits are made
-    where the objective asks for them, so that [B,T,V] never exists; for our own `Target` only.
+    feats [B,T,F], tokens [B,T], target_logits [B,T,V], loss_mask [B,T], nothing shifted, and weights [B,T] if the batch
+    has them. deferred: the logits are made where the objective asks for them, so that [B,T,V] never exists; for our own
+    `Target` only.
     """
     device = target.embed.weight.device
     tokens = batch.tokens.to(device)
@@ -29,12 +30,13 @@ def online_features(
             logits = DeferredLogits(hidden, lambda x: _under(autocast, target, x), target.config.vocab)
         else:
             logits, feats = target(tokens, None, taps=taps, documents=documents)
+    weights = {} if batch.weights is None else {"weights": batch.weights.to(device)}
     return {
         "feats": feats.float(),
         "tokens": tokens,
         "target_logits": logits,
         "loss_mask": batch.loss_mask.to(device),
-    }
+    } | weights
 
 
 @torch.no_grad()

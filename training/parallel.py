@@ -3,6 +3,7 @@
 Start several with `torchrun --nproc-per-node=N -m training.train ...`, or, on GPUs, `accelerate launch -m ...`.
 """
 
+import copy
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -68,24 +69,26 @@ def accumulating(module: nn.Module, last: bool) -> AbstractContextManager:
 class Sums:
     """Values of several batches, each times the batch's number of counted positions, to become means over positions."""
 
-    total: Tensor | None = None  # fp64: weight, loss, tokens, stop, then the metrics, flat
+    total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    def add(self, weight: Tensor, loss: Tensor, tokens: int, stop: bool, metrics: dict[str, Tensor]) -> None:
+    def add(self, weight: Tensor, loss: Tensor, mask: Tensor, stop: bool, metrics: dict[str, Tensor]) -> None:
         self.shapes = {name: value.shape for name, value in metrics.items()}
-        head = torch.stack([weight, loss.detach() * weight, weight.new_tensor(tokens), weight.new_tensor(stop)])
+        counts = weight.new_tensor([stop, mask.numel(), mask.count_nonzero()])
+        head = torch.cat([torch.stack([weight, loss.detach() * weight]), counts])
         flat = torch.cat([head, *(value.detach().flatten() * weight for value in metrics.values())]).double()
         self.total = flat if self.total is None else self.total + flat
 
-    def means(self, processes: Processes) -> tuple[float, float, int, bool, dict[str, Tensor]]:
-        """Over all processes: counted positions, mean loss, tokens, whether anyone was asked to stop, mean metrics."""
+    def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
+        """Over all processes: counted positions, mean loss, whether anyone was asked to stop, padded and learnt tokens,
+        mean metrics."""
         if processes.world > 1:
             dist.all_reduce(self.total)
         total = self.total.cpu()
-        weight, loss, tokens, stop = total[:4].tolist()
-        parts = (total[4:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])
+        weight, loss, stop, tokens, learnt = total[:5].tolist()
+        parts = (total[5:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])
         metrics = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-        return weight, loss / max(weight, 1), int(tokens), stop > 0, metrics
+        return weight, loss / max(weight, 1), stop > 0, (int(tokens), int(learnt)), metrics
 
 
 def full(value):
@@ -97,6 +100,30 @@ def full(value):
     if isinstance(value, list | tuple):
         return [full(item) for item in value]
     return value
+
+
+def shell(drafter: nn.Module) -> nn.Module:
+    """A second drafter of the same kind, with parameters of its own; what belongs to the target is shared."""
+    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> None:
+    """Let a shell have these weights, whole, and where nothing need be gathered or cast the very same memory; only if
+    `here`, but every process must call it."""
+    own = dict(shell.named_parameters())
+    for name, weight in weights.items():
+        value = full(weight.detach())
+        if here:
+            own[name].data = value.to(own[name].dtype)
+
+
+def gather(own: list, processes: Processes) -> list:
+    """The items of all processes' lists, those of process 0 first; every process must call it."""
+    if processes.world == 1:
+        return own
+    lists: list[list | None] = [None] * processes.world
+    dist.all_gather_object(lists, own)
+    return [item for items in lists for item in items]
 
 
 def sharded_as(value: Tensor, like: Tensor) -> Tensor:

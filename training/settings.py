@@ -1,4 +1,4 @@
-"""Settings of the training loop."""
+"""Settings of the training loop, and of the data that the drafter in training makes for itself."""
 
 from dataclasses import dataclass
 
@@ -47,3 +47,28 @@ class TrainerConfig:
         if self.wandb not in (False, "online", "offline"):
             raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
         schedule(0, 1, 0, self.schedule)
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Settings of `training.rollouts`; conf/data/files.yaml says what each is for."""
+
+    share: float = 0.0
+    every: int = 20
+    prompts: int = 32
+    batch_size: int = 32
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    weight: float = 4.0
+    topk: int = 1
+    steps: int = 5
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"data.on_policy.share must lie between 0 (off) and 1, got {self.share}")
+        for name in ("every", "prompts", "batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.on_policy.{name} must be at least 1, got {getattr(self, name)}")
+        if not 1 <= self.weight < float("inf"):
+            raise ValueError(f"data.on_policy.weight must be at least 1, which is no weight, got {self.weight}")

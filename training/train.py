@@ -23,7 +23,8 @@ from specdec.model import Target
 from training.checkpoint import checkpoints
 from training.data import Batches, Sample, count_tokens, load_samples
 from training.parallel import join_processes
-from training.trainer import Trainer, TrainerConfig, meaning
+from training.settings import OnPolicy, TrainerConfig
+from training.trainer import Trainer, meaning
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
@@ -45,11 +46,12 @@ def instantiate(settings, **extra):
         raise ValueError(str(error.__cause__ or error)) from None
 
 
-def trainer_settings(config: DictConfig) -> TrainerConfig:
+def read_settings(kind: type, config: DictConfig | None, where: str):
+    """A dataclass of settings from a part of the configuration; null stands for its defaults."""
     try:
-        return TrainerConfig(**OmegaConf.to_container(config, resolve=True))
+        return kind(**(OmegaConf.to_container(config, resolve=True) if config is not None else {}))
     except TypeError as error:
-        raise ValueError(f"conf/trainer: {error}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int, init_from: str | None = None):
@@ -118,7 +120,8 @@ def record(config: DictConfig, out: Path, resume: bool) -> None:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
-    trainer_config = trainer_settings(config.trainer)
+    trainer_config = read_settings(TrainerConfig, config.trainer, "trainer")
+    on_policy = read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
     out = Path(config.out)
     check_folder(out, config.resume)
     processes = join_processes(config.device)
@@ -137,6 +140,7 @@ def run(config: DictConfig) -> None:
         out,
         OmegaConf.to_container(config, resolve=True),
         processes,
+        on_policy,
     )
     if config.resume:
         trainer.resume()

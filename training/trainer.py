@@ -1,6 +1,5 @@
 """The training loop of a drafter: features, objective, step, log, measure, save, resume."""
 
-import copy
 import itertools
 import json
 import math
@@ -25,8 +24,9 @@ from training.data import Batch, Batches
 from training.evaluate import Decoding, expected_tau
 from training.features import online_features
 from training.optim import Optimizers, schedule
-from training.parallel import Processes, Sums, accumulating, full, sharded_as, wrap
-from training.settings import TrainerConfig
+from training.parallel import Processes, Sums, accumulating, fill, full, sharded_as, shell, wrap
+from training.rollouts import Rollouts
+from training.settings import OnPolicy, TrainerConfig
 from training.stopping import StopSignals
 
 
@@ -62,6 +62,7 @@ class Trainer:
         out: Path,
         run_config: dict | None = None,
         processes: Processes | None = None,
+        on_policy: OnPolicy | None = None,
     ):
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -72,7 +73,11 @@ class Trainer:
             drafter.recompute = True
         self.meaning = meaning(drafter)
         alone = self.processes.world == 1 or not config.fsdp
-        self.published = drafter if alone and config.ema is None else _shell(drafter)  # evaluated and exported
+        self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
+        self.rollouts = None
+        if on_policy is not None and on_policy.share > 0:
+            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes)
+            self.train_data = self.rollouts
         self.learner = wrap(Learner(drafter, objective), self.processes, config.fsdp)
         self.parameters = dict(drafter.named_parameters())
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
@@ -87,8 +92,8 @@ class Trainer:
         if config.prompts is not None:
             sizes = config.decode_prompts, config.decode_steps, config.decode_tokens
             self.decoding = Decoding(target, Path(config.prompts), *sizes)
-        self.step = self.tokens = self.batches = 0
-        self.seconds, self.best = 0.0, 0.0
+        self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
+        self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
         self.tracker = _start_wandb(config.wandb, run_config or {}, out) if config.wandb and self.main else None
 
@@ -113,10 +118,15 @@ class Trainer:
         bar = tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main)
         mark = time.monotonic()
         while self.step < config.steps and not asked:
+            if self.rollouts is not None and self.rollouts.due(self.step):
+                self._roll_out()
+            before = self.batches
             values, asked, row = self._step(next(groups))
             now = time.monotonic()
             self.seconds, mark = self.seconds + now - mark, now
             bar.update()
+            if self.rollouts is not None:
+                row["on_policy"] = self.rollouts.part(before, self.batches)
             if self._due(config.log_every):
                 metrics = self._log("train", values, **row)
                 bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
@@ -152,8 +162,8 @@ class Trainer:
                 weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
                 (loss * weight * world).backward()  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
-            sums.add(weight, loss, batch.loss_mask.numel(), self.signals.asked, metrics)
-        counted, loss, tokens, asked, metrics = sums.means(self.processes)
+            sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
+        counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)
         if not math.isfinite(loss):
             self._give_up(f"the loss is {loss}", group, losses)
         for parameter in self.parameters.values():
@@ -166,7 +176,8 @@ class Trainer:
             self._give_up(f"the gradient's norm is {norm}", group, losses)
         for name, average in (self.averages or {}).items():
             average.lerp_(self.parameters[name].detach(), 1 - config.ema)
-        self.step, self.tokens, self.batches = self.step + 1, self.tokens + tokens, self.batches + len(group) * world
+        self.step, self.batches = self.step + 1, self.batches + len(group) * world
+        self.tokens, self.learnt = self.tokens + tokens, self.learnt + learnt
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
@@ -194,13 +205,15 @@ class Trainer:
 
     def _publish(self) -> None:
         """Put the weights that are evaluated and exported into `published`; every process must call it."""
-        if self.published is self.drafter:
-            return
-        own = dict(self.published.named_parameters())
-        for name, weight in (self.averages or self.parameters).items():
-            value = full(weight.detach())
-            if self.main:
-                own[name].data = value
+        if self.published is not self.drafter:
+            fill(self.published, self.averages or self.parameters, here=self.main)
+
+    def _roll_out(self) -> None:
+        """New on-policy data, and what its rounds say about the drafter. Its time is part of `seconds`."""
+        start = time.monotonic()
+        measured = self.rollouts.renew(self.step, self.parameters)
+        self.rollout_seconds += time.monotonic() - start
+        self._log("rollout", {}, **measured, rollout_seconds=round(self.rollout_seconds, 3))
 
     @torch.no_grad()
     def _evaluate(self) -> dict:
@@ -216,7 +229,8 @@ class Trainer:
             with self._autocast():
                 loss, metrics = learner(**features)
                 tau = tau + expected_tau(self.published, **features, steps=depth)
-            sums.add(metrics.pop("counted", batch.loss_mask.sum()).to(loss), loss, 0, False, metrics)
+            weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+            sums.add(weight, loss, batch.loss_mask, False, metrics)
         _, loss, _, _, mean = sums.means(Processes())
         greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
         scalars = {"loss": loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
@@ -236,7 +250,8 @@ class Trainer:
         return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
-        row = {"split": split, "step": self.step, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
+        row = {"split": split, "step": self.step, "tokens": self.tokens, "learnt": self.learnt}
+        row["seconds"] = round(self.seconds, 3)
         row |= scalars | {key: [round(v, 5) for v in value.tolist()] for key, value in values.items()}
         if self.main:
             with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
@@ -254,13 +269,16 @@ class Trainer:
             "step": self.step,
             "batches": self.batches,
             "tokens": self.tokens,
+            "learnt": self.learnt,
             "seconds": self.seconds,
+            "rollout_seconds": self.rollout_seconds,
             "best": self.best,
             "meaning": self.meaning,
             "vocab": self.drafter.vocab.ids,
             "drafter": full({name: p.detach() for name, p in self.parameters.items()}),
             "averages": full(self.averages),
             "optimizers": self.optimizers.state_dict(),
+            "rollouts": None if self.rollouts is None else self.rollouts.state_dict(),
         }
         self._publish()
         if self.main:
@@ -292,13 +310,18 @@ class Trainer:
             raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
         self.step, self.batches, self.tokens = state["step"], state["batches"], state["tokens"]
         self.seconds, self.best = state["seconds"], state["best"]
+        self.learnt = state.get("learnt", 0)  # what was saved before these were counted lacks them
+        self.rollout_seconds = state.get("rollout_seconds", 0.0)
+        if self.rollouts is not None and state.get("rollouts") is not None:
+            self.rollouts.load_state_dict(state["rollouts"])
         if self.main:
             self._forget_later_rows()
 
     def _forget_later_rows(self) -> None:
-        """The log without what came after the checkpoint, which will come again."""
+        """The log without what came after the checkpoint, which will come again; so will a rollout at its very step."""
         log = self.out / "log.jsonl"
-        rows = [row for row in read_log(log) if row["step"] <= self.step] if log.exists() else []
+        rows = read_log(log) if log.exists() else []
+        rows = [row for row in rows if row["step"] < self.step + (row["split"] != "rollout")]
         aside = log.with_suffix(".partial")
         aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         os.replace(aside, log)
@@ -308,11 +331,6 @@ def meaning(drafter: nn.Module) -> str:
     """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
     how = getattr(drafter, "how", "")
     return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {how}".strip()
-
-
-def _shell(drafter: nn.Module) -> nn.Module:
-    """A second drafter of the same kind, with parameters of its own; what belongs to the target is shared."""
-    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
 
 
 def _seed(seed: int, batch: int) -> int:

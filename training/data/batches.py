@@ -15,11 +15,13 @@ class Batch:
     """Right-padded rows: tokens [B,T] and loss_mask [B,T] (fp32, 0 on padding).
 
     documents [B,T], of packed rows: the number of each token's conversation in its row; padding is one more.
+    weights [B,T]: how much each token counts, where samples say so.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     documents: Tensor | None = None
+    weights: Tensor | None = None
 
 
 class Batches:
@@ -98,7 +100,7 @@ class Batches:
             (rows,) = self._pack(indices)
         shape = len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows)
         tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        documents = torch.zeros(shape, dtype=torch.int64)
+        documents, weights = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
         for r, row in enumerate(rows):
             end = 0
             for number, i in enumerate(row):
@@ -107,9 +109,12 @@ class Batches:
                 tokens[r, here] = torch.from_numpy(sample.ids)
                 mask[r, here] = torch.from_numpy(sample.mask)
                 documents[r, here] = number
+                if sample.weights is not None:
+                    weights[r, here] = torch.from_numpy(sample.weights)
                 end = here.stop
             documents[r, end:] = len(row)
-        return Batch(tokens, mask, None if self.pack is None else documents)
+        weighted = any(self.samples[i].weights is not None for i in indices)
+        return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
         """All epochs one after the other, the first `skip` batches left out."""

@@ -17,10 +17,12 @@ GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 
 @dataclass
 class Sample:
-    """One tokenised conversation: ids [T] and where the assistant speaks [T]."""
+    """One tokenised conversation: ids [T], where the assistant speaks [T], and how much each token counts [T], if not
+    all count alike."""
 
     ids: np.ndarray
     mask: np.ndarray
+    weights: np.ndarray | None = None
 
 
 def render(tokenizer, messages: list[Message]) -> Sample:

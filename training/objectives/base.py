@@ -52,10 +52,10 @@ class Objective:
     """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
 
     terms: see `TERMS`. A position counts if it belongs to the loss mask and, with `known_only`, the target's likeliest
-    token is in the draft vocabulary. mean 'masked' divides by the positions that count; 'all' by all of them, as EAGLE
-    does, which makes the loss depend on padding. renormalise: p sums to 1 over the draft vocabulary. noise: width of
-    the uniform noise on the target's features while learning, of that width at `noise_length` tokens and narrower in
-    longer texts, or, if that is None, at any length.
+    token is in the draft vocabulary. mean 'masked' divides by the positions that count, each with its weight; 'all' by
+    the number of all, as EAGLE does, which makes the loss depend on padding. renormalise: p sums to 1 over the draft
+    vocabulary. noise: width of the uniform noise on the target's features while learning, of that width at
+    `noise_length` tokens and narrower in longer texts, or, if that is None, at any length.
     """
 
     def __init__(
@@ -84,16 +84,27 @@ class Objective:
         return len(self.step_weights)
 
     def __call__(
-        self, drafter: Drafter, feats: Tensor, tokens: Tensor, target_logits: Tensor | DeferredLogits, loss_mask: Tensor
+        self,
+        drafter: Drafter,
+        feats: Tensor,
+        tokens: Tensor,
+        target_logits: Tensor | DeferredLogits,
+        loss_mask: Tensor,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
         loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
         terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted
-        [], what the first step's mean was divided by."""
+        [], what the first step's mean was divided by.
+
+        weights [B,T]: drafting token x counts as so many positions, at whatever step it is drafted; 1 if not given. All
+        means are then weighted ones, accuracy's too, and counted is the sum of weights."""
         # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
         labels = drafter.vocab.from_target(following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
         counted = self.positions(drafter.vocab, target_logits, labels, loss_mask)
+        if weights is not None:  # the distribution at t is that of token t+1
+            counted = counted * F.pad(weights[:, 1:], (0, 1), value=1.0)
         states = list(drafter.unroll(self.noisy(feats), following, self.steps))
         batch = Positions(counted, self.steps, self.mean)
         judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
@@ -109,7 +120,7 @@ class Objective:
         return feats + (torch.rand_like(feats) - 0.5) * width
 
     def positions(self, vocab, target_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """[B,T], how much each position counts, by the position of the target whose distribution is learnt there."""
+        """[B,T], 1 for each position that counts, by the position of the target whose distribution is learnt there."""
         if not self.known_only or vocab.ids is None:
             return loss_mask.float()
         known = torch.zeros_like(loss_mask)
@@ -130,7 +141,8 @@ class Positions:
     column-1-j of the unroll, or not at all where that lies before the text."""
 
     def __init__(self, counted: Tensor, steps: int, mean: str):
-        """counted [B,T]. One look at the mask's values a training step: only what counts is computed."""
+        """counted [B,T]: what each position weighs, 0 if it does not count. One look at the mask's values a training
+        step: only what counts is computed."""
         self.row, before = counted[:, 1:].nonzero(as_tuple=True)  # no step drafts the second token
         self.column = before + 1
         reached = self.column > torch.arange(steps, device=counted.device)[:, None]

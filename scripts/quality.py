@@ -1,0 +1,170 @@
+"""How good drafters become for what they have seen: tau of real decoding against training tokens, one line a run.
+
+    python scripts/quality.py demo demo_lk demo_on_policy demo_eagle demo_mtp --data answers.jsonl --prompts MT_BENCH \\
+        --out runs/quality --seeds 0 1 --set trainer.decode_every=200
+    python scripts/quality.py runs/mine runs/other --out runs/quality              # trains nothing
+
+Each argument is an experiment (a name of conf/experiment), which is trained for every seed, or the folder of a run. A
+run that was interrupted goes on, one that is finished is only read. Writes quality.csv, of every measurement the padded
+tokens seen, those of them that were learnt, seconds and tau; and quality.png, over the learnt tokens. Prompts and
+padding cost time and teach nothing, and how many there are depends on the batches: so both counts are given.
+"""
+
+import argparse
+import csv
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+import training.train
+from specdec.api import DEMO_TARGET
+from specdec.cli import one_sentence_errors
+from specdec.lab.show import write_whole
+from training.checkpoint import checkpoints
+from training.curves import read_log
+
+CONF = Path(__file__).parents[1] / "conf"
+FIELDS = ("tokens", "learnt", "seconds", "tau")
+
+
+@dataclass
+class Run:
+    """A run's folder, how it is called in the chart, and its settings if it is ours to train."""
+
+    name: str
+    folder: Path
+    config: DictConfig | None = None
+
+
+def experiment(name: str, seed: int, args: argparse.Namespace) -> Run:
+    if not (CONF / "experiment" / f"{name}.yaml").is_file():
+        known = ", ".join(sorted(p.stem for p in (CONF / "experiment").glob("*.yaml")))
+        raise ValueError(f"{name} is neither the folder of a run nor an experiment; of these there are {known}")
+    folder = args.out / f"{name}-seed{seed}"
+    if args.dry:
+        return Run(name, folder)
+    if args.data is None or args.prompts is None:
+        raise ValueError(f"to train {name} give --data, conversations to learn, and --prompts, to measure tau on")
+    given = {"target.path": args.target, "data.path": args.data, "trainer.prompts": args.prompts}
+    given |= {"trainer.seed": seed, "out": folder, "resume": str(bool(checkpoints(folder))).lower()}
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        try:
+            config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(str(error).strip().split("\n")[0]) from None
+    check_same(config, folder)
+    return Run(name, folder, config)
+
+
+def check_same(config: DictConfig, folder: Path) -> None:
+    """Raises ValueError if the folder holds a run of other settings."""
+    if not checkpoints(folder):
+        return
+    there, asked = (_flat(c) for c in (OmegaConf.load(folder / "config.yaml"), config))
+    for key in sorted(there.keys() | asked.keys()):
+        if key not in ("resume", "out") and there.get(key) != asked.get(key):
+            raise ValueError(
+                f"{folder} holds a run with {key}={there.get(key)}, not {asked.get(key)}: give the same settings, or "
+                "another --out"
+            )
+
+
+def _flat(config: DictConfig) -> dict[str, object]:
+    def walk(value, key: str):
+        if isinstance(value, dict) and value:
+            for name, inner in value.items():
+                yield from walk(inner, f"{key}.{name}" if key else name)
+        else:
+            yield key, value
+
+    return dict(walk(OmegaConf.to_container(config, resolve=True), ""))
+
+
+def finished(run: Run) -> bool:
+    steps = run.config.trainer.steps
+    return any(path.stem == f"step-{steps:08d}" for path in checkpoints(run.folder))
+
+
+def measurements(run: Run) -> list[dict]:
+    """Where tau was measured, in the order of steps."""
+    log = run.folder / "log.jsonl"
+    rows = [row for row in read_log(log) if row["split"] == "decode"] if log.is_file() else []
+    if not rows:
+        raise ValueError(
+            f"{log} has no measured tau: train with trainer.prompts=FILE, and trainer.decode_every of at most the steps"
+        )
+    if missing := [field for field in FIELDS if field not in rows[0]]:
+        raise ValueError(f"{log} does not count {missing[0]} tokens: it is of an older version, train anew")
+    config = OmegaConf.load(run.folder / "config.yaml")
+    who = {"run": run.name, "seed": config.trainer.seed, "folder": str(run.folder)}
+    return [who | {key: row[key] for key in ("step", *FIELDS)} for row in rows]
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    def fill(aside: Path) -> None:
+        with aside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+    write_whole(path, fill)
+
+
+def draw(runs: list[list[dict]], path: Path) -> None:
+    """Runs of one name share a colour, and differ by the line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    names = list(dict.fromkeys(rows[0]["run"] for rows in runs))
+    for i, rows in enumerate(runs):
+        name, seed = rows[0]["run"], rows[0]["seed"]
+        style = ["-", "--", ":", "-."][sum(r[0]["run"] == name for r in runs[:i]) % 4]
+        x, y = [r["learnt"] / 1e6 for r in rows], [r["tau"] for r in rows]
+        axes.plot(x, y, style, marker=".", color=f"C{names.index(name)}", label=f"{name}, seed {seed}: {y[-1]:.2f}")
+    axes.set(xlabel="learnt tokens seen, millions", ylabel="tau (tokens a round), greedy, held-out prompts")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", title="at the end")
+    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", help="names of conf/experiment, or folders of runs")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs, the table and the chart")
+    parser.add_argument("--data", type=Path, help="conversations, as of data.path")
+    parser.add_argument("--prompts", type=Path, help="held-out prompts, as of trainer.prompts")
+    parser.add_argument("--target", default=DEMO_TARGET)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="of python -m training.train")
+    parser.add_argument("--dry", action="store_true", help="train nothing: draw what the runs have measured so far")
+    args = parser.parse_args(argv)
+    runs: list[Run] = []
+    for name in args.runs:
+        if (Path(name) / "log.jsonl").is_file():
+            runs.append(Run(Path(name).name, Path(name)))
+        else:
+            runs += [experiment(name, seed, args) for seed in args.seeds]
+    for run in runs:
+        if run.config is not None and not finished(run):
+            training.train.run(run.config)
+            if not finished(run):  # a signal asked it to stop; the same command goes on
+                return
+    measured = [measurements(run) for run in runs]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    write_csv([row for rows in measured for row in rows], args.out / "quality.csv")
+    draw(measured, args.out / "quality.png")
+    print(json.dumps({f"{rows[-1]['run']}-seed{rows[-1]['seed']}": rows[-1]["tau"] for rows in measured}))
+
+
+if __name__ == "__main__":
+    main()

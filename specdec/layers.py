@@ -26,7 +26,7 @@ class Bound(nn.Module):
 
 
 class RMSNorm(Bound):
-    """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32 as transformers does."""
+    """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32, or finer, as transformers does."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -38,11 +38,12 @@ class RMSNorm(Bound):
         return lambda x: (x * inverse_rms(x)).to(x.dtype) * weight
 
     def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
-        epsilon, share = torch.tensor(self.eps, device=self.weight.device), 1 / len(self.weight)
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        epsilon, share = torch.tensor(self.eps, dtype=dtype, device=self.weight.device), 1 / len(self.weight)
 
         def inverse_rms(x: Tensor) -> Tensor:
             # On the CPU `F.rms_norm` is made of more operators than these.
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
             return torch.addcmul(epsilon, length, length, value=share).rsqrt_()
 
         return inverse_rms

@@ -11,6 +11,8 @@ ROOTS_OF_COMPOSITION = {
     "specdec",
     "drafters.formats.__main__",
     "drafters.formats.check",
+    "specdec.lab.prove",
+    "specdec.prove",
 }
 ALLOWED = {
     "specdec.types": set(),
@@ -32,6 +34,9 @@ ALLOWED = {
     "specdec.lab": {"specdec.lab"} | {f"specdec.{m}" for m in ("api", "engine", "model", "trace", "types")},
     "specdec.lab.record": {"specdec.__version__"}
     | {f"specdec.{m}" for m in ("checkpoint", "engine", "sampling", "trace", "types", "verify")},
+    "specdec.lab.greedy": {f"specdec.{m}" for m in ("engine", "model", "types")},
+    "specdec.lab.laws": {"drafters.vocab"} | {f"specdec.{m}" for m in ("sampling", "tree", "types")},
+    "specdec.lab.sampled": {"specdec.lab.laws"} | {f"specdec.{m}" for m in ("engine", "model", "sampling", "types")},
     "specdec.lab.metrics": {"specdec.lab.record", "specdec.trace", "specdec.cli"},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},

@@ -32,6 +32,12 @@ from training.trainer import Trainer, TrainerConfig
 TIMES = ("seconds", "rollout_seconds")
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Drawing the curves takes longer than these runs."""
+    monkeypatch.setattr("training.trainer.draw_curves", lambda log, picture: None)
+
+
 def rollouts(target, drafter, data: Batches, **how) -> Rollouts:
     return Rollouts(target, shell(drafter), data, OnPolicy(**{"share": 0.5, "temperature": 0.0} | how), seed=0)
 

@@ -1,10 +1,21 @@
 """The EAGLE-2 dynamic tree: expand the most likely nodes level by level, then keep the best of all candidates."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from specdec.tree import ancestors_of
 from specdec.types import Drafter, DraftState, DraftTree
+
+
+class Pool(NamedTuple):
+    """All that was drafted, in breadth-first order: M = W + (D-1) W^2 candidates, the children of a node together, best
+    first. What fewer steps would have drafted is the first part of it: no level depends on how many follow."""
+
+    tokens: Tensor  # [B,M] target vocabulary ids
+    scores: Tensor  # [B,M] log-probability of the path under the drafter
+    parents: Tensor  # [B,M] 1 + the parent's place in the pool; 0 for children of the root
 
 
 class DynamicTree:
@@ -37,13 +48,10 @@ class DynamicTree:
         return self.topk * (self.steps - 1)
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
-        return self._rerank(root, *self._expand(drafter, state))
+        return self.select(root, self.expand(drafter, state))
 
-    def _expand(self, drafter: Drafter, state: DraftState) -> tuple[Tensor, Tensor, Tensor]:
-        """Candidates in breadth-first order: tokens, path scores and parents [B,M], M = W + (D-1) W^2.
-
-        A parent is given as 1 + its place in the pool, 0 being the root.
-        """
+    def expand(self, drafter: Drafter, state: DraftState) -> Pool:
+        """Draft all candidates behind the state's position (W = 1)."""
         w = self.topk
         b = state.logits.shape[0]
         device = state.logits.device
@@ -72,13 +80,12 @@ class DynamicTree:
                 inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
                 ancestors = torch.cat([inherited, eye], dim=2)
                 places = w + (level - 1) * w * w + chosen
-        return torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1)
+        return Pool(torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1))
 
-    def _rerank(self, root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor) -> DraftTree:
-        # A child never scores above its parent, and stands behind it in the pool: in a *stable* descending sort no
-        # child precedes its parent, even among equal scores, so the selection is always closed under parents.
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, : self.num_draft_tokens - 1]
-        kept = best.sort(dim=1).values  # breadth first again
+    def select(self, root: Tensor, pool: Pool) -> DraftTree:
+        """The tree of the root and the best candidates."""
+        tokens, scores, parents = pool
+        kept = best_first(scores)[:, : self.num_draft_tokens - 1].sort(dim=1).values  # breadth first again
         b, m = tokens.shape
         rank = torch.arange(1, self.num_draft_tokens, device=tokens.device).expand(b, -1)
         node_of = torch.zeros(b, m + 1, dtype=torch.int64, device=tokens.device).scatter(1, kept + 1, rank)
@@ -96,6 +103,15 @@ class DynamicTree:
     def _level(self, place: Tensor) -> Tensor:
         """Depth of a pool entry: W entries of depth 1, then W^2 of each further depth."""
         return 2 + (place - self.topk).div(self.topk * self.topk, rounding_mode="floor").clamp_(min=-1)
+
+
+def best_first(scores: Tensor) -> Tensor:
+    """Places [B,M] of a pool's candidates by scores [B,M]: a tree of N nodes keeps the first N-1.
+
+    A child never scores above its parent, and stands behind it in the pool: in a *stable* descending sort no child
+    precedes its parent, even among equal scores, so every selection is closed under parents.
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices
 
 
 def _top_children(logits: Tensor, w: int) -> tuple[Tensor, Tensor]:

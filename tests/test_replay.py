@@ -270,6 +270,12 @@ def test_what_cannot_be_replayed(target, drafter):
         "'x' was not recorded": lambda: superset.replay_static(Chain(2), "x"),
         "SampledTree cannot be replayed": lambda: superset.replay_many([SampledTree([1])]),
         "this one is static": lambda: superset.replay_many([Chain(2)], rule=likely(0.1)),
+        "must keep 1 to 2 levels": lambda: superset.replay(
+            topk=2,
+            steps=2,
+            num_draft_tokens=5,
+            rule=lambda levels: (torch.zeros(len(levels[0])), torch.ones(len(levels[0]))),
+        ),
         "these texts are greedy": lambda: superset.replay_drawn(2),
         r"must lie in \(0, 1\]": lambda: likely(0.0),
     }.items():

@@ -38,6 +38,11 @@ ALLOWED = {
     "specdec.lab.laws": {"drafters.vocab"} | {f"specdec.{m}" for m in ("sampling", "tree", "types")},
     "specdec.lab.sampled": {"specdec.lab.laws"} | {f"specdec.{m}" for m in ("engine", "model", "sampling", "types")},
     "specdec.lab.metrics": {"specdec.lab.record", "specdec.trace", "specdec.cli"},
+    "specdec.lab.outcomes": {"trees"},
+    "specdec.lab.superset": {"specdec.lab.outcomes", "trees"}
+    | {f"specdec.{m}" for m in ("checkpoint", "trace", "types")},
+    "specdec.lab.replay": {"specdec.lab", "drafters.vocab", "trees"}
+    | {f"specdec.{m}" for m in ("engine", "model", "sampling", "text", "types")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
     "drafters.draft_model": {"drafters.vocab"}

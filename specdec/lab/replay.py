@@ -56,7 +56,12 @@ def record(
     does not fit.
     """
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
-    _check(target, drafter, topks, steps, vocabularies)
+    if "" in (vocabularies or {}):
+        raise ValueError("a vocabulary needs a name: '' is the drafter's own")
+    device = target.embed.weight.device
+    restricted = {name: Restricted(drafter, ids.to(device)) for name, ids in (vocabularies or {}).items()}
+    drafters = {"": drafter} | restricted
+    _check(target, drafters, topks, steps)
     if not prompts:
         raise ValueError("no prompt was given")
     prompts = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
@@ -70,7 +75,6 @@ def record(
     texts = _texts(target, questions, [prompts[q] for q in questions], outputs, steps, sampling, seed, batch)
     if not any(text.roots for text in texts):
         raise ValueError("there is no round to replay: every text ends with its first token")
-    drafters = {"": drafter} | {name: Restricted(drafter, ids) for name, ids in (vocabularies or {}).items()}
     recording = _Recording(target, drafters, texts, sorted(set(topks)), steps, sampling, eos)
     pieces = list(recording.pieces())
     for first in range(0, len(pieces), batch):
@@ -89,17 +93,16 @@ def record(
     )
 
 
-def _check(target, drafter: Drafter, topks: Sequence[int], steps: int, vocabularies: Mapping | None) -> None:
+def _check(target, drafters: Mapping[str, Drafter], topks: Sequence[int], steps: int) -> None:
+    drafter = drafters[""]
     check_taps(drafter.taps, target.config.layers)
     if not topks or min(topks) < 1 or steps < 1:
         raise ValueError(f"topks and steps must be at least 1, got topks {list(topks)} and steps {steps}")
     if drafter.max_steps is not None and steps > drafter.max_steps:
         raise ValueError(f"steps is {steps}, but this drafter guesses {drafter.max_steps} tokens ahead at most")
-    if "" in (vocabularies or {}):
-        raise ValueError("a vocabulary needs a name: '' is the drafter's own")
-    sizes = [drafter.vocab.size, *(Restricted(drafter, ids).vocab.size for ids in (vocabularies or {}).values())]
-    if max(topks) > min(sizes):
-        raise ValueError(f"topk is {max(topks)}, but a draft vocabulary has {min(sizes)} tokens only")
+    size = min(d.vocab.size for d in drafters.values())
+    if max(topks) > size:
+        raise ValueError(f"topk is {max(topks)}, but a draft vocabulary has {size} tokens only")
 
 
 def _decode(target, prompts, new: int, sampling: Sampling, seed: int, eos, batch: int) -> list[list[int]]:
@@ -129,7 +132,7 @@ class Restricted:
     head, for drafters without a head too, and leaving the drafter as it is."""
 
     def __init__(self, drafter: Drafter, ids: Tensor):
-        rows = drafter.vocab.from_target(torch.as_tensor(ids))
+        rows = drafter.vocab.from_target(ids)
         self.rows = rows[rows >= 0]
         if not len(self.rows):
             raise ValueError("a vocabulary and the drafter's own have no token in common")

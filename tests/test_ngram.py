@@ -24,13 +24,13 @@ def match_length(text: list[int], drafted: list[int], place: int, cap: int) -> i
     return n
 
 
-def distribution(text: list[int], drafted: list[int], mode: str, cap: int, least: int, places: int):
+def distribution(text: list[int], drafted: list[int], mode: str, cap: int, least: int):
     """Probabilities [V] of the next token, by the definition in the drafter's docstring."""
     weights: list[list[float]] = [[] for _ in range(V)]
     for place in range(len(text) - 1):
         n = match_length(text, drafted, place, cap)
         if n >= least:
-            earlier = place / places if mode == "lookup" else 0
+            earlier = place / len(text) if mode == "lookup" else 0
             weights[text[place + 1]].append(ngram.BASE ** (n - earlier))
     total = [1 / V + ((max if mode == "lookup" else sum)(w) if w else 0.0) for w in weights]
     return torch.tensor([t / sum(total) for t in total])
@@ -66,11 +66,10 @@ def test_distribution_is_the_definition(mode, cap, least):
             tokens = torch.tensor([[path[level - 1] for path in row] for row in paths])
             hidden = states[-1].hidden.expand(-1, 3, -1)
             states.append(drafter.step(tokens, hidden, level, torch.ones(3, 3, 3 * level, dtype=torch.bool)))
-        places = state.hidden.shape[-1]
         for row, text in enumerate(texts):
             for level, at in enumerate(states):
                 for node in range(at.logits.shape[1]):
-                    expected = distribution(text, paths[row][node][:level], mode, cap, least, places)
+                    expected = distribution(text, paths[row][node][:level], mode, cap, least)
                     torch.testing.assert_close(at.logits[row, node].softmax(-1), expected)
         texts = [text + committed[row, : kept[row]].tolist() for row, text in enumerate(texts)]
         state = drafter.extend(None, committed, torch.tensor(kept), max(map(len, texts)) + 1)

@@ -120,7 +120,7 @@ class Truncated(DynamicTree):
         return replace(cut.select(root, Pool(*(part[:, :candidates] for part in pool))), steps=self.steps)
 
 
-@pytest.mark.parametrize("rule", [likely(0.05), while_likely(0.6)], ids=["likely", "while_likely"])
+@pytest.mark.parametrize("rule", [likely(0.15), while_likely(0.6)], ids=["likely", "while_likely"])
 def test_truncation_rules(target, drafter, rule):
     superset = record(target, drafter, PROMPTS, topks=(3,), steps=3, **HOW)
     tree = Truncated(rule, 3, 3, 12)

@@ -27,12 +27,19 @@ class Clock:
 
     def seconds(self, first: int = 0) -> dict[str, float]:
         """By part, from mark `first` on; waits for the device."""
+        total: dict[str, float] = defaultdict(float)
+        for part, seconds in self.intervals(first):
+            total[part] += seconds
+        return dict(total)
+
+    def intervals(self, first: int = 0) -> list[tuple[str, float]]:
+        """Each mark's part and its seconds, in order, from mark `first` on; waits for the device."""
         if self.cuda:
             torch.cuda.synchronize()
-        total: dict[str, float] = defaultdict(float)
-        for (_, before), (part, now) in pairwise(self.marks[first:]):
-            total[part] += before.elapsed_time(now) / 1e3 if self.cuda else now - before
-        return dict(total)
+        return [
+            (part, before.elapsed_time(now) / 1e3 if self.cuda else now - before)
+            for (_, before), (part, now) in pairwise(self.marks[first:])
+        ]
 
 
 @dataclass

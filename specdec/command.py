@@ -21,6 +21,7 @@ from specdec.api import (
 from specdec.cli import one_sentence_errors
 from specdec.engine import Engine, RoundReport
 from specdec.lab.record import Recorder, check_trace_folder, describe, write_trace
+from specdec.settings import SHAPE, parse_with_settings
 from specdec.text import TextStream, clean, encode_chat, read_prompts
 from specdec.tree import draw
 from specdec.verify import VERIFIERS
@@ -28,7 +29,6 @@ from specdec.verify import VERIFIERS
 DRAFTED = "\033[32m"
 PLAIN = "\033[0m"
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
-SHAPE = ("steps", "topk", "num_draft_tokens")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    model.add_argument(
+        "--settings",
+        type=Path,
+        metavar="FILE",
+        help="a YAML file of flags, as specdec.tune writes; other flags override it",
+    )
     text = p.add_argument_group("prompts")
     text.add_argument("--prompt", help="one prompt")
     text.add_argument(
@@ -362,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.stdout.reconfigure(errors="replace")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
-    args = parser().parse_args(argv)
+    args = parse_with_settings(parser(), argv)
     check_flags(args)
     prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
     session = Session(args)

@@ -10,8 +10,8 @@ A round of a tree (topk W, steps D, num_draft_tokens N) at a context of C tokens
     host     a                                                        tokens are read, texts extended
 
 A plain round is f + c C and its own host. f is linear between the measured N, the whole is linear between the measured
-W, and between the measured batch sizes. Coefficients are least squares on relative errors. Time depends on shapes, not on
-what was said, so measurements are kept in a file for each machine, pair of shapes, and version of the code.
+W, and between the measured batch sizes. Coefficients are least squares on relative errors. Time depends on shapes, not
+on what was said, so measurements are kept in a file for each machine, pair of shapes, and version of the code.
 """
 
 import hashlib
@@ -145,8 +145,8 @@ def measure(
 ) -> list[Point]:
     """Time real rounds at the probes, in turn, `repeats` times over, and take medians.
 
-    text: token ids that fill the contexts, repeated if need be. The whole grid of probes is timed at the middle context,
-    the deepest trees at the others. `progress` is called with the number of runs done and of all.
+    text: token ids that fill the contexts, repeated if need be. All probes are timed at the middle context, those of
+    one level and the deepest also at the others. `progress` is called with the number of runs done and of all.
     """
     settings = probes(topks, steps, nodes)
     room = target.config.context - NEW_TOKENS - steps

@@ -137,8 +137,8 @@ def main(argv: list[str] | None = None) -> None:
             progress=bar("costs"),
         )  # fmt: skip
         superset = record(
-            target, drafter, prompts, topks=topks, steps=steps, max_new_tokens=args.max_new_tokens, sampling=sampling,
-            seed=args.seed, raw=args.raw,
+            target, drafter, ids, topks=topks, steps=steps, max_new_tokens=args.max_new_tokens, sampling=sampling,
+            seed=args.seed,
         )  # fmt: skip
         tuned = tune(
             costs, superset, settings, target, drafter, ids, batch=args.batch_size, tries=args.tries,

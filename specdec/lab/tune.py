@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -166,7 +166,7 @@ class Tuned:
         """One plain sentence."""
         _, draft = self.best_draft
         plain = self.measured[0][1].tokens_per_second
-        words = "topk {0.topk}, steps {0.steps}, num_draft_tokens {0.num_draft_tokens}".format(draft.setting)
+        words = ", ".join(f"{name} {value}" for name, value in asdict(draft.setting).items())
         ratio = draft.tokens_per_second / plain
         if self.best[0].setting is None:
             return (
@@ -201,8 +201,7 @@ def shape_entries(setting: Setting | None) -> dict:
     """The entries of a settings file that say how to draft, or not to."""
     if setting is None:
         return {"no_draft": True}
-    shape = {"topk": setting.topk, "steps": setting.steps, "num_draft_tokens": setting.num_draft_tokens}
-    return shape | {"verifier": "match"}
+    return asdict(setting) | {"verifier": "match"}
 
 
 def report_of(tuned: Tuned) -> dict:

@@ -24,6 +24,7 @@ from specdec.lab.tune import Tuned, report_of, shape_entries, tune, write_settin
 from specdec.text import encode_prompt, read_prompts
 
 SHOWN = 10
+BUSY = 0.1  # functions that fit the measured rounds worse than this were fitted to whatever else the machine did
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -156,8 +157,14 @@ def main(argv: list[str] | None = None) -> None:
     entries = model_entries(args) | shape_entries(tuned.best[0].setting)
     if tuned.best[0].setting is None:
         entries = {key: entries[key] for key in ("target", "dtype", "device", "no_draft")}
-    write_settings(args.out, entries, report)
     print_tables(tuned, costs)
+    if (misfit := statistics.median(costs.errors())) > BUSY:
+        print(
+            f"note: the measured rounds scatter by {misfit:.0%}, so the machine was busy and the predictions are rough: "
+            "run again with --remeasure when it is idle",
+            file=sys.stderr,
+        )
+    write_settings(args.out, entries, report)
     print(tuned.verdict)
     print(json.dumps(report) if args.json else f"wrote {args.out}: python -m specdec.generate --settings {args.out}")
 

@@ -8,6 +8,7 @@ ROOTS_OF_COMPOSITION = {
     "specdec.api",
     "specdec.command",
     "specdec.generate",
+    "specdec.tune",
     "specdec",
     "drafters.formats.__main__",
     "drafters.formats.check",

@@ -1,5 +1,6 @@
 """The best setting of a pair on this machine: costs measured once, acceptance replayed, the best few tried for real."""
 
+import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -231,6 +232,7 @@ def report_of(tuned: Tuned) -> dict:
 def write_settings(path: Path, entries: dict, report: dict) -> None:
     """A file for `python -m specdec.generate --settings`. An entry that is None is left out."""
     entries = {name: value for name, value in entries.items() if value is not None}
+    report = json.loads(json.dumps(report))  # plain types: versions are of a type of their own
     text = "# Written by python -m specdec.tune; the report is not read.\n"
     text += OmegaConf.to_yaml(OmegaConf.create(entries | {REPORT: report}))
     write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))

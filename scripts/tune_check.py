@@ -16,13 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from specdec.lab.replay import record
 from tqdm import tqdm
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
 from specdec.cli import one_sentence_errors
 from specdec.lab.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
 from specdec.lab.record import versions
+from specdec.lab.replay import record
 from specdec.lab.show import write_whole
 from specdec.lab.tune import measure_rates, predict_all, tune
 from specdec.text import encode_prompt, read_prompts

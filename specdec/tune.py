@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(
-            f"note: the measured rounds scatter by {misfit:.0%}, so the machine was busy and the predictions are rough: "
+            f"note: the measured rounds scatter by {misfit:.0%}: the machine was busy, and predictions are rough; "
             "run again with --remeasure when it is idle",
             file=sys.stderr,
         )

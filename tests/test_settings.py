@@ -28,10 +28,21 @@ def shape(args: argparse.Namespace) -> tuple:
 
 def test_a_file_stands_for_its_flags(parse):
     args = parse(TREE, "--prompt", "x")
-    typed = command.parser().parse_args(
-        "--topk 2 --steps 3 --num-draft-tokens 6 --draft ngram --verifier match --prompt x".split()
-    )
-    assert vars(args) | {"settings": None} == vars(typed)
+    typed = [
+        "--topk",
+        "2",
+        "--steps",
+        "3",
+        "--num-draft-tokens",
+        "6",
+        "--draft",
+        "ngram",
+        "--verifier",
+        "match",
+        "--prompt",
+        "x",
+    ]
+    assert vars(args) | {"settings": None} == vars(command.parser().parse_args(typed))
 
 
 def test_without_a_file_nothing_changes():

@@ -44,6 +44,9 @@ ALLOWED = {
     | {f"specdec.{m}" for m in ("checkpoint", "trace", "types")},
     "specdec.lab.replay": {"specdec.lab", "drafters.vocab", "trees"}
     | {f"specdec.{m}" for m in ("engine", "model", "sampling", "text", "types")},
+    "specdec.settings": set(),
+    "specdec.lab.tune": {"specdec.lab", "specdec.settings"} | {f"specdec.{m}" for m in ("engine", "types")},
+    "specdec.lab.simulate": {"specdec.lab", "trees.optimal"} | {f"specdec.{m}" for m in ("archs", "checkpoint", "cli")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
     "drafters.draft_model": {"drafters.vocab"}

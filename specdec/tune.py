@@ -17,7 +17,7 @@ from rich.table import Table
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target
 from specdec.cli import one_sentence_errors
-from specdec.lab.cost import NODES, WIDTHS, CostModel, grid, machine, measured_costs
+from specdec.lab.cost import NODES, WIDTHS, CostModel, grid, machine, measured_costs, static
 from specdec.lab.record import versions
 from specdec.lab.replay import record
 from specdec.lab.tune import Tuned, report_of, shape_entries, tune, write_settings
@@ -59,6 +59,9 @@ def parser() -> argparse.ArgumentParser:
     tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="1,2,4,8")
     tries.add_argument("--steps", type=int, default=8, help="levels at most")
     tries.add_argument("--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes: 2,3,4,6,...")
+    tries.add_argument(
+        "--tree", type=Path, action="append", default=[], help="a static tree's file, to try too; may be given again"
+    )
     tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real")
     tries.add_argument("--repeats", type=int, default=3, help="of real decoding, and of every measured round")
     tries.add_argument("--remeasure", action="store_true", help="do not use kept measurements")
@@ -122,9 +125,11 @@ def main(argv: list[str] | None = None) -> None:
     ids = [encode_prompt(target, prompt, args.raw) for prompt in prompts]
     topks = [k for k in args.topk if k <= drafter.vocab.size]
     steps = min(args.steps, drafter.max_steps or args.steps)
+    statics = [static(file) for file in args.tree]
     settings = grid(topks, steps, args.num_draft_tokens)
     if not settings:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
+    deepest = max(s.steps for s in (*settings, *statics))
     batches = sorted({args.batch_size, len(prompts) % args.batch_size or args.batch_size})
     with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bars:
 
@@ -134,15 +139,15 @@ def main(argv: list[str] | None = None) -> None:
 
         costs = measured_costs(
             target, drafter, [token for prompt in ids for token in prompt], remeasure=args.remeasure, topks=topks,
-            steps=steps, nodes=args.num_draft_tokens, batches=batches, sampling=sampling, repeats=args.repeats,
-            progress=bar("costs"),
+            steps=steps, nodes=args.num_draft_tokens, batches=batches, statics=statics, sampling=sampling,
+            repeats=args.repeats, progress=bar("costs"),
         )  # fmt: skip
         superset = record(
-            target, drafter, ids, topks=topks, steps=steps, max_new_tokens=args.max_new_tokens, sampling=sampling,
+            target, drafter, ids, topks=topks, steps=deepest, max_new_tokens=args.max_new_tokens, sampling=sampling,
             seed=args.seed,
         )  # fmt: skip
         tuned = tune(
-            costs, superset, settings, target, drafter, ids, batch=args.batch_size, tries=args.tries,
+            costs, superset, [*settings, *statics], target, drafter, ids, batch=args.batch_size, tries=args.tries,
             max_new_tokens=args.max_new_tokens, sampling=sampling, repeats=args.repeats, seed=args.seed,
             progress=bar("real runs"),
         )  # fmt: skip
@@ -154,9 +159,11 @@ def main(argv: list[str] | None = None) -> None:
         "machine": machine(target.embed.weight.device),
         "versions": versions(),
     }  # fmt: skip
-    entries = model_entries(args) | shape_entries(tuned.best[0].setting)
-    if tuned.best[0].setting is None:
-        entries = {key: entries[key] for key in ("target", "dtype", "device", "no_draft")}
+    setting, models = tuned.best[0].setting, model_entries(args)
+    kept = ("target", "dtype", "device") if setting is None else models
+    entries = {key: models[key] for key in kept} | shape_entries(setting)
+    if setting is not None:
+        entries["verifier"] = "match"
     print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(

@@ -23,6 +23,7 @@ from specdec.lab.cost import (
     measured_costs,
     probes,
     save_points,
+    static,
     time_rounds,
 )
 from specdec.types import Sampling
@@ -144,7 +145,25 @@ def test_measuring_covers_the_probes(pair):
     for setting in grid(FEW["topks"], 3, FEW["nodes"]):
         assert 0 < model.round(setting, 20.0, 2) < 10
     assert statistics.median(model.errors()) < 1
-    assert shown[-1][0] < shown[-1][1]
+    assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
+
+
+def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
+    file = tmp_path / "tree.yaml"
+    file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
+    tree = static(file)
+    assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
+    points = measure(*pair, TEXT, **FEW, statics=[tree])
+    model = CostModel(points)
+    own = [p for p in points if p.setting == tree]
+    assert len(own) == 2
+    for p in own:  # a line through two points
+        assert model.parts(tree, p.context)["grow"] == pytest.approx(p.seconds["grow"])
+    with pytest.raises(ValueError, match="were not measured"):
+        CostModel([p for p in points if p.setting != tree]).round(tree, 20.0)
+    before = identity(*pair, statics=[tree])
+    file.write_text("paths: [[0], [1], [0, 0]]")
+    assert identity(*pair, statics=[tree]) != before
 
 
 def test_a_context_that_is_too_short(pair):

@@ -164,6 +164,17 @@ def test_the_fastest_that_was_tried_wins(planted):
     assert tuned.verdict == "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"
 
 
+def test_a_static_tree_is_written_as_its_file(tmp_path):
+    tree = Setting(3, 3, 6, str(tmp_path / "tree.yaml"))
+    assert lab.shape_entries(tree) == {"tree": str(tmp_path / "tree.yaml")}
+    ranking = [
+        Prediction(TREE, 10.0, 2.0, 0.1),
+        Prediction(Setting(2, 3, 6), 9.9, 2.0, 0.1),
+        Prediction(tree, 9.5, 2, 0.1),
+    ]
+    assert tree in [p.setting for p in finalists(ranking, 2)]
+
+
 def test_plain_decoding_wins_where_nothing_beats_it(planted):
     tuned = planted({None: 100.0, CHAIN: 60.0, TREE: 75.0})
     assert tuned.best[0].setting is None
@@ -198,10 +209,11 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
 
 
 def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
-    code, out = tiny("--json", "--batch-size", 2)
+    (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [2], [0, 0], [0, 0, 0]]")  # deeper and wider than the rest
+    code, out = tiny("--json", "--batch-size", 2, "--tree", tmp_path / "tree.yaml")
     assert code == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["settings_predicted"] == len(grid((1, 2), 2, (3, 5)))
+    assert report["settings_predicted"] == len(grid((1, 2), 2, (3, 5))) + 1
     assert report["tried"][0]["setting"] == "plain"
     assert all(t["predicted_tau"] == t["measured_tau"] for t in report["tried"])
     assert report["machine"]["threads"] == 1
@@ -227,6 +239,7 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
         (["--topk", "2", "--num-draft-tokens", "60"], "there is no setting"),
         (["--prompt-file", "nowhere.txt"], "no such prompt file: nowhere.txt"),
         (["--out", "nowhere/x.yaml"], "there is no folder"),
+        (["--tree", "nowhere.yaml"], "no such tree file: nowhere.yaml"),
     ],
 )
 def test_mistakes(tiny, capsys, flags, message):

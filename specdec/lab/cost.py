@@ -9,9 +9,10 @@ A round of a tree (topk W, steps D, num_draft_tokens N) at a context of C tokens
     extend   a + d D + c C                                            the drafter absorbs what was accepted
     host     a                                                        tokens are read, texts extended
 
-A plain round is f + c C and its own host. f is linear between the measured N, the whole is linear between the measured
-W, and between the measured batch sizes. Coefficients are least squares on relative errors. Time depends on shapes, not
-on what was said, so measurements are kept in a file for each machine, pair of shapes, and version of the code.
+Of a static tree grow is a + c C, with its own a and c. A plain round is f + c C and its own host. f is linear between
+the measured N, the whole is linear between the measured W, and between the measured batch sizes. Coefficients are least
+squares on relative errors. Time depends on shapes, not on what was said, so measurements are kept in a file for each
+machine, pair of shapes, and version of the code.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from specdec.api import make_tree
+from specdec.api import load_tree, make_tree
 from specdec.engine import Engine, RoundReport
 from specdec.lab.record import versions
 from specdec.lab.show import write_whole
@@ -45,17 +46,24 @@ PACKAGES = ("specdec", "drafters", "trees")
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """A dynamic tree, or with topk 1 a chain, in SGLang's words."""
+    """A dynamic tree, or with topk 1 a chain, in SGLang's words; or a file's static tree, of which these are the shape."""
 
     topk: int
     steps: int
     num_draft_tokens: int
+    file: str | None = None
 
     def tree(self) -> TreePolicy:
-        return make_tree(self.topk, self.steps, self.num_draft_tokens)
+        return load_tree(self.file) if self.file else make_tree(self.topk, self.steps, self.num_draft_tokens)
 
     def __str__(self) -> str:
-        return f"{self.topk}/{self.steps}/{self.num_draft_tokens}"
+        return self.file or f"{self.topk}/{self.steps}/{self.num_draft_tokens}"
+
+
+def static(file: str | os.PathLike) -> Setting:
+    """The setting of a tree file. ValueError, one sentence, if it holds none."""
+    tree = load_tree(file)
+    return Setting(tree.topk, tree.steps, tree.num_draft_tokens, str(file))
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,7 @@ def measure(
     nodes: Sequence[int] = NODES,
     contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,),
+    statics: Sequence[Setting] = (),
     sampling: Sampling | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -146,10 +155,11 @@ def measure(
     """Time real rounds at the probes, in turn, `repeats` times over, and take medians.
 
     text: token ids that fill the contexts, repeated if need be. All probes are timed at the middle context, those of
-    one level and the deepest also at the others. `progress` is called with the number of runs done and of all.
+    one level and the deepest also at the others; `statics`, which are timed each by itself, at all of them. `progress`
+    is called with the number of runs done and of all.
     """
-    settings = probes(topks, steps, nodes)
-    room = target.config.context - NEW_TOKENS - steps
+    settings = [*probes(topks, steps, nodes), *statics]
+    room = target.config.context - NEW_TOKENS - max(s.steps for s in settings)
     places = sorted({min(context, room) for context in contexts})
     if not text or places[0] < 1:
         raise ValueError(f"the target's context of {target.config.context} tokens is too short to measure rounds in")
@@ -157,18 +167,20 @@ def measure(
     for batch in batches:
         for context in places:
             middle = context == places[len(places) // 2]
-            here = settings if middle else [s for s in settings if s.steps in (1, settings[-1].steps)]
+            here = settings if middle else [s for s in settings if s.steps in (1, steps) or s.file]
             runs |= {(setting, context, batch): [] for setting in (None, *here)}
     engines = {None: Engine(target)} | {s: Engine(target, drafter, s.tree()) for s in settings}
     order = list(runs)
     for repeat in range(-1, repeats):  # -1 warms up
-        for done, (setting, context, batch) in enumerate(order if repeat >= 0 else order[:: max(1, len(order) // 8)]):
-            progress(max(repeat, 0) * len(order) + done, repeats * len(order))
+        for done, (setting, context, batch) in enumerate(
+            order if repeat >= 0 else order[:: max(1, len(order) // 8)], 1
+        ):
             prompt = (text * (1 + context // len(text)))[:context]
             new = NEW_TOKENS if setting is None else NEW_TOKENS + setting.steps
             found = time_rounds(engines[setting], [prompt] * batch, new, sampling or Sampling())
             if repeat >= 0:
                 runs[setting, context, batch] += found
+                progress(repeat * len(order) + done, repeats * len(order))
     return [_median(*key, found) for key, found in runs.items()]
 
 
@@ -205,9 +217,11 @@ class _BatchFit:
     def __init__(self, points: list[Point]):
         trees = [p for p in points if p.setting is not None]
         plain = [p for p in points if p.setting is None]
-        self.widths = sorted({p.setting.topk for p in trees})
+        self.widths = sorted({p.setting.topk for p in trees if not p.setting.file})
         knots = sorted({p.setting.num_draft_tokens for p in trees})
         self.grow = {w: _Fit(_grow, _of(trees, "grow", w)) for w in self.widths}
+        statics = {p.setting for p in trees if p.setting.file}
+        self.static = {s: _Fit(lambda s, c: [1, c], _of([p for p in trees if p.setting == s], "grow")) for s in statics}
         self.verify = _Fit(lambda s, c: [*hats(knots, s.num_draft_tokens), s.steps, c, c * s.num_draft_tokens],
                            _of(trees, "verify"))  # fmt: skip
         self.commit = _Fit(lambda s, c: [1, s.steps], _of(trees, "commit"))
@@ -218,9 +232,13 @@ class _BatchFit:
 
     def parts(self, setting: Setting, context: np.ndarray) -> dict[str, np.ndarray]:
         flat = np.zeros_like(context, dtype=float)
-        shares = zip(self.widths, hats(self.widths, setting.topk), strict=True)
+        if setting.file:
+            grow = self.static[setting](setting, context)
+        else:
+            shares = zip(self.widths, hats(self.widths, setting.topk), strict=True)
+            grow = sum(share * self.grow[w](setting, context) for w, share in shares if share)
         return {
-            "grow": flat + sum(share * self.grow[w](setting, context) for w, share in shares if share),
+            "grow": flat + grow,
             "verify": flat + self.verify(setting, context),
             "commit": flat + self.commit(setting, context),
             "extend": flat + self.extend(setting, context),
@@ -237,7 +255,12 @@ def _grow(s: Setting, c: np.ndarray) -> list:
 
 
 def _of(points: list[Point], part: str, width: int | None = None) -> list[tuple[tuple, float]]:
-    return [((p.setting, p.context), p.seconds[part]) for p in points if width in (None, p.setting.topk)]
+    """What to fit a part to: of all points, or of the dynamic trees of one width."""
+    return [
+        ((p.setting, p.context), p.seconds[part])
+        for p in points
+        if width is None or (p.setting.topk == width and not p.setting.file)
+    ]
 
 
 class CostModel:
@@ -274,8 +297,11 @@ class CostModel:
 
     def _check(self, setting: Setting, batch: float) -> None:
         trees = [p.setting for p in self.points if p.setting is not None]
+        if setting.file and setting not in trees:
+            raise ValueError(f"rounds of the static tree {setting} were not measured: measure it too")
+        widths = [s.topk for s in trees if not s.file]
         for name, value, known in (
-            ("topk", setting.topk, [s.topk for s in trees]),
+            ("topk", min(widths) if setting.file else setting.topk, widths),
             ("num_draft_tokens", setting.num_draft_tokens, [s.num_draft_tokens for s in trees]),
             ("batch size", batch, self.batches),
         ):
@@ -310,13 +336,14 @@ def identity(target, drafter, **how) -> dict:
         for name, module in (("target", target), ("drafter", drafter))
         if isinstance(module, torch.nn.Module)
     }
+    trees = [Path(s.file).read_text(encoding="utf-8") for s in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": getattr(drafter, "conventions", {}), **shapes}
     return {
         "machine": machine(target.embed.weight.device),
         "versions": versions(),
         "source": source.hexdigest(),
         "pair": hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest(),
-        "how": how,
+        "how": how | {"trees": trees},
     }
 
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -77,13 +77,13 @@ def predict_all(
 
 
 def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> list[Prediction]:
-    """The settings to try for real: the best of every topk that is predicted `within` that share of the best, so that
-    an error common to one width is found out; then the best of the rest."""
+    """The settings to try for real: the best of every topk, and of static trees, that is predicted `within` that share
+    of the best, so that an error common to one width is found out; then the best of the rest."""
     least = (1 - within) * ranking[0].tokens_per_second
     firsts = {}
     for p in ranking:
         if p.tokens_per_second >= least:
-            firsts.setdefault(p.setting.topk, p)
+            firsts.setdefault("static" if p.setting.file else p.setting.topk, p)
     first = list(firsts.values())
     return [*first, *(p for p in ranking if p not in first)][:count]
 
@@ -167,7 +167,7 @@ class Tuned:
         """One plain sentence."""
         _, draft = self.best_draft
         plain = self.measured[0][1].tokens_per_second
-        words = ", ".join(f"{name} {value}" for name, value in asdict(draft.setting).items())
+        words = ", ".join(f"{name} {value}" for name, value in shape_entries(draft.setting).items())
         ratio = draft.tokens_per_second / plain
         if self.best[0].setting is None:
             return (
@@ -202,7 +202,9 @@ def shape_entries(setting: Setting | None) -> dict:
     """The entries of a settings file that say how to draft, or not to."""
     if setting is None:
         return {"no_draft": True}
-    return asdict(setting) | {"verifier": "match"}
+    if setting.file:
+        return {"tree": str(Path(setting.file).resolve())}
+    return {"topk": setting.topk, "steps": setting.steps, "num_draft_tokens": setting.num_draft_tokens}
 
 
 def report_of(tuned: Tuned) -> dict:

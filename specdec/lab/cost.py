@@ -46,7 +46,7 @@ PACKAGES = ("specdec", "drafters", "trees")
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """A dynamic tree, or with topk 1 a chain, in SGLang's words; or a file's static tree, of which these are the shape."""
+    """A dynamic tree, or with topk 1 a chain, in SGLang's words; or a file's static tree, whose shape these are."""
 
     topk: int
     steps: int

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target
 from specdec.cli import one_sentence_errors
-from specdec.lab.cost import NODES, WIDTHS, CostModel, grid, machine, measured_costs, static
+from specdec.lab.cost import NODES, WIDTHS, CostModel, Setting, grid, machine, measured_costs, static
 from specdec.lab.record import versions
 from specdec.lab.replay import record
 from specdec.lab.tune import Tuned, report_of, shape_entries, tune, write_settings
@@ -109,61 +109,77 @@ def model_entries(args: argparse.Namespace) -> dict:
         return str(Path(name).resolve()) if name is not None and Path(name).exists() else name and str(name)
 
     entries = {key: place(getattr(args, key)) for key in ("target", "draft", "token_map")}
-    dtype, device = (None if getattr(args, key) == default else getattr(args, key)
-                     for key, default in (("dtype", "auto"), ("device", "cpu")))  # fmt: skip
-    return entries | {"feedback": args.feedback, "dtype": dtype, "device": device}
+    defaults = {"dtype": "auto", "device": "cpu"}
+    entries |= {key: None if getattr(args, key) == usual else getattr(args, key) for key, usual in defaults.items()}
+    return entries | {"feedback": args.feedback}
+
+
+def settings_of(args: argparse.Namespace, drafter) -> list[Setting]:
+    """Everything that is to be predicted."""
+    topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
+    steps = min(args.steps, drafter.max_steps or args.steps)
+    dynamic = grid(topks, steps, args.num_draft_tokens)
+    if not dynamic:
+        raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
+    return [*dynamic, *(static(file) for file in args.tree)]
+
+
+def find(args: argparse.Namespace, target, drafter, bars: Progress) -> tuple[CostModel, Tuned]:
+    """Measure, replay, predict, try."""
+
+    def bar(name: str):
+        task = bars.add_task(name)
+        return lambda done, of: bars.update(task, completed=done, total=of)
+
+    prompts = [encode_prompt(target, text, args.raw) for text in read_prompts(args.prompt_file)[: args.limit]]
+    settings, sampling = settings_of(args, drafter), Sampling(args.temperature)
+    dynamic = [s for s in settings if s.file is None]
+    costs = measured_costs(
+        target,
+        drafter,
+        [token for prompt in prompts for token in prompt],
+        remeasure=args.remeasure,
+        progress=bar("costs"),
+        topks=sorted({s.topk for s in dynamic}),
+        steps=max(s.steps for s in dynamic),
+        nodes=args.num_draft_tokens,
+        statics=[s for s in settings if s.file is not None],
+        batches=sorted({min(args.batch_size, len(prompts)), len(prompts) % args.batch_size or args.batch_size}),
+        sampling=sampling,
+        repeats=args.repeats,
+    )
+    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    topks, steps = sorted({s.topk for s in dynamic}), max(s.steps for s in settings)
+    superset = record(target, drafter, prompts, topks=topks, steps=steps, **how)
+    how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": bar("real runs")}
+    return costs, tune(costs, superset, settings, target, drafter, prompts, tries=args.tries, **how)
+
+
+def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
+    """The settings file; returns its report."""
+    told = ("max_new_tokens", "batch_size", "temperature")
+    report = report_of(tuned) | {
+        "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
+        "machine": machine(target.embed.weight.device),
+        "versions": versions(),
+    }
+    setting, models = tuned.best[0].setting, model_entries(args)
+    if setting is None:
+        models = {key: models[key] for key in ("target", "dtype", "device")}
+    else:
+        models["verifier"] = "match"  # the rule that replay knows, and the engine's own
+    write_settings(args.out, models | shape_entries(setting), report)
+    return report
 
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_flags(args)
-    sampling = Sampling(args.temperature)
-    prompts = read_prompts(args.prompt_file)[: args.limit]
     target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
     drafter = load_drafter(args.draft or DEMO_DRAFTER, target, token_map=args.token_map, feedback=args.feedback)
-    ids = [encode_prompt(target, prompt, args.raw) for prompt in prompts]
-    topks = [k for k in args.topk if k <= drafter.vocab.size]
-    steps = min(args.steps, drafter.max_steps or args.steps)
-    statics = [static(file) for file in args.tree]
-    settings = grid(topks, steps, args.num_draft_tokens)
-    if not settings:
-        raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
-    deepest = max(s.steps for s in (*settings, *statics))
-    batches = sorted({args.batch_size, len(prompts) % args.batch_size or args.batch_size})
     with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bars:
-
-        def bar(name: str):
-            task = bars.add_task(name)
-            return lambda done, of: bars.update(task, completed=done, total=of)
-
-        costs = measured_costs(
-            target, drafter, [token for prompt in ids for token in prompt], remeasure=args.remeasure, topks=topks,
-            steps=steps, nodes=args.num_draft_tokens, batches=batches, statics=statics, sampling=sampling,
-            repeats=args.repeats, progress=bar("costs"),
-        )  # fmt: skip
-        superset = record(
-            target, drafter, ids, topks=topks, steps=deepest, max_new_tokens=args.max_new_tokens, sampling=sampling,
-            seed=args.seed,
-        )  # fmt: skip
-        tuned = tune(
-            costs, superset, [*settings, *statics], target, drafter, ids, batch=args.batch_size, tries=args.tries,
-            max_new_tokens=args.max_new_tokens, sampling=sampling, repeats=args.repeats, seed=args.seed,
-            progress=bar("real runs"),
-        )  # fmt: skip
-    report = report_of(tuned) | {
-        "tuned_for": {
-            "prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
-            "temperature": args.temperature,
-        },
-        "machine": machine(target.embed.weight.device),
-        "versions": versions(),
-    }  # fmt: skip
-    setting, models = tuned.best[0].setting, model_entries(args)
-    kept = ("target", "dtype", "device") if setting is None else models
-    entries = {key: models[key] for key in kept} | shape_entries(setting)
-    if setting is not None:
-        entries["verifier"] = "match"
+        costs, tuned = find(args, target, drafter, bars)
     print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(
@@ -171,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
             "run again with --remeasure when it is idle",
             file=sys.stderr,
         )
-    write_settings(args.out, entries, report)
+    report = write(args, tuned, target)
     print(tuned.verdict)
     print(json.dumps(report) if args.json else f"wrote {args.out}: python -m specdec.generate --settings {args.out}")
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -204,7 +204,7 @@ def shape_entries(setting: Setting | None) -> dict:
         return {"no_draft": True}
     if setting.file:
         return {"tree": str(Path(setting.file).resolve())}
-    return {"topk": setting.topk, "steps": setting.steps, "num_draft_tokens": setting.num_draft_tokens}
+    return {name: value for name, value in asdict(setting).items() if name != "file"}
 
 
 def report_of(tuned: Tuned) -> dict:

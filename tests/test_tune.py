@@ -229,6 +229,25 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
     assert text == json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
 
 
+def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+    """Where drafting wins."""
+
+    def fake(target, drafter, prompts, settings, **how):
+        return [Measured(s, 1.0 if s is None else 2.0 + s.topk, 2.0, []) for s in settings]
+
+    monkeypatch.setattr(lab, "measure_rates", fake)
+    code, out = tiny("--topk", "2", "--steps", "1", "--num-draft-tokens", "3")
+    assert code == 0
+    assert "4.0 tokens/s, 4.00 times plain decoding" in capsys.readouterr().out
+    pair = {"target": str(target_path), "draft": str(drafter_path), "verifier": "match"}
+    assert read_settings(out) == pair | {"topk": 2, "steps": 1, "num_draft_tokens": 3}
+    (tmp_path / "wide.yaml").write_text("paths: [[0], [1], [2]]")
+    code, out = tiny("--topk", "2", "--steps", "1", "--num-draft-tokens", "3", "--tree", tmp_path / "wide.yaml")
+    assert read_settings(out) == pair | {"tree": str(tmp_path / "wide.yaml")}
+    command.main(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "4", "--show-trees"])
+    assert "|-- " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

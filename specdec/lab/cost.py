@@ -11,8 +11,8 @@ A round of a tree (topk W, steps D, num_draft_tokens N) at a context of C tokens
 
 Of a static tree grow is a + c C, with its own a and c. A plain round is f + c C and its own host. f is linear between
 the measured N, the whole is linear between the measured W, and between the measured batch sizes. Coefficients are least
-squares on relative errors. Time depends on shapes, not on what was said, so measurements are kept in a file for each
-machine, pair of shapes, and version of the code.
+squares on relative errors, none negative. Time depends on shapes, not on what was said, so measurements are kept in a
+file for each machine, pair of shapes, and version of the code.
 """
 
 import hashlib
@@ -194,13 +194,20 @@ def _median(setting: Setting | None, context: int, batch: int, found: list[tuple
 
 
 class _Fit:
-    """Least squares on relative errors: seconds = features @ weights."""
+    """Least squares on relative errors: seconds = features @ weights. No weight is negative, for more work takes no
+    less time: features to which noise gives a negative one are left out, and the others fitted again."""
 
     def __init__(self, features: Callable[..., list], points: list[tuple[tuple, float]]):
         self.features = features
-        rows = np.array([features(*at) for at, _ in points], dtype=float)
         seconds = np.array([s for _, s in points])
-        self.weights = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+        rows = np.array([features(*at) for at, _ in points], dtype=float) / seconds[:, None]
+        kept = np.ones(rows.shape[1], dtype=bool)
+        while True:
+            self.weights = np.zeros(len(kept))
+            self.weights[kept] = np.linalg.lstsq(rows[:, kept], np.ones(len(rows)), rcond=None)[0]
+            if self.weights.min() >= 0:
+                break
+            kept &= self.weights >= 0
 
     def __call__(self, *at) -> np.ndarray:
         return sum(weight * np.asarray(value) for weight, value in zip(self.weights, self.features(*at), strict=True))

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target
 from specdec.cli import one_sentence_errors
 from specdec.lab.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
 from specdec.lab.record import versions
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     tuning, checking = prompts[::2], prompts[1::2]
     costs = measured_costs(
         target, drafter, [token for prompt in tuning for token in prompt], remeasure=args.remeasure, topks=WIDTHS,
-        steps=STEPS, nodes=NODES, batches=[1], repeats=args.repeats, progress=bar_of("costs"),
+        steps=STEPS, nodes=NODES, batches=[1], sampling=Sampling(), repeats=args.repeats, progress=bar_of("costs"),
     )  # fmt: skip
     how = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     replays = [

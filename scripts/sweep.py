@@ -1,7 +1,7 @@
 """Sweep drafters and trees over a benchmark (Hydra):  python scripts/sweep.py benchmark=mt_bench draft=DRAFT topk=[1,4]
 
-Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object. The
-same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.
+Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
+The same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.
 """
 
 import json

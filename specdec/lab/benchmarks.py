@@ -1,4 +1,4 @@
-"""Benchmarks: questions of one turn or more, from files and data sets, and the conversations that a target has over them.
+"""Benchmarks: questions of one turn or more, from files and data sets, and the conversations that a target has on them.
 
 Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's sets); the fields that the format string
 `form` names (GSM8K, HumanEval, Alpaca, CNN/DM); `prompt` (a text, or a list of turns); `messages` (OpenAI) and

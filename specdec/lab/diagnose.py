@@ -5,14 +5,15 @@ All results are plain values that JSON has; `None` stands where nothing was seen
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from specdec.engine import RoundReport
 from specdec.lab.metrics import Rows, bootstrap
-from specdec.lab.record import TracedRound
+from specdec.lab.record import TracedRound, TracedRow
 from specdec.types import Drafter, DraftState
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
@@ -61,7 +62,9 @@ def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONT
     sums = {id(row): _by_bin(row.rounds, bins) for row in rows}
 
     def taus(some: Rows) -> list[float]:
-        totals = [[sum(x) for x in zip(*column, strict=True)] for column in zip(*(sums[id(r)] for r in some), strict=True)]
+        totals = [
+            [sum(x) for x in zip(*column, strict=True)] for column in zip(*(sums[id(r)] for r in some), strict=True)
+        ]
         return [emitted / rounds if rounds else math.nan for emitted, rounds in totals]
 
     if not rows:
@@ -84,9 +87,9 @@ def _by_bin(rounds: list[TracedRound], bins: list[tuple[float, float]]) -> list[
     return [(sum(len(r.emitted) for r in group), len(group)) for group in found]
 
 
-def coverage(rows: Rows, drafter: Drafter, most: int = 10) -> dict:
+def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: int = 10) -> dict:
     """How much of what the target said the drafter could have proposed: {"share", "tokens", "size", "missed"}; missed
-    holds the most frequent of the other tokens as [id, count]."""
+    holds the most frequent of the other tokens as [text, count]."""
     said = Counter(token for row in rows for token in row.tokens)
     total = sum(said.values())
     known = drafter.vocab.contains().tolist()
@@ -96,7 +99,36 @@ def coverage(rows: Rows, drafter: Drafter, most: int = 10) -> dict:
         "share": 1 - lost / total if total else None,
         "tokens": total,
         "size": drafter.vocab.size,
-        "missed": [list(both) for both in missed[:most]],
+        "missed": [[decode(token), count] for token, count in missed[:most]],
+    }
+
+
+def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
+    """Three trees to look at: of the rounds that drafted the first that accepted the most, the first that accepted as
+    many as half of them do, and the first that accepted nothing, if there are such.
+
+    {"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}: draft and target hold each token's
+    probability given its parent, under the drafter (None if the policy does not tell) and the target; bonus is the text
+    of the token behind the path, None if the text ended before."""
+    found = [(row, r) for row in rows for r in row.rounds if r.drafted]
+    counts = sorted(r.accepted for _, r in found)
+    wanted = list(dict.fromkeys((counts[-1], counts[len(counts) // 2], 0))) if counts else []
+    firsts = [next((both for both in found if both[1].accepted == count), None) for count in wanted]
+    return [_example(*both, decode) for both in firsts if both is not None]
+
+
+def _example(row: TracedRow, r: TracedRound, decode: Callable[[int], str]) -> dict:
+    parents, logq = r.tree.parents.tolist(), r.tree.logq.tolist()
+    own = [math.exp(min(q - logq[parent], 0.0)) for q, parent in zip(logq, parents, strict=True)]
+    return {
+        "question": row.question,
+        "context": r.context,
+        "tokens": [decode(token) for token in r.tree.tokens.tolist()],
+        "parents": parents,
+        "draft": [None if math.isnan(q) else round(q, 4) for q in own],
+        "target": [round(p, 4) for p in r.tree.logp.exp().tolist()],
+        "path": r.path,
+        "bonus": decode(r.emitted[-1]) if len(r.emitted) == len(r.path) else None,
     }
 
 
@@ -173,7 +205,7 @@ def _entropy(logits: Tensor) -> Tensor:
 
 def _binned(seen: list[tuple[float, bool]], edges: Sequence[float] = NATS) -> list[dict]:
     out = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         group = [(h, taken) for h, taken in seen if low <= max(h, 0.0) < high]
         if group:
             mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))

@@ -84,7 +84,7 @@ def grid(topk: Iterable[int], steps: Iterable[int], num_draft_tokens: Iterable[i
 
 
 def fingerprint(path: str) -> str:
-    """Of a checkpoint: its weights, configs, tokenizer and templates, byte by byte. Raises ValueError if there is none."""
+    """Of a checkpoint: its weights, configs, tokenizer and templates, byte by byte. ValueError if there is none."""
     folder = resolve(path)
     files = {file for pattern in SMALL_FILES for file in folder.glob(pattern)} | set(weight_files(folder))
     digests = [[file.name, _file_digest(file)] for file in sorted(files)]

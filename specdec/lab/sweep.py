@@ -1,5 +1,6 @@
-"""A sweep: every drafter with every tree on one benchmark. Each point is one recorded run, kept under a key of all that
-it depends on (`points`, `store`): a sweep that was interrupted goes on, and what has been measured is not measured again.
+"""A sweep: every drafter with every tree on one benchmark. Each point is one recorded run, kept under a key of
+all that it depends on (`points`, `store`): a sweep that was interrupted goes on, and what has been measured is not
+measured again.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import torch
 from specdec.api import make_tree
 from specdec.engine import Engine, Result
 from specdec.lab.benchmarks import Benchmark, converse, template_settings
-from specdec.lab.diagnose import Probe, by_context, calibration, coverage
+from specdec.lab.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.lab.metrics import summary
 from specdec.lab.points import Draft, Point, Shape, code_version
 from specdec.lab.record import Recorder, describe
@@ -120,6 +121,9 @@ class Sweep:
     def _tree(self, shape: Shape) -> TreePolicy:
         return make_tree(**asdict(shape), sample_draft=self.sample_draft)
 
+    def _decode(self, token: int) -> str:
+        return self.target.tokenizer.decode([token])
+
     def _how(self) -> dict:
         return {
             "sampling": self.sampling,
@@ -158,8 +162,9 @@ class Sweep:
             "diagnostics": {"context": by_context(rows, resamples=self.resamples)},
         }
         if engine.drafter is not None:
-            found["diagnostics"] |= {"calibration": calibration(rows), "coverage": coverage(rows, engine.drafter)}
-            found["diagnostics"] |= self._probe(engine)
+            covered = coverage(rows, engine.drafter, self._decode)
+            found["diagnostics"] |= {"calibration": calibration(rows), "coverage": covered} | self._probe(engine)
+            found["examples"] = examples(rows, self._decode)
         write_point(self.out, point, found, times(results), recorder if self.traces else None)
 
     def _probe(self, engine: Engine) -> dict:

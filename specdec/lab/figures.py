@@ -1,7 +1,7 @@
 """The figures of a sweep's report, from its results: matplotlib figures in one style, colour-blind safe.
 
-Each function takes the decoded points of one target and benchmark (lines of results.jsonl), plain decoding left out, and
-returns a figure, or None where there is nothing to show. Bars at points are 95 % intervals over questions.
+Each function takes the decoded points of one target and benchmark (lines of results.jsonl), plain decoding left out,
+and returns a figure, or None where there is nothing to show. Bars at points are 95 % intervals over questions.
 """
 
 import io
@@ -143,7 +143,9 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     left.set_ylabel("tau: tokens a round")
     right.set_xlabel("ms a round")
     front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
-    right.plot([x for x, _, _ in front], [y for _, y, _ in front], color="#444444", linewidth=1, zorder=1, label="front")
+    right.plot(
+        [x for x, _, _ in front], [y for _, y, _ in front], color="#444444", linewidth=1, zorder=1, label="front"
+    )
     for x, y, r in front:
         right.annotate(shape(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", fontsize=7.5)
     left.margins(0.12)
@@ -228,7 +230,8 @@ def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
         axis.barh(range(len(chosen)), widths, left=start, label=part, color=colour, height=0.72, edgecolor="white")
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for y, (end, r) in enumerate(zip(start, chosen, strict=True)):
-        axis.text(end, y, f"  {speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}", va="center", fontsize=8)
+        text = f"{speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}"
+        axis.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_yticks(range(len(chosen)), [f"{r['names']['draft']}, {shape(r)}" for r in chosen])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.3 * max(start))
@@ -248,11 +251,10 @@ def diagnostics(points: Results) -> Figure | None:
     for name, r in chosen.items():
         told, looks = r["diagnostics"], _looks(name, chosen)
         label = f"{name}, {shape(r)}"
-        bins = told["calibration"]["bins"]
-        axes[0, 0].plot([b["draft"] for b in bins], [b["accepted"] for b in bins], label=label, **looks)
+        _sized(axes[0, 0], told["calibration"]["bins"], "draft", "-", looks)
+        axes[0, 0].plot([], [], label=label, **looks)
         for which, line in (("target", "-"), ("draft", ":")):
-            seen = told.get("entropy", {}).get(which, [])
-            axes[0, 1].plot([e["entropy"] for e in seen], [e["accepted"] for e in seen], linestyle=line, **looks)
+            _sized(axes[0, 1], told.get("entropy", {}).get(which, []), "entropy", line, looks)
         _norms(axes[1, 0], told.get("norms", []), looks)
         bins = told["context"]
         axes[1, 1].errorbar(
@@ -271,6 +273,15 @@ def diagnostics(points: Results) -> Figure | None:
     axes[1, 0].xaxis.get_major_locator().set_params(integer=True)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure
+
+
+def _sized(axis: Axes, bins: list[dict], x: str, line: str, looks: dict) -> None:
+    """Share accepted by x: the more a bin holds, the larger its marker."""
+    places, shares = [b[x] for b in bins], [b["accepted"] for b in bins]
+    most = max((b["count"] for b in bins), default=1)
+    axis.plot(places, shares, color=looks["color"], linestyle=line, linewidth=1)
+    axis.scatter(places, shares, [8 + 60 * b["count"] / most for b in bins], **looks, linewidth=0)
+    axis.set_ylim(0, 1.04)
 
 
 def _norms(axis: Axes, norms: list[dict], looks: dict) -> None:

@@ -59,9 +59,9 @@ def tree_svg(nodes: list[Node], parents: list[int], title: str) -> str:
     width, height = lefts[-1] + columns[-1] + 1, LINE * (max(heights) + 1) + 2
     edges = [_edge(nodes[i], xs[p] + widths[p], ys[p], xs[i], ys[i]) for i, p in enumerate(parents) if i]
     boxes = [_box(*all_of) for all_of in zip(nodes, xs, ys, widths, strict=True)]
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.1f} {height:.1f}"'
     return (
-        f'<svg class="tree" role="img" width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.1f} {height:.1f}" '
-        f'xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>{"".join(edges + boxes)}</svg>'
+        f'<svg class="tree" role="img" {size} xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>{"".join(edges + boxes)}</svg>'
     )
 
 

@@ -28,28 +28,39 @@ from specdec.lab.store import groups
 REPORT, FIGURES = "report.html", "figures"
 COLUMNS = {  # of the table of points: heading -> is it a number?
     "drafter": False,
-    "topk/steps/tokens": False,
+    "tree": False,
     "tau": True,
     "95 %": True,
     "accepted to depth 1, 2, ...": False,
-    "ms a round: draft, verify": True,
+    "draft, verify: ms a round": True,
     "tokens/s": True,
     "to plain": True,
     "identical": True,
 }
-DRAWN: tuple[tuple[str, str, Callable, str], ...] = (
-    ("tau", "tau by tree", figures.heat_maps, "One scale of colour. A dash: not measured, or no such tree."),
-    ("cost", "tau against cost", figures.cost, "Right: the points for which no other costs as little and gives more are "
-     "joined and named (topk/steps/num_draft_tokens); dashed, lines of equal speed."),
-    ("parts", "Time of a round", figures.parts, "Fastest first. Prefill is left out."),
-    ("depth", "Acceptance by depth", figures.depth, "Share of the rounds that accepted at least so many drafted tokens; "
-     "each drafter's point with the greatest tau."),
-    ("categories", "tau by category", figures.categories, "Each drafter's point with the greatest tau."),
-    ("diagnostics", "Why", figures.diagnostics, "Each drafter's point with the greatest tau. Calibration: drafted tokens "
-     "whose parent was accepted; on the dashed line the drafter is right as often as it thinks. Entropy: where the target "
-     "chose a token for which there were drafts. Hidden state: what the drafter feeds back to itself, mean and the range "
-     "from the 10th to the 90th percentile. Entropy and hidden states are of a few questions decoded once more."),
-)  # fmt: skip
+WHY = (
+    "Each drafter's point with the greatest tau. Calibration: drafted tokens whose parent was accepted; on the dashed "
+    "line the drafter is right as often as it thinks. Entropy: where the target chose a token for which there were "
+    "drafts. Larger markers hold more tokens. Hidden state: what the drafter feeds back to itself, mean and the range "
+    "from the 10th to the 90th percentile. Entropy and hidden states are of a few questions decoded once more."
+)
+BEST = "Each drafter's point with the greatest tau."
+DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function, caption
+    "tau": ("tau by tree", figures.heat_maps, "One scale of colour. A dash: no such tree, or not measured."),
+    "cost": (
+        "tau against cost",
+        figures.cost,
+        "Right: the points for which no other costs as little and gives more are joined and named; dashed, lines of "
+        "equal speed.",
+    ),
+    "parts": ("Time of a round", figures.parts, "Fastest first. Prefill is left out."),
+    "depth": (
+        "Acceptance by depth",
+        figures.depth,
+        f"Share of the rounds that accepted at least so many drafted tokens. {BEST}",
+    ),
+    "categories": ("tau by category", figures.categories, BEST),
+    "diagnostics": ("Why", figures.diagnostics, WHY),
+}
 
 
 # Words and tables, for the page and the terminal
@@ -76,7 +87,7 @@ def conditions_of(group: list[dict]) -> str:
     return ", ".join(words) + "."
 
 
-def notes_of(group: list[dict]) -> list[str]:
+def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
     """What a reader must know before he believes a number."""
     points, notes = decoded(group), []
     if group[0]["names"]["skipped_records"]:
@@ -90,6 +101,11 @@ def notes_of(group: list[dict]) -> list[str]:
     different = [r for r in points if r.get("identical", r["rows"]) < r["rows"]]
     if different:
         notes.append(f"{len(different)} points have answers that differ from plain decoding's.")
+    busy = sum(t["load"] > t["machine"]["cores"] for t in (timings[r["key"]] for r in group) if "load" in t)
+    if busy:
+        notes.append(
+            f"The machine had more to do than it has cores while {busy} points were measured: do not compare times."
+        )
     return notes
 
 
@@ -132,7 +148,7 @@ def print_tables(results: list[dict], timings: dict[str, dict]) -> None:
         for row in table_of(group, timings):
             table.add_row(*row["cells"])
         console.print(table)
-        for note in notes_of(group):
+        for note in notes_of(group, timings):
             console.print(note)
 
 
@@ -153,11 +169,10 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
     if not any(decoded(group) for group in groups(results)):
         raise ValueError(f"{out} holds no point that decoded with a drafter: there is nothing to report")
     page = [_section(out, number, group, timings) for number, group in enumerate(groups(results), 1)]
-    title = " · ".join(dict.fromkeys(title_of(group) for group in groups(results)))
     environment = Environment(autoescape=True, trim_blocks=True)
     template = environment.from_string((files("specdec.lab") / "report.html.jinja").read_text(encoding="utf-8"))
     values = {
-        "title": title if len(page) == 1 else f"Sweep of {len(page)} settings",
+        "title": "Speculative decoding: sweep of " + ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results)),
         "facts": _facts(results, timings, command),
         "groups": page,
     }
@@ -171,24 +186,24 @@ def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]
     points = decoded(group)
     columns = [{"name": name, "number": is_number} for name, is_number in COLUMNS.items()]
     chosen = [best(mine) for mine in drafters(points).values()]
+    measured = [r for r in group if r["kind"] == "best_tree" and "skipped" not in r]
+    skipped = [r for r in group if "skipped" in r]
     return {
         "title": title_of(group),
         "conditions": conditions_of(group),
-        "notes": notes_of(group),
+        "notes": notes_of(group, timings),
         "table": {"columns": columns, "rows": table_of(group, timings)},
         "figures": _figures(out, number, points, timings),
         "coverage": [_coverage(r) for r in chosen],
-        "best_trees": [tree for r in group if r["kind"] == "best_tree" and "skipped" not in r for tree in _best_trees(r)],
+        "best_trees": [tree for r in measured for tree in _best_trees(r)],
         "gallery": [tree for r in chosen for tree in _gallery(r)],
-        "skipped": [
-            {"draft": r["names"]["draft"], "shape": _asked(r), "why": r["skipped"]} for r in group if "skipped" in r
-        ],
-    }  # fmt: skip
+        "skipped": [{"draft": r["names"]["draft"], "shape": _asked(r), "why": r["skipped"]} for r in skipped],
+    }
 
 
 def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[Drawn]:
     drawn = []
-    for name, title, make, caption in DRAWN if points else ():
+    for name, (title, make, caption) in DRAWN.items() if points else ():
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
         made = figures.draw(make, *arguments)
         if made is None:
@@ -256,7 +271,7 @@ def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[
 def _font(name: str, letters: set[str]) -> str:
     """The part of matplotlib's font that has these letters, as a WOFF file in base64."""
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
-    options = subset.Options(flavor="woff", layout_features=["kern"])
+    options = subset.Options(flavor="woff", layout_features=["kern"], drop_tables=["FFTM"])
     font = subset.load_font(str(path), options)
     part = subset.Subsetter(options)
     part.populate(text="".join(letters))

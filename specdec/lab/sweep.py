@@ -217,6 +217,7 @@ def times(results: list[Result]) -> dict:
         "tokens_per_second": tokens / seconds if seconds else None,
         "rounds": rounds,
         "milliseconds_a_round": {name: 1e3 * s / rounds if rounds else None for name, s in parts.items()},
+        "load": os.getloadavg()[0],
         "machine": machine(),
     }
 

@@ -1,4 +1,4 @@
-"""Sweep drafters and trees over a benchmark (Hydra):  python scripts/sweep.py benchmark=mt_bench draft=DRAFT topk=[1,4]
+"""Drafters and trees on a benchmark (Hydra):  python scripts/sweep.py benchmark=mt_bench target.path=T draft=D topk=[1,4]
 
 Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
 The same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.
@@ -79,8 +79,8 @@ def run(config: DictConfig) -> None:
     check_folder(out, resume=True)
     processes = join_processes(config.device)
     benchmark = load_benchmark(**settings["benchmark"])
-    name = config.target or DEMO_TARGET
-    target = load_target(name, dtype=config.dtype, device=processes.device)
+    name = config.target.path or DEMO_TARGET
+    target = load_target(name, dtype=config.target.dtype, device=processes.device)
     same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
     how = {key: settings[key] for key in same}
     sweep = Sweep(target, fingerprint(str(name)), benchmark, out, sampling, verifier, **how)

@@ -121,15 +121,14 @@ def test_bad_records_are_named_or_counted(tmp_path):
         ({"turns": -1}, r"benchmark\.turns must be at least 1"),
         ({"pick": "best"}, r"benchmark\.pick must be spread or first"),
         ({"bad": "hope"}, r"benchmark\.bad must be error or skip"),
-        ({"form": "{missing}", "path": "FIELDS"}, "nor the fields of benchmark.form: missing"),
-        ({"form": "{broken", "path": "FIELDS"}, "line 1"),
+        ({"form": "{missing}"}, r"line 2: .*nor the fields of benchmark\.form: missing"),
+        ({"form": "{broken"}, "line 2: expected '}' before end of string"),
     ],
 )
 def test_mistakes(tmp_path, how, message):
-    path = write(tmp_path, {"field": "x"} if how.get("path") == "FIELDS" else {"prompt": "x"})
-    path = how.pop("path") if how.get("path", path) not in (path, "FIELDS") else how.pop("path", path) and path
+    path = write(tmp_path, {"prompt": "x"}, *([{"field": "x"}] if "form" in how else []))
     with pytest.raises(ValueError, match=message):
-        load_benchmark("x", path, **how)
+        load_benchmark("x", **{"path": path} | how)
 
 
 # Conversations

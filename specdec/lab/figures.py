@@ -105,8 +105,9 @@ def heat_maps(points: Results) -> Figure | None:
             some = [r for r in mine if r["settings"]["tree"]["topk"] == topk]
             image = _heat_map(axis, some, columns[topk], steps, min(values), max(values))
             axis.set_title(f"{name}, " + ("chains" if topk == 1 else f"topk {topk}"))
-            axis.set_xlabel("num_draft_tokens")
         row[0].set_ylabel("steps")
+    for axis in axes[-1]:
+        axis.set_xlabel("num_draft_tokens")
     figure.colorbar(image, ax=axes, label="tau", shrink=0.8)
     return figure
 
@@ -147,7 +148,8 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
         [x for x, _, _ in front], [y for _, y, _ in front], color="#444444", linewidth=1, zorder=1, label="front"
     )
     for x, y, r in front:
-        right.annotate(shape(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", fontsize=7.5)
+        how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
+        right.annotate(shape(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
     left.margins(0.12)
     right.margins(0.18)
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
@@ -208,7 +210,7 @@ def categories(points: Results) -> Figure | None:
     figure, axis = plt.subplots(figsize=(WIDTH * 0.62, 0.9 + 0.33 * len(names)), layout="constrained")
     for i, (name, r) in enumerate(chosen.items()):
         found = [(y, r["by_category"][c]["metrics"]["tau"]) for y, c in enumerate(names) if c in r["by_category"]]
-        places = [y + 0.16 * (i - (len(chosen) - 1) / 2) for y, _ in found]
+        places = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y, _ in found]
         entries = [e for _, e in found]
         how = {"linestyle": "none", "capsize": 2, "label": f"{name}, {shape(r)}", **_looks(name, chosen)}
         axis.errorbar([e["value"] for e in entries], places, xerr=_bars(entries), **how)
@@ -301,6 +303,7 @@ def draw(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
             return None
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.set_layout_engine("none")  # laid out once
         figure.savefig(png, format="png", dpi=150)
         plt.close(figure)
     text = svg.getvalue()

@@ -256,7 +256,7 @@ def _gallery(r: dict) -> list[dict]:
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
     machines = list(dict.fromkeys(tuple(t["machine"].items()) for t in timings.values() if "machine" in t))
     told = [
-        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, GPU: {m['gpu']}" for m in map(dict, machines)
+        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in map(dict, machines)
     ]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in map(dict, machines)]
     skipped = sum("skipped" in r for r in results)
@@ -264,7 +264,7 @@ def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[
         ("machine", "; ".join(dict.fromkeys(told))),
         ("versions", f"specdec {__version__}, " + "; ".join(dict.fromkeys(versions))),
         ("command", command),
-        ("points", f"{len(results) - skipped} measured, {skipped} combinations left out because they do not fit"),
+        ("points", f"{len(results) - skipped} measured; combinations that do not fit: {skipped}"),
     ]
 
 

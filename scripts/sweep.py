@@ -1,4 +1,4 @@
-"""Drafters and trees on a benchmark (Hydra):  python scripts/sweep.py benchmark=mt_bench target.path=T draft=D topk=[1,4]
+"""Drafters and trees on a benchmark (Hydra):  python scripts/sweep.py benchmark=mt_bench draft=DRAFT topk=[1,4]
 
 Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
 The same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.

@@ -39,7 +39,13 @@ def target(target_path):
 
 def make(target, out, **how) -> Sweep:
     out.mkdir(exist_ok=True)
-    common = {"max_new_tokens": 8, "resamples": 20, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
+    common = {
+        "max_new_tokens": 8,
+        "resamples": 20,
+        "probe": 1,
+        "sampling": Sampling(),
+        "verifier": make_verifier("match"),
+    }
     return Sweep(target, "fingerprint", how.pop("benchmark", BENCHMARK), out, **common | how)
 
 

@@ -60,9 +60,8 @@ def tree_svg(nodes: list[Node], parents: list[int], title: str) -> str:
     edges = [_edge(nodes[i], xs[p] + widths[p], ys[p], xs[i], ys[i]) for i, p in enumerate(parents) if i]
     boxes = [_box(*all_of) for all_of in zip(nodes, xs, ys, widths, strict=True)]
     size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.1f} {height:.1f}"'
-    return (
-        f'<svg class="tree" role="img" {size} xmlns="http://www.w3.org/2000/svg"><title>{escape(title)}</title>{"".join(edges + boxes)}</svg>'
-    )
+    inner = "".join([f"<title>{escape(title)}</title>", *edges, *boxes])
+    return f'<svg class="tree" role="img" {size} xmlns="http://www.w3.org/2000/svg">{inner}</svg>'
 
 
 def _layout(parents: list[int]) -> tuple[list[int], list[float]]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec import __version__
-from specdec.lab import figures
+import specdec.lab.figures as figures
 from specdec.lab.figures import best, drafters, shape
 from specdec.lab.gallery import best_tree_svg, round_svg
 from specdec.lab.show import write_whole
@@ -94,13 +94,13 @@ def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
         notes.append(f"{group[0]['names']['skipped_records']} records of the benchmark could not be used.")
     left_out = max((r["turns_left_out"] for r in points), default=0)
     if left_out:
-        notes.append(f"{left_out} turns did not fit the target's context and were left out.")
+        notes.append(f"Turns left out because they do not fit the target's context: {left_out}.")
     lossy = sorted({r["settings"]["tree"]["verifier"] for r in points if not r["names"]["lossless"]})
     if lossy:
         notes.append(f"Lossy: {', '.join(lossy)} does not keep the target's distribution.")
     different = [r for r in points if r.get("identical", r["rows"]) < r["rows"]]
     if different:
-        notes.append(f"{len(different)} points have answers that differ from plain decoding's.")
+        notes.append(f"Points with answers that differ from plain decoding's: {len(different)}.")
     busy = sum(t["load"] > t["machine"]["cores"] for t in (timings[r["key"]] for r in group) if "load" in t)
     if busy:
         notes.append(
@@ -256,7 +256,8 @@ def _gallery(r: dict) -> list[dict]:
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
     machines = list(dict.fromkeys(tuple(t["machine"].items()) for t in timings.values() if "machine" in t))
     told = [
-        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in map(dict, machines)
+        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}"
+        for m in map(dict, machines)
     ]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in map(dict, machines)]
     skipped = sum("skipped" in r for r in results)

@@ -18,7 +18,7 @@ from specdec.cli import one_sentence_errors, run_hydra
 from specdec.lab.benchmarks import load_benchmark
 from specdec.lab.points import Draft, Point, Shape, fingerprint, grid
 from specdec.lab.report import print_tables, write_report
-from specdec.lab.store import write_results
+from specdec.lab.store import locked, write_results
 from specdec.lab.sweep import Sweep
 from training.parallel import join_processes
 from training.train import check_folder, instantiate
@@ -92,11 +92,12 @@ def run(config: DictConfig) -> None:
         print(f"{old} points of {out} were left out: another version of the code made them", file=sys.stderr)
     there = {r["key"] for r in results}
     waiting = sum(point.key not in there for point in points)
-    if processes.main or not waiting:
+    if not waiting:  # the last of the processes and jobs that share `out` reports
         print_tables(results, timings)
         if config.report:
-            write_report(out, results, timings, command=shlex.join(["python", *sys.argv]))
-        print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
+            with locked(out):
+                write_report(out, results, timings, command=shlex.join(["python", *sys.argv]))
+    print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
 
 
 @hydra.main(config_path="../conf", config_name="sweep", version_base="1.3")

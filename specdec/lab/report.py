@@ -18,8 +18,8 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from specdec import __version__
 import specdec.lab.figures as figures
+from specdec import __version__
 from specdec.lab.figures import best, drafters, shape
 from specdec.lab.gallery import best_tree_svg, round_svg
 from specdec.lab.show import write_whole

@@ -9,6 +9,8 @@ results.jsonl and timings.jsonl hold the first two, a line a point.
 
 import fcntl
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from specdec.checkpoint import read_json, replace_folder
@@ -85,7 +87,7 @@ def _order(result: dict) -> tuple:
 def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     """Put all points of the folder together: results.jsonl, the same however often the sweep was interrupted, and
     timings.jsonl, a line each. Safe with several sweeps in one folder: the last one to finish writes all."""
-    with _locked(out):
+    with locked(out):
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
             text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -93,15 +95,9 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     return results, timings, old
 
 
-class _locked:
-    """One process at a time in a folder."""
-
-    def __init__(self, folder: Path):
-        self.path = folder / ".lock"
-
-    def __enter__(self) -> None:
-        self.file = self.path.open("w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_) -> None:
-        self.file.close()
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -122,7 +122,7 @@ def test_bad_records_are_named_or_counted(tmp_path):
         ({"pick": "best"}, r"benchmark\.pick must be spread or first"),
         ({"bad": "hope"}, r"benchmark\.bad must be error or skip"),
         ({"form": "{missing}"}, r"line 2: .*nor the fields of benchmark\.form: missing"),
-        ({"form": "{broken"}, "line 2: expected '}' before end of string"),
+        ({"form": "{broken"}, r"benchmark\.form='{broken' is no format string: expected '}'"),
     ],
 )
 def test_mistakes(tmp_path, how, message):

@@ -12,7 +12,7 @@ import pytest
 from specdec.lab import store, sweep
 from specdec.lab.benchmarks import Benchmark, Question
 from specdec.lab.metrics import METRICS
-from specdec.lab.points import Draft, Shape, code_version, fingerprint, grid
+from specdec.lab.points import LAB, NOT_CODE, Draft, Shape, code_version, fingerprint, grid
 from specdec.lab.record import read_trace
 from specdec.lab.store import RESULTS, TIMINGS, collect, groups, write_results
 from specdec.lab.sweep import Sweep
@@ -117,11 +117,18 @@ def test_a_fingerprint_is_of_what_the_files_hold(drafter_path, tmp_path):
     assert fingerprint(copy) != fingerprint(drafter_path)
 
 
-def test_the_code_version_knows_what_only_shows():
-    assert code_version() == code_version()
-    root = Path(sweep.__file__).parents[1]
-    shown = [root / f"{name}.py" for name in ("lab/report", "lab/figures", "lab/gallery", "lab/show", "cli", "command")]
-    assert all(file.is_file() for file in shown), "NOT_CODE in specdec/lab/points.py names files that are gone"
+def test_the_code_version_is_of_what_measures(monkeypatch):
+    before, root = code_version(), Path(sweep.__file__).parents[2]
+    assert all((root / f"{name}.py").is_file() for name in (*NOT_CODE, *LAB)), "specdec/lab/points.py names lost files"
+    real = Path.read_bytes
+
+    def changed(name: str) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda self: real(self) + b"#" * (self == root / name))
+            return code_version() != before
+
+    assert all(map(changed, ("specdec/engine.py", "specdec/lab/metrics.py", "drafters/eagle3.py", "trees/dynamic.py")))
+    assert not any(map(changed, ("specdec/command.py", "specdec/lab/report.py", "specdec/lab/store.py")))
 
 
 # What is measured

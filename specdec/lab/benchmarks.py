@@ -74,6 +74,7 @@ def load_benchmark(
     for key, value, known in (("bad", bad, ("error", "skip")), ("pick", pick, ("spread", "first"))):
         if value not in known:
             raise ValueError(f"benchmark.{key} must be {known[0]} or {known[1]}, got {value!r}")
+    _fields_of(form)
     records = read_records(path, split=split, subset=subset, streaming=streaming)
     questions, skipped = [], 0
     wanted = _questions(records, form, category, turns, skip=bad == "skip")
@@ -126,7 +127,7 @@ def _turns(row: dict, form: str | None, record: Record) -> tuple[Sequence[str], 
     """The user's turns, and the system's message if there is one."""
     if _texts(row.get("turns")):
         return row["turns"], None
-    fields = [name for _, name, _, _ in string.Formatter().parse(form) if name] if form else []
+    fields = _fields_of(form)
     if fields and all(isinstance(row.get(name), str) for name in fields):
         return [form.format_map(row).strip()], None
     prompt = row.get("prompt")
@@ -138,6 +139,13 @@ def _turns(row: dict, form: str | None, record: Record) -> tuple[Sequence[str], 
         return [m["content"] for m in messages if m["role"] == "user"], system
     wanted = f", nor the fields of benchmark.form: {', '.join(fields)}" if fields else "; say with benchmark.form how"
     raise ValueError(f"no question: neither 'turns', 'prompt', 'messages' nor 'conversations'{wanted}")
+
+
+def _fields_of(form: str | None) -> list[str]:
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(form or "") if name]
+    except ValueError as error:
+        raise ValueError(f"benchmark.form={form!r} is no format string: {error}") from None
 
 
 def _texts(value) -> bool:

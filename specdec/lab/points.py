@@ -16,9 +16,10 @@ from specdec.lab.compare import place
 from specdec.model import Target
 from specdec.types import Drafter
 
-# What a point depends on: everything but what only shows, trains or asks. Paths within the packages.
+# What a point depends on: these packages, but for what only asks or shows, and of the lab the modules that measure.
 CODE = ("specdec", "drafters", "trees")
-NOT_CODE = ("lab/report", "lab/figures", "lab/gallery", "lab/show", "lab/store", "cli", "command", "generate")
+NOT_CODE = ("specdec/cli", "specdec/command", "specdec/generate", "specdec/prove")
+LAB = {f"specdec/lab/{name}" for name in ("benchmarks", "diagnose", "metrics", "points", "record", "sweep")}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def code_version() -> str:
     for package in CODE:
         root = Path(find_spec(package).origin).parent
         for file in sorted(root.rglob("*.py")):
-            name = file.relative_to(root).with_suffix("").as_posix()
-            if package != "specdec" or not name.startswith(NOT_CODE):
-                digest.update(f"{package}/{name}\0".encode() + file.read_bytes())
+            name = file.relative_to(root.parent).with_suffix("").as_posix()
+            if name in LAB or not name.startswith((*NOT_CODE, "specdec/lab/")):
+                digest.update(f"{name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]

@@ -16,19 +16,13 @@ from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target, make_verifier
 from specdec.cli import one_sentence_errors, run_hydra
-from specdec.lab.compare import Contender, compare
+from specdec.lab.compare import Contender, compare, place
 from specdec.lab.show import print_table, write_chart, write_csv, write_whole
 from specdec.text import read_prompts
 from specdec.types import TreePolicy
 from training.train import instantiate
 
-DEMO = DEMO_TARGET.parent
 CONF = Path(__file__).parents[1] / "conf"
-
-
-def place(name: str) -> str:
-    """demo/x is the bundled x."""
-    return str(DEMO / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 
 def tree_of(setting: str | dict) -> TreePolicy:

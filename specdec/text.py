@@ -17,10 +17,11 @@ def clean(text: str) -> str:
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def encode_chat(target: Target, messages: list[dict[str, str]]) -> list[int]:
-    """Messages -> ids with the chat template of the target, up to where the assistant speaks."""
+def encode_chat(target: Target, messages: list[dict[str, str]], **variables) -> list[int]:
+    """Messages -> ids with the chat template of the target, up to where the assistant speaks. `variables` are further
+    ones of the template."""
     try:
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
     except TemplateError as error:
         raise ValueError(f"the target's chat template does not take this conversation: {error}") from None
     return target.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -47,6 +47,18 @@ ALLOWED = {
     "specdec.settings": set(),
     "specdec.lab.tune": {"specdec.lab", "specdec.settings"} | {f"specdec.{m}" for m in ("engine", "types")},
     "specdec.lab.simulate": {"specdec.lab", "trees.optimal"} | {f"specdec.{m}" for m in ("archs", "checkpoint", "cli")},
+    "specdec.lab.benchmarks": {f"specdec.{m}" for m in ("engine", "model", "text", "types")} | {"training.data"},
+    "specdec.lab.diagnose": {f"specdec.{m}" for m in ("engine", "types")}
+    | {f"specdec.lab.{m}" for m in ("metrics", "record")},
+    "specdec.lab.points": {f"specdec.{m}" for m in ("api", "checkpoint", "model", "types", "lab.compare")},
+    "specdec.lab.store": {"specdec.checkpoint"} | {f"specdec.lab.{m}" for m in ("points", "record", "show")},
+    "specdec.lab.sweep": {f"specdec.{m}" for m in ("api", "engine", "model", "types")}
+    | {f"specdec.lab.{m}" for m in ("benchmarks", "diagnose", "metrics", "points", "record", "store")}
+    | {"trees.optimal"},
+    "specdec.lab.figures": set(),
+    "specdec.lab.gallery": set(),
+    "specdec.lab.report": {"specdec.__version__"}
+    | {f"specdec.lab.{m}" for m in ("figures", "gallery", "show", "store")},
     "drafters": {"drafters"}
     | {f"specdec.{m}" for m in ("types", "layers", "cache", "attention", "archs", "checkpoint", "model")},
     "drafters.draft_model": {"drafters.vocab"}

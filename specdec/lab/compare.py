@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from specdec.api import generate
+from specdec.api import DEMO_TARGET, generate
 from specdec.engine import Row
 from specdec.model import Target
 from specdec.trace import acceptance_by_depth, tau
@@ -115,6 +115,11 @@ def score(name: str, who: Contender, tally: _Tally, plain: _Tally) -> Score:
         num_draft_tokens=who.tree.num_draft_tokens,
         draft_vocab=who.drafter.vocab.size,
     )
+
+
+def place(name: str) -> str:
+    """Where a drafter or a file is that a setting names: demo/x is the bundled x."""
+    return str(DEMO_TARGET.parent / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 
 def describe_tree(tree: TreePolicy) -> str:

@@ -174,7 +174,7 @@ def bootstrap(
         groups.setdefault(row.question, []).append(row)
     questions = list(groups.values())
     count = len(_as_list(metric(rows)))
-    if len(questions) < 2:
+    if len(questions) < 2 or not count:  # a plain decoding has no depth
         return [(math.nan, math.nan)] * count
     draws = random.Random(seed)
     values = []

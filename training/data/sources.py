@@ -28,20 +28,24 @@ class Record:
     where: str
     raw: bytes | dict
 
-    def messages(self) -> list[Message]:
-        """OpenAI messages, at least one. Raises ValueError, without saying where, for a record of no known form."""
+    def fields(self) -> dict:
+        """What the record holds. Raises ValueError, without saying where, if it is no object."""
         try:
             row = json.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"invalid JSON: {error.msg} at column {error.colno}") from None
-        return _messages(row)
+        if not isinstance(row, dict):
+            raise ValueError(f"a record must be an object, not {type(row).__name__}")
+        return row
+
+    def messages(self) -> list[Message]:
+        """OpenAI messages, at least one. Raises ValueError, without saying where, for a record of no known form."""
+        return _messages(self.fields())
 
 
 def _messages(row: dict) -> list[Message]:
-    if not isinstance(row, dict):
-        raise ValueError(f"a record must be an object, not {type(row).__name__}")
     if "conversations" in row or "messages" in row:
         turns = row.get("conversations") or row.get("messages")
         if not isinstance(turns, list) or not turns:

@@ -1,6 +1,6 @@
 """Fused GPU kernels, one file each (docs/kernels.md), and who takes them.
 
-Whoever could use a kernel asks `choose` for it, once per decoding where that is possible, and falls back on what torch
+Whoever could use a kernel asks `kernel_for` it, once per decoding where that is possible, and falls back on what torch
 offers. Nothing here imports Triton before a kernel is chosen.
 
     name                 computes                                          stands for
@@ -51,7 +51,7 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def choose(name: str, like: Tensor) -> Callable | None:
+def kernel_for(name: str, like: Tensor) -> Callable | None:
     """The `launch` of the kernel `name` if tensors such as `like` should take it, else None.
 
     Kernels have no backward pass, so whatever autograd may want to differentiate goes to torch. On CPU tensors a kernel

@@ -2,11 +2,10 @@
 
     kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
 
-In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of a later one (path[k] >= k),
-so a program reads all rows of its columns before it writes one.
+In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of a later one, since
+path[k] >= k, so a program reads all rows of its columns before it writes one.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,11 +17,6 @@ def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> No
         for k in range(1, int(n[b])):  # in increasing order no source has been overwritten
             for kv in layers:
                 kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
-
-
-def pointers(layers: list[Tensor]) -> Tensor:
-    """[L] int64 on their device: where each layer's tensor lies. To be made once; the tensors must not move."""
-    return torch.tensor([kv.data_ptr() for kv in layers], device=layers[0].device)
 
 
 @triton.jit
@@ -44,7 +38,8 @@ def _commit(
 
 
 def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tensor) -> None:
-    """addresses [L] of tensors of the shape of `like` [2,B,S,K,Dh], contiguous; lens, n [B], path [B,P]."""
+    """addresses [L] int64: `data_ptr` of each layer's tensor [2,B,S,K,Dh], contiguous and of the dtype of `like`, which
+    is one of them; lens, n [B], path [B,P]."""
     _, batch, slots, kv_heads, dim = like.shape
     width, p = kv_heads * dim, path.shape[1]
     block = min(256, triton.next_power_of_2(width))

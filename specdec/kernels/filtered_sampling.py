@@ -12,7 +12,7 @@ A program has a row and passes over its logits twice. The first pass finds m, su
 BLOCK-th token; from these follows a lower bound of t: the top_k-th largest of the latter (they are top_k different
 tokens), or log((1 - top_p) / V) + log sum e^x (all tokens below have 1 - top_p together at most), or t_m. The second
 writes what is above the bound, mostly some hundred tokens, to a list. t_k and t_p are then found exactly, by bisection
-over the order of floats, 32 short passes over the list each. With a flat distribution the list is long: slower, as exact.
+over the order of floats, 32 short passes over the list each. A flat distribution has a long list: slower, as exact.
 
 The numbers e come from Philox, keyed by a seed that is drawn from the generator on the device, and by row and token.
 """
@@ -188,7 +188,8 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """logits [R,V] -> a token of each row [R] int64, and t [R] fp32. temperature > 0; the rest as `types.Sampling`."""
     rows, vocab = logits.shape
-    assert temperature > 0 and logits.stride(1) == 1
+    assert temperature > 0
+    assert logits.stride(1) == 1
     by_k, by_p = 0 < top_k < vocab, top_p < 1
     seed = torch.randint(2**62, (1,), device=logits.device, generator=generator)
     held = (rows, vocab) if by_k or by_p else (1,)

@@ -3,8 +3,8 @@
     logits = hidden @ weight.T;    log p = logits - logsumexp(logits);    the k largest of each row, best first
 
 One program multiplies a few rows with a block of the vocabulary and keeps the block's log-sum-exp and its k best; a
-second kernel merges the blocks of a row. The blocks' results are (k + 1) / 128 of the logits. Logits stay in fp32, where
-a bf16 product that is written out is rounded first. Of equal logits the one of lower index comes first.
+second kernel merges the blocks of a row. What the blocks leave is (2 k + 1) / 128 of the logits. Logits stay in fp32,
+where a bf16 product that is written out is rounded first. Of equal logits the one of lower index comes first.
 """
 
 import torch
@@ -73,7 +73,8 @@ def _merge(
 def launch(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """hidden [R,H], weight [V,H], k <= min(V, 32) -> log-probabilities fp32 and ids int64, both [R,k]."""
     (rows, size), vocab = hidden.shape, len(weight)
-    assert k <= min(vocab, MOST) and hidden.stride(1) == weight.stride(1) == 1
+    assert k <= min(vocab, MOST)
+    assert hidden.stride(1) == weight.stride(1) == 1
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(rows, blocks, k, dtype=torch.float32, device=hidden.device)
     ids = torch.empty(rows, blocks, k, dtype=torch.int32, device=hidden.device)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-# The interpreter multiplies the bit patterns of bf16 operands (Triton 3.7); widened they give the same products, exactly.
+# Triton 3.7's interpreter multiplies the bit patterns of bf16 operands; widened they give the same products, exactly.
 WIDEN = tl.constexpr(knobs.runtime.interpret)
 
 

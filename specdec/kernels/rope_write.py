@@ -23,7 +23,7 @@ def reference(
     a normalised k, is multiplied by."""
     q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if gains is not None:
-        q, k = (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain for x, gain in ((q, gains[0]), (k, gains[1])))
+        q, k = (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * g for x, g in zip((q, k), gains, strict=True))
     turned = (x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None] for x in (q, k))
     return *turned, v
 
@@ -82,12 +82,13 @@ def launch(
     eps: float = 0.0,
     offset: bool = False,
 ) -> Tensor:
-    """qkv [R,heads+2K,Dh], the heads of a row together; cos, sin [R,Dh]; slots [R] int64, flat; keys, values [slots,K*Dh]
-    -> q [R,heads,Dh]. gains [2,Dh]: the weights of the norms of q and k, without the 1 that `offset` adds."""
+    """qkv [R,heads+2K,Dh], the heads of a row together; cos, sin [R,Dh]; slots [R] int64, into the rows of keys and
+    values [slots,K*Dh] -> q [R,heads,Dh]. gains [2,Dh]: weights of the norms of q and k; `offset` adds 1 to them."""
     rows, heads, dim = qkv.shape
     kv_heads = keys.shape[1] // dim
     q_heads = heads - 2 * kv_heads
-    assert qkv.stride(2) == 1 and qkv.stride(1) == dim
+    assert qkv.stride(2) == 1
+    assert qkv.stride(1) == dim
     q = torch.empty(rows, q_heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rope_write[(rows, heads)](
         qkv, cos.contiguous(), sin.contiguous(), cos if gains is None else gains, slots, q, keys, values, qkv.stride(0),

@@ -3,8 +3,8 @@
     value = -sum_v p_v log q_v,  q = softmax(x);    slope_v = d value / d x_v = q_v sum_u p_u - p_v
 
 In torch: `training.objectives.divergences.ce`, with the projection that `training.objectives.base` adds to it, which
-write log q, q, p and two products where this reads x and log p twice and writes the slope over x. The sum of p is 1 only
-if the target's distribution is renormalised over the draft vocabulary.
+write p, q and the slope where this reads x and log p twice and writes the slope over x. A position has several x, one
+for each step of the unroll, and one p. The sum of p is 1 only if it is renormalised over the draft vocabulary.
 """
 
 import torch
@@ -17,16 +17,16 @@ BLOCK = 4096
 
 def reference(logits: Tensor, logp: Tensor) -> tuple[Tensor, Tensor]:
     """The formula in the dtype of its inputs."""
-    logq, p = logits.log_softmax(-1), logp.exp()
+    logq, p = logits.log_softmax(-1), logp.exp()[:, None]
     return -(p * logq).nan_to_num(nan=0.0).sum(-1), logq.exp() * p.sum(-1, keepdim=True) - p
 
 
 @triton.jit
-def _soft_cross_entropy(x, logp, value, best, vocab, BLOCK: tl.constexpr):
+def _soft_cross_entropy(x, logp, value, best, steps, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     x += row * vocab
-    logp += row * vocab
+    logp += row // steps * vocab
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
     where = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -55,12 +55,14 @@ def _soft_cross_entropy(x, logp, value, best, vocab, BLOCK: tl.constexpr):
 
 
 def launch(logits: Tensor, logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """logits, log p [n,U] fp32 -> value [n], slope [n,U] written over the logits, the likeliest token of q [n]."""
-    assert logits.dtype == logp.dtype == torch.float32 and logits.is_contiguous()
+    """logits [n,J,U] and log p [n,U], fp32 -> value [n,J], slope [n,J,U] written over the logits, and the likeliest
+    token of q [n,J], the first of equals."""
+    assert logits.dtype == logp.dtype == torch.float32
+    assert logits.is_contiguous()
     logp = logp.contiguous()
-    rows, vocab = logits.shape
-    value = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    rows, steps, vocab = logits.shape
+    value = torch.empty(rows, steps, dtype=torch.float32, device=logits.device)
+    best = torch.empty(rows, steps, dtype=torch.int64, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocab))
-    _soft_cross_entropy[(rows,)](logits, logp, value, best, vocab, BLOCK=block, num_warps=8)
+    _soft_cross_entropy[(rows * steps,)](logits, logp, value, best, steps, vocab, BLOCK=block, num_warps=8)
     return value, logits, best

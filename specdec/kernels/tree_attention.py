@@ -58,14 +58,6 @@ def reference(
     return torch.einsum("bkgns,bksd->bnkgd", weights, values).reshape(b, n, heads * dim)
 
 
-def ancestor_words(ancestors: Tensor) -> Tensor:
-    """ancestors [B,n,M] bool -> [B,n,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen."""
-    m = ancestors.shape[2]
-    padded = torch.nn.functional.pad(ancestors, (0, -m % 32)).unflatten(2, (-1, 32))
-    place = torch.arange(32, device=ancestors.device)
-    return (padded.long() << place).sum(-1).to(torch.int32)
-
-
 @triton.jit
 def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.constexpr):
     """One step of the online softmax, base 2: keys and values [BLOCK,D], of which rows see `visible` [ROWS,BLOCK]."""
@@ -128,7 +120,7 @@ def _tree_attention(
 
     if split == SPLITS - 1:
         width = tl.cdiv(nodes, 32)
-        for word in range(0, width):
+        for word in range(width):
             other = word * 32 + tl.arange(0, 32)
             held = other < nodes
             at = (length + other).to(tl.int64)[:, None] * kv_slot + dims[None, :]
@@ -195,15 +187,16 @@ def launch(
 ) -> Tensor:
     """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
 
-    The new positions are the last n of `nodes` in the scratch slots from lens[b] on. words, from `ancestor_words`: which
-    of these each of them sees; None: all up to itself. depth [B,n]: their positions, counted from lens[b]; None: as
-    they lie. It matters with a window only, and then all `nodes` must be new. slots: a host-side bound of lens, from
-    which the number of splits follows if that is not given.
+    The new positions are the last n of `nodes` in the scratch slots from lens[b] on. words: which of these each of them
+    sees, from `attention.ancestor_words`; None: all up to itself. depth [B,n]: their positions, counted from lens[b];
+    None: as they lie. It matters with a window only, and then all `nodes` must be new. slots: a host-side bound of
+    lens, from which the number of splits follows if that is not given.
     """
     b, n, heads, dim = q.shape
     kv_heads = keys.shape[1]
     groups = heads // kv_heads
-    assert keys.stride() == values.stride() and keys.stride(3) == q.stride(3) == 1
+    assert keys.stride() == values.stride()
+    assert keys.stride(3) == q.stride(3) == 1
     assert depth is None or window is None or nodes == n
     wide = max(16, triton.next_power_of_2(dim))
     # Products of fp32 operands run outside the tensor cores, and larger tiles of them do not fit the registers.

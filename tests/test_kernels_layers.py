@@ -12,7 +12,7 @@ pytestmark = on_devices
 
 
 @in_dtypes
-@pytest.mark.parametrize("size", [1, 63, 96, 512])
+@pytest.mark.parametrize("size", [1, 96, 500])
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_rms_norm(device, dtype, size, offset, residual):
@@ -21,8 +21,9 @@ def test_rms_norm(device, dtype, size, offset, residual):
     weight = torch.randn(size).to(dtype)
     if residual:
         total, got = rms_norm.launch(x.to(device), weight.to(device), 1e-5, offset, other.to(device))
-        x = x + other
-        assert torch.equal(total.cpu(), x)
+        exact = x.double() + other.double()
+        x = total.cpu()  # what is normalised is the sum as it was rounded
+        close(x, exact, exact.abs() * roundings(dtype, 1))
     else:
         got = rms_norm.launch(x.to(device), weight.to(device), 1e-5, offset)
     wanted = rms_norm.reference(x.double(), weight.double(), 1e-5, offset)
@@ -113,8 +114,9 @@ def test_gated(device, dtype, activation, width):
     torch.manual_seed(0)
     rows = (torch.randn(3, 2 * width) * 4).to(dtype)
     wanted = gated.reference(rows.double(), activation)
-    # sigmoid(z) in fp32 is off by a few units in the last place, and by |z| of them from e^-z
-    size = 1 + 2 * rows[:, :width].double().abs().pow(3 if activation == "gelu_tanh" else 1)
-    close(
-        gated.launch(rows.to(device), activation).cpu(), wanted, wanted.abs() * (roundings(dtype, 1) + 4 * FINE * size)
-    )
+    gate, up = rows.double().abs().chunk(2, dim=-1)
+    # sigmoid(z) in fp32 is off by a few units in the last place, and by |z| of them from e^-z. Far out on the left
+    # torch's gelu loses digits too, even in fp64: it adds 1 to a tanh that is almost -1.
+    size = 1 + 2 * (gate + gate**3 if activation == "gelu_tanh" else gate)
+    allowed = wanted.abs() * (roundings(dtype, 1) + 4 * FINE * size) + gate * up * torch.finfo(torch.float64).eps
+    close(gated.launch(rows.to(device), activation).cpu(), wanted, allowed)

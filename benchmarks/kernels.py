@@ -30,7 +30,7 @@ from torch import Tensor
 from specdec.attention import ancestor_words, attend, packed_mask, tree_mask
 from specdec.cli import one_sentence_errors
 from specdec.layers import RMSNorm, rotate
-from specdec.sampling import sample
+from specdec.sampling import draw, filtered_probs
 from specdec.types import Sampling
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
@@ -135,19 +135,14 @@ def commit_case(context: int, layers: int = 32, steps: int = 8) -> Case:
     return Case(kernel, eager, moved=2 * layers * 2 * (steps - 1) * KV_HEADS * DIM * DTYPE.itemsize)
 
 
-def vocabulary_cases(
-    nodes: int, width: int = 8, drafts: int = 32000, rows: int = 256, steps: int = 7
-) -> dict[str, Case]:
+def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[str, Case]:
     from specdec.kernels import filtered_sampling, head_topk, soft_cross_entropy
 
     hidden, weight, logits = random(width, HIDDEN), random(drafts, HIDDEN) / 64, random(nodes, VOCAB) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    generator = torch.Generator("cuda").manual_seed(0)
-    x, logp = (
-        random(rows, steps, drafts, dtype=torch.float32),
-        random(rows, drafts, dtype=torch.float32).log_softmax(-1),
-    )
+    x = random(256, 7, drafts, dtype=torch.float32)  # positions of a piece, steps of the unroll
+    logp = random(256, drafts, dtype=torch.float32).log_softmax(-1)
     return {
         "head_topk": Case(
             lambda: head_topk.launch(hidden, weight, width),
@@ -156,8 +151,8 @@ def vocabulary_cases(
             flops=2 * width * HIDDEN * drafts,
         ),
         "filtered_sampling": Case(
-            lambda: filtered_sampling.launch(logits, *filters, generator),
-            lambda: sample(logits, sampling, generator),
+            lambda: filtered_sampling.launch(logits, *filters),
+            lambda: draw(filtered_probs(logits, sampling), None),
             moved=size(logits),
         ),
         "soft_cross_entropy": Case(

@@ -51,12 +51,14 @@ def test_greedy_text_is_the_same(device, family, triton_everywhere):
     assert got.trace.accepted == wanted.trace.accepted
 
 
-def test_cpu_tensors_and_gradients_go_to_torch(triton_everywhere):
+def test_cpu_tensors_gradients_and_autocast_go_to_torch(triton_everywhere):
     weight = torch.ones(4)
     assert kernel_for("rms_norm", weight) is None  # autograd is on
     with torch.no_grad():
         assert kernel_for("rms_norm", weight.double()) is None
         assert kernel_for("rms_norm", weight) is not None
+        with torch.autocast("cpu"):
+            assert kernel_for("rms_norm", weight) is None
         kernels.use("auto")
         assert kernel_for("rms_norm", weight) is None
 
@@ -99,7 +101,7 @@ from types import SimpleNamespace
 torch.set_grad_enabled(False)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
     print(kernels.kernel_for("commit", like), kernels.kernel_for("gated", like), len(said), said[0].message)
 try:
     kernels.use("triton")

@@ -54,13 +54,14 @@ def installed() -> bool:
 def kernel_for(name: str, like: Tensor) -> Callable | None:
     """The `launch` of the kernel `name` if tensors such as `like` should take it, else None.
 
-    Kernels have no backward pass, so whatever autograd may want to differentiate goes to torch. On CPU tensors a kernel
-    runs in Triton's interpreter, for tests: it must have been asked for, and TRITON_INTERPRET=1 be set.
+    Kernels have no backward pass and no mixed dtypes, so what autograd may want to differentiate, and what autocast may
+    want to cast, goes to torch. On CPU tensors a kernel runs in Triton's interpreter, for tests: it must have been
+    asked for, and TRITON_INTERPRET=1 be set.
     """
     backend = _backend[name]
     if backend == "torch" or not (like.is_cuda or backend == "triton"):
         return None
-    if torch.is_grad_enabled() or like.dtype not in DTYPES:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(like.device.type) or like.dtype not in DTYPES:
         return None
     if not installed():
         _say_that_triton_is_missing()

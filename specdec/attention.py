@@ -1,10 +1,14 @@
 """Attention of a few new positions over a cache: one function for decoding, trees and prefill."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cache import KVCache
+from specdec.kernels import kernel_for
 
 
 def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
@@ -33,6 +37,13 @@ def packed_mask(mask: Tensor, groups: int) -> Tensor:
     """mask [B,N,S] -> [B,1,groups*N,S]: the same for each of the query heads that share a key head."""
     b, n, slots = mask.shape
     return mask[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
+
+
+def ancestor_words(ancestors: Tensor) -> Tensor:
+    """ancestors [B,N,M] bool -> [B,N,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen."""
+    padded = F.pad(ancestors, (0, -ancestors.shape[2] % 32)).unflatten(2, (-1, 32))
+    place = torch.arange(32, device=ancestors.device)
+    return (padded.long() << place).sum(-1).to(torch.int32)  # the highest bit becomes the sign
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
@@ -129,13 +140,25 @@ class CacheView:
         scale: float | None = None,
     ):
         nodes = torch.arange(offset, offset + n, device=cache.lens.device)
-        self.cache, self.slots, self.scale = cache, cache.slots_of(nodes), scale
+        self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
         self.fresh = ancestors is None and cache.bound == 0
         self.first, self.visible = 0, min(cache.bound + offset + n, cache.slots)
         # No position exceeds its slot, so a window of all visible slots hides nothing.
         self.window = window if window is not None and window < self.visible else None
         self.mask = None
         if self.fresh:
+            return
+        if kernel := kernel_for("tree_attention", cache.layers[0]):
+            self.kernel = partial(
+                kernel,
+                lens=cache.lens,
+                words=None if ancestors is None else ancestor_words(ancestors),
+                nodes=offset + n,
+                depth=None if ancestors is None else depth,
+                window=self.window,
+                scale=scale,
+                slots=cache.bound,
+            )
             return
         if n == 1 and ancestors is None and cache.batch == 1:
             self.first = self.visible - (self.window or self.visible)
@@ -150,6 +173,21 @@ class CacheView:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""
         self.cache.write(layer, self.slots, k, v)
+        return self._attend(layer, q, k, v)
+
+    def attend_rows(
+        self, layer: int, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]
+    ) -> Tensor:
+        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, with the kernel `rope_write`."""
+        cos, sin = rope
+        b, n = cos.shape[:2]
+        q = write(rows, cos.flatten(0, 2), sin.flatten(0, 2), self.slots, *self.cache.flat[layer])
+        k, v = self.cache.layers[layer][:, :, :n]  # what a fresh prompt attends to: its own positions
+        return self._attend(layer, q.unflatten(0, (b, n)), k, v)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.fresh:
             return attend_causal(q, k, v, self.window, self.scale)
+        if self.kernel is not None:
+            return self.kernel(q, *self.cache.heads[layer])
         return attend(q, *self.cache.read(layer, self.first, self.visible - self.first), self.mask, self.scale)

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from specdec.kernels import kernel_for
+
 
 class KVCache:
     """Keys and values of committed tokens, and after them scratch slots for a tree.
@@ -27,6 +29,9 @@ class KVCache:
         self.lens = torch.zeros(batch, dtype=torch.int64, device=like.device)
         self.row_start = torch.arange(batch, device=like.device)[:, None] * slots
         self.bound = 0
+        self.move = kernel_for("commit", like)
+        if self.move is not None:
+            self.addresses = torch.tensor([kv.data_ptr() for kv in self.layers], device=like.device)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
@@ -45,7 +50,9 @@ class KVCache:
 
     def commit(self, path: Tensor, n: Tensor, bound: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= bound."""
-        if path.shape[1] > 1:
+        if self.move is not None:
+            self.move(self.addresses, self.layers[0], self.lens, path, n)
+        elif path.shape[1] > 1:
             offsets = torch.arange(1, path.shape[1], device=path.device)
             source, destination = self.slots_of(path[:, 1:]), self.slots_of(offsets)
             for rows in self.rows:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.kernels import kernel_for
+
 
 class Bound(nn.Module):
     """A module whose `bind` gives what it computes as a plain function of its present weights.
@@ -28,12 +30,32 @@ class Bound(nn.Module):
 class RMSNorm(Bound):
     """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32, or finer, as transformers does."""
 
+    offset = False  # the weight is stored less 1
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
     def bind(self) -> Callable[[Tensor], Tensor]:
+        if kernel := kernel_for("rms_norm", self.weight):
+            return partial(kernel, weight=self.weight, eps=self.eps, offset=self.offset)
+        return self.bind_eager()
+
+    def bind_add(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(x, y) -> x + y, and its norm."""
+        if kernel := kernel_for("rms_norm", self.weight):
+            weight, eps, offset = self.weight, self.eps, self.offset
+            return lambda x, y: kernel(y, weight, eps, offset, residual=x)
+        norm = self.bind()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, norm(x)
+
+        return add_norm
+
+    def bind_eager(self) -> Callable[[Tensor], Tensor]:
         weight, inverse_rms = self.weight, self.bind_inverse_rms()
         return lambda x: (x * inverse_rms(x)).to(x.dtype) * weight
 
@@ -56,11 +78,13 @@ class RMSNorm(Bound):
 class OffsetRMSNorm(RMSNorm):
     """Gemma's RMSNorm: the weight is stored less 1, and applied before the result is rounded."""
 
+    offset = True
+
     def __init__(self, size: int, eps: float):
         super().__init__(size, eps)
         nn.init.zeros_(self.weight)
 
-    def bind(self) -> Callable[[Tensor], Tensor]:
+    def bind_eager(self) -> Callable[[Tensor], Tensor]:
         gain, inverse_rms = self.gain(), self.bind_inverse_rms()
         return lambda x: (x * inverse_rms(x) * gain).to(x.dtype)
 
@@ -89,12 +113,15 @@ class GatedMLP(Bound):
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
         self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
         self.down = Linear(intermediate, hidden, bias=bias)
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        gate_up, down, activation = self.gate_up.bind(), self.down.bind(), self.activation
+        gate_up, down, activation = self.gate_up.bind(), self.down.bind(), ACTIVATIONS[self.activation]
+        if kernel := kernel_for("gated", self.gate_up.weight):
+            name = self.activation
+            return lambda x: down(kernel(gate_up(x), name))
 
         def mlp(x: Tensor) -> Tensor:
             gate, up = gate_up(x).chunk(2, dim=-1)

@@ -1,6 +1,7 @@
 """The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from specdec.archs import ModelConfig
 from specdec.attention import CacheView, NoCache, document_mask, document_positions
 from specdec.cache import KVCache
+from specdec.kernels import kernel_for
 from specdec.layers import Bound, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
 
 Function = Callable[..., Tensor]
@@ -33,9 +35,12 @@ class Attention(Bound):
         qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
         q_heads, kv_heads = self.heads, self.kv_heads
         q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
+        write = self._bind_write()
 
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
             heads = qkv(x).view(*rope[0].shape[:2], -1, dim)
+            if write is not None and isinstance(view, CacheView):
+                return o(view.attend_rows(layer, heads.flatten(0, 1), rope, write).flatten(0, 1))
             if q_norm is None:
                 qk, v = heads.split([q_heads + kv_heads, kv_heads], dim=2)
             else:
@@ -45,6 +50,14 @@ class Attention(Bound):
             return o(view.attend(layer, q, k, v).flatten(0, 1))
 
         return attention
+
+    def _bind_write(self) -> Callable[..., Tensor] | None:
+        """The kernel that norms and rotates q and k and stores k and v, or None."""
+        kernel = kernel_for("rope_write", self.qkv.weight)
+        if kernel is None or self.q_norm is None:
+            return kernel
+        gains = torch.stack([self.q_norm.weight, self.k_norm.weight])
+        return partial(kernel, gains=gains, eps=self.q_norm.eps, offset=self.q_norm.offset)
 
 
 class Block(Bound):
@@ -56,13 +69,12 @@ class Block(Bound):
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
     def bind(self) -> Callable[..., Tensor]:
-        input_norm, attention, post_norm, mlp = (
-            part.bind() for part in (self.input_norm, self.attention, self.post_norm, self.mlp)
-        )
+        input_norm, attention, mlp = (part.bind() for part in (self.input_norm, self.attention, self.mlp))
+        add_norm = self.post_norm.bind_add()
 
         def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            x = x + attention(input_norm(x), rope, view, layer)
-            return x + mlp(post_norm(x))
+            x, normed = add_norm(x, attention(input_norm(x), rope, view, layer))
+            return x + mlp(normed)
 
         return block
 
@@ -76,16 +88,14 @@ class SandwichBlock(Block):
         self.mlp_norm = make_norm(config.hidden, config)
 
     def bind(self) -> Callable[..., Tensor]:
-        input_norm, attention, attention_norm, post_norm, mlp, mlp_norm = (
-            part.bind()
-            for part in (
-                self.input_norm, self.attention, self.attention_norm, self.post_norm, self.mlp, self.mlp_norm
-            )
-        )  # fmt: skip
+        input_norm, attention, attention_norm, mlp, mlp_norm = (
+            part.bind() for part in (self.input_norm, self.attention, self.attention_norm, self.mlp, self.mlp_norm)
+        )
+        add_norm = self.post_norm.bind_add()
 
         def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            x = x + attention_norm(attention(input_norm(x), rope, view, layer))
-            return x + mlp_norm(mlp(post_norm(x)))
+            x, normed = add_norm(x, attention_norm(attention(input_norm(x), rope, view, layer)))
+            return x + mlp_norm(mlp(normed))
 
         return block
 

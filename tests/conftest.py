@@ -1,7 +1,13 @@
 """Checkpoints on disk that several tests share: a tiny target with a tokenizer, and a drafter that fits it."""
 
-import pytest
+import os
+
 import torch
+
+if not torch.cuda.is_available():  # kernels run on CPU tensors; to be set before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
 from helpers import save_hf
 
 from drafters import eagle3

@@ -1,0 +1,83 @@
+"""Fused GPU kernels, one file each (docs/kernels.md), and who takes them.
+
+Whoever could use a kernel asks `kernel_for` it, once per decoding where that is possible, and falls back on what torch
+offers. Nothing here imports Triton before a kernel is chosen.
+
+    name                 computes                                          stands for
+    tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
+    rms_norm             RMSNorm, and residual + RMSNorm                   layers.RMSNorm, layers.OffsetRMSNorm
+    rope_write           norms of q and k, rotation, write to the cache    layers.rotate, cache.KVCache.write
+    commit               accepted nodes' keys and values move down         cache.KVCache.commit
+    gated                act(gate) * up                                    the middle of layers.GatedMLP
+    head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
+    filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.sample
+    soft_cross_entropy   -sum p log q and its slope                        training.objectives.divergences.ce
+"""
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+KERNELS = (
+    "tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling",
+    "soft_cross_entropy",
+)  # fmt: skip
+BACKENDS = ("auto", "torch", "triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_backend = dict.fromkeys(KERNELS, "auto")
+
+
+def use(backend: str, *names: str) -> None:
+    """Take `backend` for the kernels called `names`, or for all: 'triton', 'torch', or 'auto', which is Triton for
+    tensors on a GPU and torch for others. What is bound already (`layers.Bound`) keeps what it has."""
+    if backend not in BACKENDS:
+        raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
+    for name in names:
+        if name not in _backend:
+            raise ValueError(f"there is no kernel {name!r}; there are {', '.join(KERNELS)}")
+    if backend == "triton" and not installed():
+        raise ValueError("triton is not installed; it comes with torch's CUDA builds, or with `pip install triton`")
+    _backend.update(dict.fromkeys(names or KERNELS, backend))
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernel_for(name: str, like: Tensor) -> Callable | None:
+    """The `launch` of the kernel `name` if tensors such as `like` should take it, else None.
+
+    Kernels have no backward pass and no mixed dtypes, so what autograd may want to differentiate, and what autocast may
+    want to cast, goes to torch. On CPU tensors a kernel runs in Triton's interpreter, for tests: it must have been
+    asked for, and TRITON_INTERPRET=1 be set.
+    """
+    backend = _backend[name]
+    if backend == "torch" or not (like.is_cuda or backend == "triton"):
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(like.device.type) or like.dtype not in DTYPES:
+        return None
+    if not installed():
+        _say_that_triton_is_missing()
+        return None
+    return _load(name, like.is_cuda)
+
+
+@functools.cache
+def _say_that_triton_is_missing() -> None:
+    warnings.warn("triton is not installed: decoding takes plain PyTorch, which is slower", stacklevel=3)
+
+
+@functools.cache
+def _load(name: str, on_gpu: bool) -> Callable:
+    from triton import knobs
+
+    if not on_gpu and not knobs.runtime.interpret:
+        raise ValueError("Triton kernels need a GPU; on CPU tensors they run with TRITON_INTERPRET=1 only")
+    return importlib.import_module(f"specdec.kernels.{name}").launch

@@ -1,0 +1,49 @@
+"""The keys and values of an accepted path move down in place, in all layers at once.
+
+    kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
+
+In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of a later one, since
+path[k] >= k, so a program reads all rows of its columns before it writes one.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> None:
+    """The formula, on layers [2,B,S,K,Dh] in place."""
+    for b in range(len(path)):
+        for k in range(1, int(n[b])):  # in increasing order no source has been overwritten
+            for kv in layers:
+                kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
+
+
+@triton.jit
+def _commit(
+    addresses, like, lens, path, n, slots, width, P: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    side, row = tl.program_id(0) % 2, tl.program_id(1)
+    batch = tl.num_programs(1)
+    kv = tl.multiple_of(tl.load(addresses + tl.program_id(0) // 2).to(like.dtype), 16)
+    first = (side * batch + row).to(tl.int64) * slots + tl.load(lens + row)
+    step = tl.arange(0, STEPS)
+    moves = (step > 0) & (step < tl.load(n + row))
+    source = first + tl.load(path + row * P + step, mask=moves, other=0)
+    columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    mask = moves[:, None] & (columns < width)[None, :]
+    moved = tl.load(kv + source[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    tl.debug_barrier()  # every warp has read before any writes
+    tl.store(kv + (first + step)[:, None] * width + columns[None, :], moved, mask=mask)
+
+
+def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tensor) -> None:
+    """addresses [L] int64: `data_ptr` of each layer's tensor [2,B,S,K,Dh], contiguous and of the dtype of `like`, which
+    is one of them; lens, n [B], path [B,P]."""
+    _, batch, slots, kv_heads, dim = like.shape
+    width, p = kv_heads * dim, path.shape[1]
+    block = min(256, triton.next_power_of_2(width))
+    _commit[(2 * len(addresses), batch, triton.cdiv(width, block))](
+        addresses, like, lens, path.contiguous(), n, slots, width,
+        P=p, STEPS=triton.next_power_of_2(p), BLOCK=block, num_warps=4,
+    )  # fmt: skip

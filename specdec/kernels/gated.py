@@ -1,0 +1,47 @@
+"""The gated activation between the two products of an MLP.
+
+    y = act(gate) * up       SwiGLU: act(x) = x sigmoid(x)
+                             GeGLU:  act(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is gelu with tanh
+
+In torch: the middle of `layers.GatedMLP`, which rounds act(gate) to the dtype before it multiplies; here only y is.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh")  # as in `layers.ACTIVATIONS`
+
+
+def reference(gate_up: Tensor, activation: str) -> Tensor:
+    """The formula in the dtype of its input."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+@triton.jit
+def _gated(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    gate = tl.load(gate_up + row * 2 * width + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + columns, mask=mask, other=0.0).to(tl.float32)
+    bend = gate
+    if GELU:
+        bend = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(y + row * width + columns, (gate * tl.sigmoid(bend) * up).to(y.dtype.element_ty), mask=mask)
+
+
+def launch(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [R,2I], gate first -> [R,I]."""
+    assert activation in ACTIVATIONS
+    gate_up = gate_up.contiguous()
+    rows, width = len(gate_up), gate_up.shape[1] // 2
+    y = torch.empty(rows, width, dtype=gate_up.dtype, device=gate_up.device)
+    block = min(1024, triton.next_power_of_2(width))
+    _gated[(rows, triton.cdiv(width, block))](
+        gate_up, y, width, GELU=activation == "gelu_tanh", BLOCK=block, num_warps=4
+    )
+    return y

@@ -1,0 +1,95 @@
+"""The k likeliest tokens of a head and their log-probabilities, without its logits ever being in memory.
+
+    logits = hidden @ weight.T;    log p = logits - logsumexp(logits);    the k largest of each row, best first
+
+One program multiplies a few rows with a block of the vocabulary and keeps the block's log-sum-exp and its k best; a
+second kernel merges the blocks of a row. What the blocks leave is (2 k + 1) / 128 of the logits. Logits stay in fp32,
+where a bf16 product that is written out is rounded first. Of equal logits the one of lower index comes first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.product import product
+
+BLOCK = 128  # tokens of a program
+MOST = 32  # k: each of the best costs the merge a pass over all candidates
+
+
+def reference(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The formula in the dtype of its inputs."""
+    best, ids = (hidden @ weight.T).log_softmax(-1).topk(k)
+    return best, ids
+
+
+@triton.jit
+def _blocks(
+    hidden, weight, best, ids, lse, rows, size, vocab, blocks, hidden_row, weight_row,
+    K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = block * TOKENS + tl.arange(0, TOKENS)
+    logits = tl.zeros([ROWS, TOKENS], tl.float32)
+    for first in range(0, size, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        x_at = hidden + row.to(tl.int64)[:, None] * hidden_row + at[None, :]
+        w_at = weight + token.to(tl.int64)[:, None] * weight_row + at[None, :]
+        x = tl.load(x_at, mask=(row < rows)[:, None] & (at < size)[None, :], other=0.0)
+        w = tl.load(w_at, mask=(token < vocab)[:, None] & (at < size)[None, :], other=0.0)
+        logits += product(x, tl.trans(w))
+    logits = tl.where((token < vocab)[None, :], logits, -float("inf"))
+    peak = tl.max(logits, 1)
+    total = tl.sum(tl.exp(logits - peak[:, None]), 1)
+    out = row.to(tl.int64) * blocks + block
+    tl.store(lse + out, peak + tl.log(total), mask=row < rows)
+    for i in tl.static_range(K):
+        value, place = tl.max(logits, 1, return_indices=True)
+        tl.store(best + out * K + i, value, mask=row < rows)
+        tl.store(ids + out * K + i, block * TOKENS + place, mask=row < rows)
+        logits = tl.where(tl.arange(0, TOKENS)[None, :] == place[:, None], -float("inf"), logits)
+
+
+@triton.jit
+def _merge(
+    best, ids, lse, logp, tokens, blocks, K: tl.constexpr, BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, BLOCKS)
+    part = tl.load(lse + row * blocks + block, mask=block < blocks, other=-float("inf"))
+    peak = tl.max(part, 0)
+    whole = peak + tl.log(tl.sum(tl.exp(part - peak), 0))
+    place = tl.arange(0, CANDIDATES)
+    left = tl.load(best + row * blocks * K + place, mask=place < blocks * K, other=-float("inf"))
+    for i in tl.static_range(K):
+        value, at = tl.max(left, 0, return_indices=True)
+        tl.store(logp + row * K + i, value - whole)
+        tl.store(tokens + row * K + i, tl.load(ids + row * blocks * K + at).to(tl.int64))
+        left = tl.where(place == at, -float("inf"), left)
+
+
+def launch(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """hidden [R,H], weight [V,H], k <= min(V, 32) -> log-probabilities fp32 and ids int64, both [R,k]."""
+    (rows, size), vocab = hidden.shape, len(weight)
+    assert k <= min(vocab, MOST)
+    assert hidden.stride(1) == weight.stride(1) == 1
+    blocks = triton.cdiv(vocab, BLOCK)
+    best = torch.empty(rows, blocks, k, dtype=torch.float32, device=hidden.device)
+    ids = torch.empty(rows, blocks, k, dtype=torch.int32, device=hidden.device)
+    lse = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
+    tile = min(64, max(16, triton.next_power_of_2(rows)))
+    # Programs next to each other share a block of hidden states, which is small, and each reads its weights once.
+    _blocks[(blocks, triton.cdiv(rows, tile))](
+        hidden, weight, best, ids, lse, rows, size, vocab, blocks, hidden.stride(0), weight.stride(0),
+        K=k, ROWS=tile, TOKENS=BLOCK, CHUNK=128 // hidden.element_size(), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    logp = torch.empty(rows, k, dtype=torch.float32, device=hidden.device)
+    tokens = torch.empty(rows, k, dtype=torch.int64, device=hidden.device)
+    candidates = triton.next_power_of_2(blocks * k)
+    _merge[(rows,)](
+        best, ids, lse, logp, tokens, blocks, K=k, BLOCKS=triton.next_power_of_2(blocks), CANDIDATES=candidates,
+        num_warps=min(32, max(1, candidates // 1024)),
+    )  # fmt: skip
+    return logp, tokens

@@ -1,0 +1,16 @@
+"""The matrix product of the kernels: operands in their dtype, sums in fp32."""
+
+import triton
+import triton.language as tl
+from triton import knobs
+
+# Triton 3.7's interpreter multiplies the bit patterns of bf16 operands; widened they give the same products, exactly.
+WIDEN = tl.constexpr(knobs.runtime.interpret)
+
+
+@triton.jit
+def product(a, b):
+    """a [M,K] @ b [K,N] -> [M,N] fp32; fp32 operands are not rounded to tf32."""
+    if WIDEN:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")

@@ -1,0 +1,223 @@
+"""Attention of the nodes of a tree over the committed slots of a cache and over each other.
+
+    out[b,i,h] = sum_s softmax_s(cap(scale * q[b,i,h] . k[b,s])) v[b,s]    over the slots s that node i sees:
+    s < lens[b]                 committed; with a window only those fewer than `window` positions behind the node
+    s = lens[b] + j             node j of the tree if it is an ancestor of i, or i itself
+    cap(x) = softcap * tanh(x / softcap), or x
+
+Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length, found on the
+device from lens[b], so that ragged rows are balanced and no length is read by the host. The program of the last part
+goes on with the tree itself, whose mask comes as bit words, 32 nodes each. Programs of a part keep an online softmax in
+fp32; if there are several parts, a second kernel merges them by their log-sum-exps. The query heads that share a key
+head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec.kernels.product import product
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LEAST_PART = 256  # slots: a shorter part costs more in merging than it gains
+TILE_BYTES = 16384  # of keys, and as much of values: three stages of both, twice, fit Hopper's shared memory
+
+
+def reference(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lens: Tensor,
+    ancestors: Tensor,
+    depth: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The formula, in the dtype of its inputs, with ancestors [B,n,M] bool; else as `launch`."""
+    b, n, heads, dim = q.shape
+    kv_heads, slots = keys.shape[1:3]
+    offset = torch.arange(slots, device=q.device) - lens[:, None]  # [B,S]
+    m = ancestors.shape[2]
+    see = ancestors.gather(2, offset.clamp(0, m - 1)[:, None].expand(-1, n, -1)) & (offset < m)[:, None]
+    see |= (offset < 0)[:, None]
+    if window is not None:
+        depth = torch.arange(m - n, m, device=q.device).expand(b, n) if depth is None else depth
+        column = depth.gather(1, offset.clamp(0, n - 1)) if m == n else offset
+        see &= torch.where(offset < 0, offset, column)[:, None] > depth[..., None] - window
+    q = q.view(b, n, kv_heads, heads // kv_heads, dim)
+    scores = torch.einsum("bnkgd,bksd->bkgns", q, keys) * (dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
+    # A slot that nobody sees may hold anything; its weight of 0 must not meet an infinity.
+    values = values.masked_fill(~see.any(1)[:, None, :, None], 0)
+    return torch.einsum("bkgns,bksd->bnkgd", weights, values).reshape(b, n, heads * dim)
+
+
+@triton.jit
+def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.constexpr):
+    """One step of the online softmax, base 2: keys and values [BLOCK,D], of which rows see `visible` [ROWS,BLOCK]."""
+    scores = product(q, tl.trans(k)) * scale
+    if SOFTCAP:
+        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
+    scores = tl.where(visible, scores * LOG2E, -float("inf"))
+    higher = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(peak - base)
+    acc = acc * shrink[:, None] + product(weights.to(v.dtype), v)
+    return acc, higher, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _tree_attention(
+    q, keys, values, lens, words, depth, out, lse,
+    q_row, q_node, q_head, kv_row, kv_head, kv_slot,
+    n, nodes, kv_heads, scale, softcap, window,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    DEPTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Strides: q_* of q, kv_* of keys and values. n new nodes, which are the last of `nodes` in the scratch slots."""
+    row = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv = tl.program_id(1) % kv_heads
+    split = tl.program_id(2)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    node, head = rows // GROUPS, kv * GROUPS + rows % GROUPS
+    real = node < n
+    dims = tl.arange(0, D)
+    length = tl.load(lens + row).to(tl.int32)
+    deep = nodes - n + node  # positions count from `length`
+    if DEPTH:
+        deep = tl.load(depth + row * n + node, mask=real, other=0).to(tl.int32)
+    q_at = q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + dims[None, :]
+    tile = tl.load(q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
+    keys += row * kv_row + kv.to(tl.int64) * kv_head
+    values += row * kv_row + kv.to(tl.int64) * kv_head
+    acc = tl.zeros([ROWS, D], tl.float32)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
+    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * part
+    end = tl.minimum(start + part, length)
+    for slot in range(start, end, BLOCK):
+        slots = slot + tl.arange(0, BLOCK)
+        held = slots < end
+        at = slots.to(tl.int64)[:, None] * kv_slot + dims[None, :]
+        mask = held[:, None] & (dims < DIM)[None, :]
+        k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+        visible = real[:, None] & held[None, :]
+        if WINDOW:
+            visible = visible & (slots[None, :] > (length + deep - window)[:, None])
+        acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+
+    if split == SPLITS - 1:
+        width = tl.cdiv(nodes, 32)
+        for word in range(width):
+            other = word * 32 + tl.arange(0, 32)
+            held = other < nodes
+            at = (length + other).to(tl.int64)[:, None] * kv_slot + dims[None, :]
+            mask = held[:, None] & (dims < DIM)[None, :]
+            k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+            if CAUSAL:
+                visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
+            else:
+                bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
+                visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
+            if WINDOW:
+                position = other
+                if DEPTH:
+                    position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
+                visible = visible & (position[None, :] > (deep - window)[:, None])
+            acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    query = (row * n + node) * (kv_heads * GROUPS) + head
+    if SPLITS > 1:
+        query = query * SPLITS + split
+        tl.store(lse + query, peak + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=real)
+    at = out + query[:, None] * DIM + dims[None, :]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & (dims < DIM)[None, :])
+
+
+@triton.jit
+def _merge(parts, lse, out, DIM: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+    """parts [queries,SPLITS,DIM] fp32, each normalised, and their base-2 log-sum-exps -> out [queries,DIM]."""
+    query = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, S), tl.arange(0, D)
+    weight = tl.load(lse + query * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
+    weight = tl.exp2(weight - tl.max(weight, 0))
+    at = parts + (query * SPLITS + splits)[:, None] * DIM + dims[None, :]
+    part = tl.load(at, mask=(splits < SPLITS)[:, None] & (dims < DIM)[None, :], other=0.0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + query * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def split_count(programs: int, slots: int, processors: int) -> int:
+    """Parts of `slots` committed slots: two programs to a multiprocessor, no part shorter than LEAST_PART."""
+    return max(1, min(-(-2 * processors // programs), slots // LEAST_PART, 64))
+
+
+def launch(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lens: Tensor,
+    words: Tensor | None,
+    nodes: int,
+    *,
+    depth: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    slots: int | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
+
+    The new positions are the last n of `nodes` in the scratch slots from lens[b] on. words: which of these each of them
+    sees, from `attention.ancestor_words`; None: all up to itself. depth [B,n]: their positions, counted from lens[b];
+    None: as they lie. It matters with a window only, and then all `nodes` must be new. slots: a host-side bound of
+    lens, from which the number of splits follows if that is not given.
+    """
+    b, n, heads, dim = q.shape
+    kv_heads = keys.shape[1]
+    groups = heads // kv_heads
+    assert keys.stride() == values.stride()
+    assert keys.stride(3) == q.stride(3) == 1
+    assert depth is None or window is None or nodes == n
+    wide = max(16, triton.next_power_of_2(dim))
+    # Products of fp32 operands run outside the tensor cores, and larger tiles of them do not fit the registers.
+    rows = 16 if q.element_size() == 4 else min(64, max(16, triton.next_power_of_2(groups * n)))
+    block = max(16, min(128, TILE_BYTES // (wide * q.element_size())))
+    programs = triton.cdiv(groups * n, rows) * b * kv_heads
+    if splits is None:
+        splits = split_count(programs, keys.shape[2] if slots is None else slots, _processors(q.device))
+    out = q.new_empty(b, n, heads * dim)
+    parts = out if splits == 1 else q.new_empty(b, n, heads, splits, dim, dtype=torch.float32)
+    lse = out if splits == 1 else q.new_empty(b, n, heads, splits, dtype=torch.float32)
+    _tree_attention[(triton.cdiv(groups * n, rows), b * kv_heads, splits)](
+        q, keys, values, lens, lens if words is None else words, lens if depth is None else depth.contiguous(), parts,
+        lse, *q.stride()[:3], *keys.stride()[:3], n, nodes, kv_heads, dim**-0.5 if scale is None else scale,
+        softcap or 0.0, window or 0,
+        GROUPS=groups, DIM=dim, SPLITS=splits, CAUSAL=words is None, WINDOW=window is not None,
+        DEPTH=depth is not None and window is not None, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block, D=wide,
+        num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(b * n * heads,)](
+            parts, lse, out, DIM=dim, SPLITS=splits, S=triton.next_power_of_2(splits), D=wide, num_warps=4
+        )
+    return out

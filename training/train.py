@@ -21,7 +21,7 @@ from specdec.cli import one_sentence_errors, run_hydra
 from specdec.loader import load_target
 from specdec.model import Target
 from training.checkpoint import checkpoints
-from training.data import Batches, Sample, count_tokens, load_samples
+from training.data import Batches, Sample, count_tokens, hold_out, load_samples
 from training.parallel import join_processes
 from training.settings import OnPolicy, TrainerConfig
 from training.trainer import Trainer, meaning
@@ -126,7 +126,7 @@ def run(config: DictConfig) -> None:
     check_folder(out, config.resume)
     processes = join_processes(config.device)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
-    train, heldout = load_samples(config.data, target)
+    train, heldout = hold_out(load_samples(config.data, target), config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)
     objective = instantiate(config.objective)
     how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.steps + 1

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from training.checkpoint import read_newest, write_checkpoint
 from training.curves import draw_curves, read_log
 from training.data import Batch, Batches
 from training.evaluate import Decoding, expected_tau
-from training.features import online_features
+from training.features import Features, online_features
+from training.objectives.truth import TargetLogits
 from training.optim import Optimizers, schedule
 from training.parallel import Processes, Sums, accumulating, fill, full, sharded_as, shell, wrap
 from training.rollouts import Rollouts
@@ -37,7 +38,7 @@ class Learner(nn.Module):
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
-    def forward(self, **features: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, **features: Tensor | TargetLogits) -> tuple[Tensor, dict[str, Tensor]]:
         return self.objective(self.drafter, **features)
 
 
@@ -63,7 +64,10 @@ class Trainer:
         run_config: dict | None = None,
         processes: Processes | None = None,
         on_policy: OnPolicy | None = None,
+        features: Callable[..., Features] = online_features,
     ):
+        """features: `online_features`, or what gives the same from elsewhere."""
+        self.features = features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
         self.processes = processes or Processes()
@@ -185,9 +189,9 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.target.embed.weight.device.type, torch.bfloat16)
 
-    def _features(self, drafter: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def _features(self, drafter: nn.Module, batch: Batch) -> Features:
         """The objective's arguments; where a row's conversations end is told the drafter."""
-        features = online_features(self.target, batch, drafter.taps, self._autocast())
+        features = self.features(self.target, batch, drafter.taps, self._autocast())
         drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
         return features
 

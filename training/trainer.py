@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from drafters.common import RecurrentDrafter
 from drafters.formats import save_drafter
 from specdec.model import Target
-from training.checkpoint import read_newest, write_checkpoint
+from training.checkpoint import put_in_place, read_newest, save_state, write_checkpoint
 from training.curves import draw_curves, read_log
 from training.data import Batch, Batches
 from training.evaluate import Decoding, expected_tau
@@ -185,9 +185,7 @@ class Trainer:
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
-        if self.config.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.target.embed.weight.device.type, torch.bfloat16)
+        return self.config.autocasting(self.target.embed.weight.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
         """The objective's arguments; where a row's conversations end is told the drafter."""
@@ -204,7 +202,7 @@ class Trainer:
         """Save this process's batches of the step, and raise."""
         path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
         rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
-        torch.save(rows, path)
+        put_in_place(path, partial(save_state, rows))
         raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
 
     def _publish(self) -> None:

@@ -91,7 +91,8 @@ class CacheWriter:
                 path, samples = shard_path(self.folder, number, len(bounds)), self.samples[first:end]
                 if not self._sound(path):
                     tensors = self.compute(samples)
-                    metadata = {"cache": manifest_fingerprint(self.manifest), "sha256": checksum(tensors)}
+                    # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
+                    metadata = {"cache": f"{manifest_fingerprint(self.manifest)} {checksum(tensors)}"}
                     try:
                         put_in_place(path, partial(save_file, tensors, metadata=metadata))
                     except ValueError as error:
@@ -111,7 +112,7 @@ class CacheWriter:
         except ValueError as error:
             print(f"warning: {error}")
             return False
-        return checksum(tensors) == shard.metadata().get("sha256")
+        return checksum(tensors) == shard.metadata()["cache"].split()[1]
 
     @torch.no_grad()
     def compute(self, samples: list[Sample]) -> dict[str, Tensor]:

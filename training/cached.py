@@ -243,7 +243,7 @@ def open_shard(path: Path, manifest: dict):
     """A shard for reading. Raises ValueError if it is cut, or belongs to another cache."""
     try:
         shard = safe_open(path, framework="pt")
-        found = (shard.metadata() or {}).get("cache")
+        found = (shard.metadata() or {}).get("cache", "").split(" ")[0]
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} is damaged: {error}; python -m training.cache with its settings makes it anew"

@@ -378,7 +378,7 @@ def test_the_estimate_of_a_cache_is_its_size(target_path, data, tmp_path, store,
     where = [f"target.path={target_path}", f"data.path={data}"]
     cache.run(composed("cache", *where, f"out={tmp_path}", f"store={store}", f"keep={keep}"))
     run = train.assemble(composed("train", *where, "out=runs/x"), Processes())
-    run_samples = run.train_data.samples + run.heldout.samples
+    run_samples = run.data.samples + run.heldout.samples
     form = Form(store, None if keep == "all" else int(keep), run.drafter.taps, 48, 3)
     written = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
     assert form.bytes(run_samples, shards=1) == pytest.approx(written, rel=0.02)
@@ -422,10 +422,11 @@ def test_activations_counted_on_shapes_are_those_of_a_real_unroll(kind):
 def test_what_does_not_fit_is_warned_of():
     cache_sizes = [{"store": "fp32", "keep": "all", "bytes": 2**31}, {"store": "int8", "keep": "all", "bytes": 2**20}]
     report = {"run_disk": 2**21, "free_disk": 2**20, "cache": cache_sizes, "peak_measured": None}
-    report |= {"peak_from_shapes": 2**31, "free_memory": 2**30}
+    report |= {"peak_from_shapes": 2**31, "free_memory": 2**30, "on_policy": True}
     assert estimate.warnings(report) == [
+        "the rollouts of data.on_policy are not in these figures: neither their text nor their time",
         "the run's checkpoints take 2.0 MiB, and the disk has 1.0 MiB free",
         "of the caches fp32/all do not fit on the disk, which has 1.0 MiB free",
         "a step takes 2.0 GiB of memory, and 1.0 GiB are free",
     ]
-    assert estimate.warnings(report | {"run_disk": 0, "cache": [], "free_memory": None}) == []
+    assert estimate.warnings(report | {"run_disk": 0, "cache": [], "free_memory": None, "on_policy": False}) == []

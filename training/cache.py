@@ -42,7 +42,7 @@ from training.data import Batches, Sample, hold_out, load_samples
 from training.features import online_features
 from training.losses import pieces
 from training.objectives.truth import read_truth
-from training.train import build_drafter, trainer_settings
+from training.train import all_settings, build_drafter
 
 
 class CacheWriter:
@@ -181,7 +181,7 @@ def read_keep(keep: str | int) -> int | None:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
-    settings, out, keep = trainer_settings(config.trainer), Path(config.out), read_keep(config.keep)
+    (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.checkpoint import read_json
 from training.data import Batch, Sample
-from training.features import Features, deferred_logits, online_features
+from training.features import Features, arguments, deferred_logits, online_features
 from training.fingerprint import (
     data_fingerprint,
     short,
@@ -204,12 +204,7 @@ class Cache:
             logits = deferred_logits(target, hidden.to(device, target.head.weight.dtype), autocast)
         else:
             logits = TopTokens(**{name: truth.to(device) for name, truth in truths.items()})
-        return {
-            "feats": feats.flatten(2).to(device),
-            "tokens": batch.tokens.to(device),
-            "target_logits": logits,
-            "loss_mask": batch.loss_mask.to(device),
-        }
+        return arguments(batch, feats.flatten(2).to(device), logits)
 
     def _read(self, number: int, row: int, start: int, feats: Tensor, truths: dict[str, Tensor]) -> None:
         """Put one sample's features where its batch has it."""

@@ -55,7 +55,7 @@ class Plan:
 
 def plan(trainer: Trainer) -> Plan:
     """Go through the batches of the whole run without making them."""
-    data, config = trainer.train_data, trainer.config
+    data, config = trainer.data, trainer.config
     batches = config.steps * config.accumulate * trainer.processes.world
     epoch, sizes = len(data.epoch(0)), [0]
     largest: list[int] = []
@@ -77,7 +77,7 @@ def plan(trainer: Trainer) -> Plan:
 
 def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
     """What a cache of all conversations takes, by how states are stored and what is kept of the distribution."""
-    samples = trainer.train_data.samples + (trainer.heldout.samples if trainer.heldout else [])
+    samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
     shards, config = len(shard_bounds(samples, SHARD_TOKENS)), trainer.target.config
     keeps = [keep for keep in KEEPS if keep is None or keep < trainer.drafter.vocab.size]
     forms = (
@@ -152,7 +152,7 @@ class Measured:
 def measure(trainer: Trainer, largest: list[int]) -> Measured:
     """Take a step on the largest batch, to warm up and for the peak, and time the run's first ones. The trainer is of
     no use afterwards."""
-    data, device = trainer.train_data, trainer.target.embed.weight.device
+    data, device = trainer.data, trainer.target.embed.weight.device
     clock = Clock(device)
     clock.reset_peak()
     trainer._step([data.collate(largest)])
@@ -217,13 +217,13 @@ def free_disk(folder: Path) -> int:
 def estimate(trainer: Trainer, before: int = 0) -> dict:
     """Everything as one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
     counted = plan(trainer)
-    shape = trainer.train_data.layout(counted.largest)[1]
+    shape = trainer.data.layout(counted.largest)[1]
     parts = memory(trainer, shape) | {"interpreter and libraries": before}
     caches = cache_bytes(trainer)
     measured = measure(trainer, counted.largest)
     weights = parts["drafter"]
     checkpoint = weights + parts["optimiser"] + parts["averages"] // 2
-    samples = trainer.train_data.samples + (trainer.heldout.samples if trainer.heldout else [])
+    samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
     padded = Batches(samples, trainer.config.batch_tokens, seed=0)
     cached_tokens = sum(math.prod(padded.layout(indices)[1]) for indices in padded.by_length())
     return {
@@ -244,6 +244,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "seconds_a_step": round(measured.seconds_a_token * counted.tokens / counted.steps, 4),
         "seconds": round(measured.seconds_a_token * counted.tokens / trainer.processes.world, 1),
         "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
+        "on_policy": trainer.rollouts is not None,
         "free_disk": free_disk(trainer.out),
         "free_memory": free_memory(trainer.target.embed.weight.device),
     }
@@ -252,6 +253,8 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
 def warnings(report: dict) -> list[str]:
     """What will not fit, one sentence each."""
     found, free = [], report["free_disk"]
+    if report["on_policy"]:
+        found.append("the rollouts of data.on_policy are not in these figures: neither their text nor their time")
     if report["run_disk"] > free:
         found.append(f"the run's checkpoints take {size(report['run_disk'])}, and the disk has {size(free)} free")
     too_large = [f"{c['store']}/{c['keep']}" for c in report["cache"] if c["bytes"] > free]

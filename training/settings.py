@@ -51,10 +51,10 @@ class TrainerConfig:
             raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
         schedule(0, 1, 0, self.schedule)
 
-
     def autocasting(self, device: torch.device) -> AbstractContextManager:
         """What the target and the drafter run in."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, torch.bfloat16)
+
 
 @dataclass(frozen=True)
 class OnPolicy:

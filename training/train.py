@@ -164,7 +164,7 @@ def run(config: DictConfig) -> None:
         trainer.resume()
     if processes.main:
         record(config, out, config.resume)
-        train, parameters = trainer.train_data.samples, sum(p.numel() for p in trainer.drafter.parameters())
+        train, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
         print(
             f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
             f"parameters, taps {trainer.drafter.taps}"

@@ -67,7 +67,7 @@ class Trainer:
         features: Callable[..., Features] = online_features,
     ):
         """features: `online_features`, or what gives the same from elsewhere."""
-        self.features = features
+        self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
         self.processes = processes or Processes()

@@ -261,4 +261,5 @@ def replace_folder(folder: Path, fill: Callable[[Path], None], files: Collection
         aside.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
+        shutil.rmtree(aside, ignore_errors=True)
         raise ValueError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None

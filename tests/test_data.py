@@ -29,7 +29,7 @@ def write(path, *rows):
 
 def load(target, path, **fields):
     settings = FIELDS | {"path": str(path), "limit": None, "heldout": 0} | fields
-    return load_samples(OmegaConf.create(settings), target)[0]
+    return load_samples(OmegaConf.create(settings), target)
 
 
 BAD = {

@@ -9,9 +9,13 @@ import pickle
 import re
 import sys
 import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -29,25 +33,47 @@ def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
     Raises ValueError if the disk does not take it; what was there before stays.
     """
     path = out / FOLDER / f"step-{step:08d}.pt"
-    aside = path.with_suffix(".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns the system's error into its own
-        cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
-        aside.unlink(missing_ok=True)
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        put_in_place(path, partial(save_state, state))
+    except (OSError, ValueError) as error:
         last = next(reversed(checkpoints(out)), None)
         rest = f"{last} is the last good one, and resume=true goes on from it" if last else "there is none before it"
-        raise ValueError(f"cannot write {path}: {reason}; {rest}") from None
+        reason = f"cannot write {path}: {error.strerror}" if isinstance(error, OSError) else error
+        raise ValueError(f"{reason}; {rest}") from None
     for old in checkpoints(out)[:-keep]:
         old.unlink()
     return path
+
+
+def save_state(state: object, path: Path) -> None:
+    """`torch.save` through a file of ours, for through its own it hides why the system refuses to write."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def put_in_place(path: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write a file aside, force it to disk and give it its name: it is there whole or not at all.
+
+    Raises ValueError if the disk does not take it.
+    """
+    aside = path.with_name(path.name + ".partial")
+    try:
+        fill(aside)
+        with aside.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+        _sync_folder(path.parent)
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # torch's zip writer turns the system's error into its own
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
+        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
+        raise ValueError(f"cannot write {path}: {reason}") from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,6 +1,9 @@
 """Settings of the training loop, and of the data that the drafter in training makes for itself."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+
+import torch
 
 from training.optim import schedule
 
@@ -47,6 +50,10 @@ class TrainerConfig:
         if self.wandb not in (False, "online", "offline"):
             raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
         schedule(0, 1, 0, self.schedule)
+
+    def autocasting(self, device: torch.device) -> AbstractContextManager:
+        """What the target and the drafter run in."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from specdec.api import DEMO_TARGET
 from specdec.cli import one_sentence_errors, run_hydra
 from specdec.loader import load_target
 from specdec.model import Target
-from training.checkpoint import checkpoints
-from training.data import Batches, Sample, count_tokens, load_samples
-from training.parallel import join_processes
+from training.cached import Cache
+from training.checkpoint import checkpoints, put_in_place
+from training.data import Batches, Sample, count_tokens, hold_out, load_samples
+from training.features import online_features
+from training.parallel import Processes, join_processes
 from training.settings import OnPolicy, TrainerConfig
 from training.trainer import Trainer, meaning
 
@@ -113,43 +115,59 @@ def record(config: DictConfig, out: Path, resume: bool) -> None:
     """Write down what is run: resolved settings, versions, revision; and start the log afresh unless it goes on."""
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
-    (out / "config.yaml").write_text(head + OmegaConf.to_yaml(config, resolve=True), encoding="utf-8")
+    text = head + OmegaConf.to_yaml(config, resolve=True)
+    put_in_place(out / "config.yaml", lambda aside: aside.write_text(text, encoding="utf-8"))
     if not resume:
-        (out / "log.jsonl").write_text("")
+        put_in_place(out / "log.jsonl", lambda aside: aside.write_text(""))
 
 
-@one_sentence_errors
-def run(config: DictConfig) -> None:
-    trainer_config = read_settings(TrainerConfig, config.trainer, "trainer")
-    on_policy = read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
-    out = Path(config.out)
-    check_folder(out, config.resume)
-    processes = join_processes(config.device)
+def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
+    trainer = read_settings(TrainerConfig, config.trainer, "trainer")
+    return trainer, read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
+
+
+def assemble(config: DictConfig, processes: Processes) -> Trainer:
+    """Everything a run consists of, ready for its first step; nothing is written."""
+    trainer_config, on_policy = all_settings(config)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
-    train, heldout = load_samples(config.data, target)
+    cache = Cache(config.data.cache) if config.data.cache else None
+    samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
+    train, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)
+    if cache is not None:
+        cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective)
     how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.steps + 1
-    trainer = Trainer(
+    return Trainer(
         target,
         drafter,
         objective,
         Batches(train, *how),
         Batches(heldout, *how) if heldout else None,
         trainer_config,
-        out,
+        Path(config.out),
         OmegaConf.to_container(config, resolve=True),
         processes,
         on_policy,
+        online_features if cache is None else cache.features,
     )
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    all_settings(config)  # mistakes in them first: the rest takes a while
+    out = Path(config.out)
+    check_folder(out, config.resume)
+    processes = join_processes(config.device)
+    trainer = assemble(config, processes)
     if config.resume:
         trainer.resume()
     if processes.main:
         record(config, out, config.resume)
-        tokens, parameters = sum(len(s.ids) for s in train), sum(p.numel() for p in drafter.parameters())
+        train, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
         print(
-            f"{len(train)} conversations, {tokens} tokens an epoch; drafter of {parameters} parameters, "
-            f"taps {drafter.taps}"
+            f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
+            f"parameters, taps {trainer.drafter.taps}"
         )
     metrics = trainer.train()
     if processes.main:

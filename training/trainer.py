@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +18,12 @@ from tqdm import tqdm
 from drafters.common import RecurrentDrafter
 from drafters.formats import save_drafter
 from specdec.model import Target
-from training.checkpoint import read_newest, write_checkpoint
+from training.checkpoint import put_in_place, read_newest, save_state, write_checkpoint
 from training.curves import draw_curves, read_log
 from training.data import Batch, Batches
 from training.evaluate import Decoding, expected_tau
-from training.features import online_features
+from training.features import Features, online_features
+from training.objectives.truth import TargetLogits
 from training.optim import Optimizers, schedule
 from training.parallel import Processes, Sums, accumulating, fill, full, sharded_as, shell, wrap
 from training.rollouts import Rollouts
@@ -37,7 +38,7 @@ class Learner(nn.Module):
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
-    def forward(self, **features: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, **features: Tensor | TargetLogits) -> tuple[Tensor, dict[str, Tensor]]:
         return self.objective(self.drafter, **features)
 
 
@@ -63,7 +64,10 @@ class Trainer:
         run_config: dict | None = None,
         processes: Processes | None = None,
         on_policy: OnPolicy | None = None,
+        features: Callable[..., Features] = online_features,
     ):
+        """features: `online_features`, or what gives the same from elsewhere."""
+        self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
         self.processes = processes or Processes()
@@ -181,13 +185,11 @@ class Trainer:
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
-        if self.config.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.target.embed.weight.device.type, torch.bfloat16)
+        return self.config.autocasting(self.target.embed.weight.device)
 
-    def _features(self, drafter: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def _features(self, drafter: nn.Module, batch: Batch) -> Features:
         """The objective's arguments; where a row's conversations end is told the drafter."""
-        features = online_features(self.target, batch, drafter.taps, self._autocast())
+        features = self.features(self.target, batch, drafter.taps, self._autocast())
         drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
         return features
 
@@ -200,7 +202,7 @@ class Trainer:
         """Save this process's batches of the step, and raise."""
         path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
         rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
-        torch.save(rows, path)
+        put_in_place(path, partial(save_state, rows))
         raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
 
     def _publish(self) -> None:

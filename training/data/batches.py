@@ -1,5 +1,6 @@
 """Batches in an order that depends on the seed alone: of similar lengths, or packed."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ class Batch:
 
     documents [B,T], of packed rows: the number of each token's conversation in its row; padding is one more.
     weights [B,T]: how much each token counts, where samples say so.
+    rows: the conversations of each row, by `Sample.number`.
     """
 
     tokens: Tensor
     loss_mask: Tensor
     documents: Tensor | None = None
     weights: Tensor | None = None
+    rows: list[list[int]] | None = None
 
 
 class Batches:
@@ -94,11 +97,19 @@ class Batches:
             room[row] -= len(sample.ids)
         return batches
 
-    def collate(self, indices: list[int]) -> Batch:
+    def by_length(self) -> list[list[int]]:
+        """Every sample once, in batches of a row each, the shortest first."""
+        return self._cut(sorted(range(len(self.samples)), key=lambda i: len(self.samples[i].ids)))
+
+    def layout(self, indices: list[int]) -> tuple[list[list[int]], tuple[int, int]]:
+        """Of a batch, the samples of each row, and its shape [B,T]."""
         rows = [[i] for i in indices]
         if self.pack is not None:
             (rows,) = self._pack(indices)
-        shape = len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows)
+        return rows, (len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows))
+
+    def collate(self, indices: list[int]) -> Batch:
+        rows, shape = self.layout(indices)
         tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         documents, weights = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
         for r, row in enumerate(rows):
@@ -114,15 +125,14 @@ class Batches:
                 end = here.stop
             documents[r, end:] = len(row)
         weighted = any(self.samples[i].weights is not None for i in indices)
-        return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None)
+        numbers = [[self.samples[i].number for i in row] for row in rows]
+        return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None, numbers)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
         """All epochs one after the other, the first `skip` batches left out."""
-        number = 0
-        while True:
-            for indices in self.epoch(number):
-                if skip > 0:
-                    skip -= 1
-                    continue
-                yield self.collate(indices)
-            number += 1
+        return map(self.collate, itertools.islice(self.order(), skip, None))
+
+    def order(self) -> Iterator[list[int]]:
+        """The batches of all epochs, as lists of sample indices."""
+        for number in itertools.count():
+            yield from self.epoch(number)

@@ -121,8 +121,8 @@ def tokenise(
     return list(itertools.islice((s for s in samples if s is not None), limit))
 
 
-def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples as conf/data/*.yaml describes them; the last `heldout` conversations are held out.
+def load_samples(config: DictConfig, target: Target) -> list[Sample]:
+    """The samples that conf/data/*.yaml describes, numbered.
 
     The same settings give the same samples in the same order, so that a run over a stream resumes as any other does.
     """
@@ -148,9 +148,14 @@ def load_samples(config: DictConfig, target: Target) -> tuple[list[Sample], list
             "the data hold no conversation in which the assistant speaks; prompts get answers by "
             "python -m training.regenerate"
         )
-    if len(samples) <= config.heldout:
-        raise ValueError(
-            f"the data hold {len(samples)} conversations, of which data.heldout={config.heldout} are held out"
-        )
-    cut = len(samples) - config.heldout
+    for number, sample in enumerate(samples):
+        sample.number = number
+    return samples
+
+
+def hold_out(samples: list[Sample], heldout: int) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples; the last `heldout` are held out."""
+    if len(samples) <= heldout:
+        raise ValueError(f"the data hold {len(samples)} conversations, of which data.heldout={heldout} are held out")
+    cut = len(samples) - heldout
     return samples[:cut], samples[cut:]

@@ -17,12 +17,13 @@ GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 
 @dataclass
 class Sample:
-    """One tokenised conversation: ids [T], where the assistant speaks [T], and how much each token counts [T], if not
-    all count alike."""
+    """One tokenised conversation: ids [T], where the assistant speaks [T], how much each token counts [T], if not all
+    count alike, and its place among all that were loaded."""
 
     ids: np.ndarray
     mask: np.ndarray
     weights: np.ndarray | None = None
+    number: int | None = None
 
 
 def render(tokenizer, messages: list[Message]) -> Sample:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.types import Drafter, UnrolledState
-from training.losses import DeferredLogits, head_loss, pieces
+from training.losses import head_loss, pieces
 from training.objectives import divergences, hass, lk
 from training.objectives.divergences import Value
-from training.objectives.truth import Drafted, Truth
+from training.objectives.truth import CoarseTruth, Drafted, TargetLogits, Truth, read_choice, read_truth
 
 Term = Callable[[Drafted, Truth], Value]  # see `divergences`
 Weight = float | Mapping[str, float]
@@ -88,7 +88,7 @@ class Objective:
         drafter: Drafter,
         feats: Tensor,
         tokens: Tensor,
-        target_logits: Tensor | DeferredLogits,
+        target_logits: TargetLogits,
         loss_mask: Tensor,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -128,7 +128,7 @@ class Objective:
         contains = vocab.contains().to(labels.device)
         for piece in pieces(len(row), vocab.target_size):
             here = row[piece], column[piece]
-            known[here] = contains[target_logits[here].max(-1).indices].to(known.dtype)
+            known[here] = contains[read_choice(target_logits, here)].to(known.dtype)
         return (loss_mask * known).float()
 
     def beside(self, states: list[UnrolledState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
@@ -166,26 +166,20 @@ class _Terms:
         self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
         self.step_weights = torch.tensor(objective.step_weights, device=labels.device)
 
-    def truth(self, rows: slice) -> Truth:
+    def truth(self, rows: slice) -> Truth | CoarseTruth:
         here = self.batch.row[rows], self.batch.column[rows]
-        logits = self.target_logits[here]
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        chosen = self.vocab.select(logits)
-        mass = chosen.logsumexp(-1, keepdim=True)
-        log_share = None
-        if self.vocab.ids is not None:
-            whole = logits.logsumexp(-1, keepdim=True)
-            mass, log_share = (mass, mass - whole) if self.objective.renormalise else (whole, None)
-        return Truth(chosen - mass, log_share, logits.max(-1).indices, self.labels[here])
+        return read_truth(self.target_logits, here, self.vocab, self.labels, self.objective.renormalise)
 
-    def judge(self, steps: list[int], rows: slice, truth: Truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(
+        self, steps: list[int], rows: slice, truth: Truth | CoarseTruth, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         draft = Drafted(logits)
-        value, slope, total = 0.0, None, 0.0
-        for weight, term in self.objective.terms:
-            one, its_slope, its_total = term(draft, truth)
-            value, total = value + weight * one, total + weight * its_total
-            its_slope = its_slope if weight == 1 else its_slope * weight
-            slope = its_slope if slope is None else slope + its_slope
+        if isinstance(truth, CoarseTruth):  # what it says depends on the step
+            each = Drafted(logits.reshape(-1, 1, logits.shape[-1]))
+            weighed = self._weigh(each, truth.repeated(len(steps)).facing(each))
+            value, slope, total = (x.reshape(*draft.best.shape, *x.shape[2:]) for x in weighed)
+        else:
+            value, slope, total = self._weigh(draft, truth)
         share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1)
         self.losses[steps] += (value * share).sum(0)
         hits = (self.vocab.to_target(draft.best) == truth.choice[:, None]) * self.batch.mask[steps, rows].T
@@ -193,3 +187,12 @@ class _Terms:
         share = share * self.step_weights[steps]
         slope = torch.addcmul(slope, draft.q, total[..., None], value=-1)  # d log q_v / d x_u = [u = v] - q_u
         return (value * share).sum(), slope, share[..., None]
+
+    def _weigh(self, draft: Drafted, truth: Truth) -> Value:
+        value, slope, total = 0.0, None, 0.0
+        for weight, term in self.objective.terms:
+            one, its_slope, its_total = term(draft, truth)
+            value, total = value + weight * one, total + weight * its_total
+            its_slope = its_slope if weight == 1 else its_slope * weight
+            slope = its_slope if slope is None else slope + its_slope
+        return value, slope, total

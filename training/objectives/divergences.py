@@ -17,10 +17,8 @@ Value = tuple[Tensor, Tensor, Tensor]
 
 
 def ce(draft: Drafted, truth: Truth) -> Value:
-    """-sum p log q, as mass log sum exp(x) - sum p x, which needs no log q."""
-    mass = truth.mass[:, None]
-    along = torch.matmul(draft.logits, truth.p[..., None]).squeeze(-1)
-    return mass * draft.log_mass - along, truth.minus_p[:, None], -mass
+    """-sum p log q."""
+    return truth.cross_entropy(draft), truth.minus_p[:, None], -truth.mass[:, None]
 
 
 def kl(draft: Drafted, truth: Truth) -> Value:
@@ -54,7 +52,7 @@ def tv(draft: Drafted, truth: Truth) -> Value:
 
 def choice(draft: Drafted, truth: Truth) -> Value:
     """-log q of the likeliest token under p; speculators calls this one `ce`."""
-    return _token(draft, truth.logp.max(-1).indices, torch.ones_like(truth.mass))
+    return _token(draft, truth.best, torch.ones_like(truth.mass))
 
 
 def tokens(draft: Drafted, truth: Truth) -> Value:

@@ -6,9 +6,9 @@ from training.objectives.truth import Drafted, Truth
 
 def top_k(draft: Drafted, truth: Truth, k: int = 10) -> Value:
     """-sum p log q over the k tokens that p likes best, p and q as they are over the others too."""
-    best = truth.p.topk(min(k, truth.p.shape[-1]), dim=-1)
-    slope = truth.p.new_zeros(truth.p.shape).scatter_(1, best.indices, -best.values)
-    mass = best.values.sum(-1, keepdim=True)
-    at_best = draft.logits.gather(-1, best.indices[:, None].expand(-1, draft.best.shape[1], -1))
-    value = mass * draft.log_mass - (best.values[:, None] * at_best).sum(-1)
+    p, ids = truth.top(k)
+    slope = p.new_zeros(len(p), draft.logits.shape[-1]).scatter_(1, ids, -p)
+    mass = p.sum(-1, keepdim=True)
+    at_best = draft.logits.gather(-1, ids[:, None].expand(-1, draft.best.shape[1], -1))
+    value = mass * draft.log_mass - (p[:, None] * at_best).sum(-1)
     return value, slope[:, None], -mass

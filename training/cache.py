@@ -1,0 +1,219 @@
+"""Cache the target's features (Hydra):  python -m training.cache target.path=... data.path=... out=FOLDER
+
+Then `python -m training.train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
+say which hidden states are needed. The same command again goes on where it was stopped, checks what there is, and makes
+damaged shards anew. Every setting is in conf/cache.yaml.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from specdec.api import DEMO_TARGET
+from specdec.checkpoint import read_json
+from specdec.cli import one_sentence_errors, run_hydra
+from specdec.loader import load_target
+from specdec.model import Target
+from training.cached import (
+    MANIFEST,
+    Form,
+    check_same,
+    describe,
+    encode,
+    manifest_fingerprint,
+    open_shard,
+    shard_bounds,
+    shard_path,
+    wanted,
+)
+from training.checkpoint import put_in_place
+from training.data import Batches, Sample, hold_out, load_samples
+from training.features import online_features
+from training.losses import pieces
+from training.objectives.truth import read_truth
+from training.train import all_settings, build_drafter
+
+
+class CacheWriter:
+    """Writes the features of `samples` into `folder`, shard by shard, each whole or not there."""
+
+    def __init__(
+        self,
+        folder: Path,
+        target,
+        vocab,
+        samples: list[Sample],
+        form: Form,
+        shard_tokens: int,
+        batch_tokens: int,
+        autocast: AbstractContextManager | None = None,
+    ):
+        """Raises ValueError if the folder holds a cache of anything else, or cannot be written."""
+        if form.keep is None and not isinstance(target, Target):
+            raise ValueError(
+                f"keep=all needs the head of our own decoder, and {target.name} has none: give keep=NUMBER"
+            )
+        if form.keep is not None and form.keep >= vocab.size:
+            raise ValueError(f"keep={form.keep} is all of a draft vocabulary of {vocab.size} tokens: give keep=all")
+        self.folder, self.target, self.vocab, self.samples, self.form = folder, target, vocab, samples, form
+        self.batch_tokens, self.autocast = batch_tokens, autocast or nullcontext()
+        self.manifest = describe(target, form.taps, vocab, samples, form.keep)
+        self.manifest |= {"store": form.store, "keep": form.keep}
+        self.manifest["shards"] = [list(bounds) for bounds in shard_bounds(samples, shard_tokens)]
+        path = folder / MANIFEST
+        if path.exists():
+            begun = read_json(path)
+            check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
+            self.manifest = begun
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {folder}: {error.strerror}") from None
+        put_in_place(path, lambda aside: aside.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8"))
+
+    def write(self) -> int:
+        """Write the shards that are missing or damaged; returns how many that were."""
+        bounds, written = self.manifest["shards"], 0
+        with tqdm(total=sum(len(s.ids) for s in self.samples), desc="features", unit="token", mininterval=1.0) as bar:
+            for number, (first, end) in enumerate(bounds):
+                path, samples = shard_path(self.folder, number, len(bounds)), self.samples[first:end]
+                if not self._sound(path):
+                    tensors = self.compute(samples)
+                    # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
+                    metadata = {"cache": f"{manifest_fingerprint(self.manifest)} {checksum(tensors)}"}
+                    try:
+                        put_in_place(path, partial(save_file, tensors, metadata=metadata))
+                    except ValueError as error:
+                        raise ValueError(
+                            f"{error}; {number} of {len(bounds)} shards are there, and the same command goes on"
+                        ) from None
+                    written += 1
+                bar.update(sum(len(s.ids) for s in samples))
+        return written
+
+    def _sound(self, path: Path) -> bool:
+        if not path.exists():
+            return False
+        try:
+            shard = open_shard(path, self.manifest)
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no dict)
+        except ValueError as error:
+            print(f"warning: {error}")
+            return False
+        return checksum(tensors) == shard.metadata()["cache"].split()[1]
+
+    @torch.no_grad()
+    def compute(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """A shard's tensors; see `Form.tensors`."""
+        parts: list[dict[str, Tensor]] = [{}] * len(samples)
+        batches = Batches(samples, self.batch_tokens, seed=0)
+        for indices in batches.by_length():
+            features = online_features(self.target, batches.collate(indices), self.form.taps, self.autocast)
+            for row, i in enumerate(indices):
+                parts[i] = dict(self._kept(features, row, samples[i]))
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {"lengths": torch.tensor([len(s.ids) for s in samples], dtype=torch.int32)} | tensors
+
+    def _kept(self, features: dict, row: int, sample: Sample) -> Iterator[tuple[str, Tensor]]:
+        """One sample's rows of each tensor."""
+        form, length = self.form, len(sample.ids)
+        yield "tokens", torch.from_numpy(sample.ids)
+        yield "mask", torch.from_numpy(sample.mask)
+        yield from self._encoded("feats", features["feats"][row, :length].unflatten(1, (len(form.taps), form.hidden)))
+        column = torch.from_numpy(wanted(sample.mask).nonzero()[0]).to(features["tokens"].device)
+        if form.keep is not None:
+            yield from self._top(features["target_logits"], row, column)
+        elif "hidden" in form.tensors():
+            yield from self._encoded("hidden", features["target_logits"].hidden[row, column][:, None].float())
+
+    def _encoded(self, name: str, states: Tensor) -> Iterator[tuple[str, Tensor]]:
+        stored, scale = encode(states, self.form.store)
+        yield name, stored.cpu()
+        if scale is not None:
+            yield f"{name}_scale", scale.cpu()
+
+    def _top(self, target_logits, row: int, column: Tensor) -> Iterator[tuple[str, Tensor]]:
+        form, none = self.form, torch.full((row + 1, int(column.max()) + 1), -1, device=column.device)
+        found: dict[str, list[Tensor]] = {}
+        for piece in pieces(len(column), self.vocab.target_size):
+            here = torch.full_like(column[piece], row), column[piece]
+            truth = read_truth(target_logits, here, self.vocab, none, renormalise=True)
+            top = truth.logp.topk(form.keep, dim=-1)
+            rest = truth.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
+            share = torch.zeros_like(rest) if truth.log_share is None else truth.log_share
+            logs = {"logp": top.values, "log_rest": rest, "log_share": share}
+            for name, value in (logs | {"ids": top.indices, "choice": truth.choice}).items():
+                found.setdefault(name, []).append(value)
+        least = torch.finfo(torch.float16).min  # a mass of zero
+        for name, values in found.items():
+            yield name, torch.cat(values).clamp(min=least).to(form.tensors()[name][2]).cpu()
+
+
+def checksum(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over all names and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_keep(keep: str | int) -> int | None:
+    """The setting `keep` as a number; None for all."""
+    if keep == "all":
+        return None
+    if not isinstance(keep, int) or isinstance(keep, bool):
+        raise ValueError(f"keep must be 'all' or a number of tokens, got {keep!r}")
+    return keep
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
+    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    samples = load_samples(config.data, target)
+    train, _ = hold_out(samples, config.data.heldout)
+    drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
+    form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
+    autocast = settings.autocasting(target.embed.weight.device)
+    writer = CacheWriter(
+        out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
+    )
+    start = time.monotonic()
+    written = writer.write()
+    report = {
+        "cache": str(out),
+        "conversations": len(samples),
+        "tokens": sum(len(s.ids) for s in samples),
+        "shards": len(writer.manifest["shards"]),
+        "written": written,
+        "bytes": sum(path.stat().st_size for path in out.glob("features-*.safetensors")),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    print(json.dumps(report))
+
+
+@hydra.main(config_path="../conf", config_name="cache", version_base="1.3")
+def hydra_main(config: DictConfig) -> None:
+    run(config)
+
+
+@one_sentence_errors
+def main() -> None:
+    run_hydra(hydra_main)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,7 @@ from training.trainer import Trainer
 SHARD_TOKENS = 65536  # as in conf/cache.yaml
 KEEPS = (None, 8, 64)
 STEPS = 3
+MEASURED = {"interpreter and libraries": "measured"}
 
 
 @dataclass
@@ -218,9 +219,9 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
     """Everything as one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
     counted = plan(trainer)
     shape = trainer.data.layout(counted.largest)[1]
+    measured = measure(trainer, counted.largest)  # before tensors without contents bring their own libraries
     parts = memory(trainer, shape) | {"interpreter and libraries": before}
     caches = cache_bytes(trainer)
-    measured = measure(trainer, counted.largest)
     weights = parts["drafter"]
     checkpoint = weights + parts["optimiser"] + parts["averages"] // 2
     samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
@@ -241,7 +242,9 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "cache": [{"store": store, "keep": keep or "all", "bytes": n} for (store, keep), n in caches.items()],
         "checkpoint": checkpoint,
         "run_disk": checkpoint * (trainer.config.keep + 1) + 2 * weights,
-        "seconds_a_step": round(measured.seconds_a_token * counted.tokens / counted.steps, 4),
+        "seconds_a_step": round(
+            measured.seconds_a_token * counted.tokens / (counted.steps * trainer.processes.world), 4
+        ),
         "seconds": round(measured.seconds_a_token * counted.tokens / trainer.processes.world, 1),
         "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
         "on_policy": trainer.rollouts is not None,
@@ -292,8 +295,8 @@ def print_report(report: dict) -> None:
         ("time a step, mean", f"{report['seconds_a_step']:.2f} s", f"measured: {STEPS} steps"),
         ("time of the run", span(report["seconds"]), "measured steps; without evaluation and saving"),
         None,
-        *((f"memory: {part}", size(count), "shapes") for part, count in report["memory"].items()),
-        ("memory, peak of a step", size(report["peak_from_shapes"]), "shapes"),
+        *((f"memory: {part}", size(count), MEASURED.get(part, "shapes")) for part, count in report["memory"].items()),
+        ("memory, peak of a step", size(report["peak_from_shapes"]), "their sum, without what backward adds"),
         ("memory, peak of a step", size(report["peak_measured"]), "measured: the largest batch"),
         ("memory, free", size(report["free_memory"]), "measured"),
         None,

@@ -34,7 +34,6 @@ TREES = ((4, 5, 16), (10, 8, 60), (1, 5, 6))  # topk, steps, num_draft_tokens
 MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
 # drafter -> the experiment of conf/ that trains it
 DRAFTERS = {"eagle3": "demo", "eagle2": "demo_eagle", "mtp": "demo_mtp", "medusa": "demo_medusa"}
-SHARPENED = ("eagle3", "mtp")  # and then by demo_sharp
 
 
 def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
@@ -113,28 +112,17 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
 def train_drafters(work: Path) -> None:
     """One run of the trainer for each; a finished run resumes at its last step and ends at once."""
     for name, experiment in DRAFTERS.items():
-        train(work, work / name, {"+experiment": experiment})
-        if name in SHARPENED:
-            further = {"+experiment": f"[{experiment},demo_sharp]", "init_from": work / name / "draft"}
-            train(work, last_run(work, name), further)
-
-
-def last_run(work: Path, name: str) -> Path:
-    """The folder of a drafter's last run."""
-    return work / f"{name}_sharp" if name in SHARPENED else work / name
-
-
-def train(work: Path, out: Path, settings: dict) -> None:
-    settings = settings | {
-        "target.path": work / "target",
-        "data.path": work / "answers" / "all.jsonl",
-        "out": out,
-        "resume": str((out / "checkpoints").exists()).lower(),
-    }
-    command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
-    trained = subprocess.run(command, check=False)
-    if trained.returncode:
-        sys.exit(trained.returncode)
+        settings = {
+            "target.path": work / "target",
+            "data.path": work / "answers" / "all.jsonl",
+            "out": work / name,
+            "+experiment": experiment,
+            "resume": str((work / name / "checkpoints").exists()).lower(),
+        }
+        command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
+        trained = subprocess.run(command, check=False)
+        if trained.returncode:
+            sys.exit(trained.returncode)
 
 
 def count_map(work: Path, out: Path) -> None:
@@ -161,13 +149,11 @@ def publish(args: argparse.Namespace, work: Path) -> None:
     shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("report.json"))
     drafters = {}
     for name in DRAFTERS:
-        run = last_run(work, name)
-        drafter = load_drafter(run / "draft", target).to(torch.bfloat16)
+        drafter = load_drafter(work / name / "draft", target).to(torch.bfloat16)
         save_drafter(drafter, out / name, target)
         drafters[name] = {
             "parameters": sum(p.numel() for p in drafter.parameters()),
-            **_last_rows(run / "log.jsonl"),
-            "tokens": sum(_last_rows(folder / "log.jsonl")["train"]["tokens"] for folder in {work / name, run}),
+            **_last_rows(work / name / "log.jsonl"),
             "tau": measure(args.bench, target, load_drafter(out / name, target)) if args.bench else {},
         }
     count_map(work, out / f"frspec_{MAP_SIZE}.json")
@@ -218,7 +204,7 @@ def card(args: argparse.Namespace, report: dict) -> str:
     for name, drafter in report["drafters"].items():
         agreement = ", ".join(f"{a:.2f}" for a in drafter["heldout"]["accuracy"])
         taus = ", ".join(f"{tau:.2f}" for tau in drafter["tau"].values()) or "not measured"
-        tokens = drafter["tokens"]
+        tokens = drafter["train"]["tokens"]
         lines.append(f"| {name} | {drafter['parameters'] / 1e6:.2f} M | {tokens:,} | {agreement} | {taus} |")
     return CARD.format(
         target_m=report["target_parameters"] / 1e6,

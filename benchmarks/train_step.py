@@ -32,9 +32,10 @@ def compare(args: argparse.Namespace, learnt: float) -> dict:
     target, drafter = random_pair(args.vocab, args.hidden)
     plain, objective = PlainEagle3(drafter).to(args.device), Eagle3Objective(args.steps, 0.8)
     target.to(args.device), drafter.to(args.device)
+    batch = random_batch(args.vocab, args.rows, args.length, learnt)
     inputs = online_features(
-        target, random_batch(args.vocab, args.rows, args.length, learnt), drafter.taps, nullcontext()
-    )
+        target, batch, drafter.taps, nullcontext(), deferred=False
+    )  # the plain step needs them whole
 
     def our_step() -> list[float]:
         drafter.zero_grad()

@@ -99,7 +99,7 @@ def test_pieces_cover_every_row_once():
     for rows in (0, 1, 15, 16, 1000):
         cut = [range(rows)[piece] for piece in losses.pieces(rows, 1 << 17)]
         assert [i for piece in cut for i in piece] == list(range(rows))
-        assert all(len(piece) <= losses.LEAST_ROWS for piece in cut)
+        assert all(len(piece) <= max(losses.LEAST_ROWS, losses.PIECE >> 17) for piece in cut)
 
 
 @pytest.mark.parametrize("terms", [{"ce": 1.0}, {"ce": 0.5, "lk": 2.0, "tokens": 0.1}])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PIECE = 1 << 20  # logits of a piece over all its steps: 4 MiB in fp32, of which a few copies live at once
+PIECE = 1 << 22  # logits of a piece over all its steps: 16 MiB in fp32, of which a few copies live at once
 LEAST_ROWS = 16  # with fewer rows, reading the head's weight is what a piece waits for
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, shape_like, start
+from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
 from drafters.vocab import DraftVocab
 from specdec.layers import GatedMLP, RMSNorm
 from specdec.model import check_taps
@@ -162,6 +162,5 @@ def create(
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
     start(drafter, target, init)
     if not train_head:
-        drafter.head.weight.data = target.head.weight.detach()[slice(None) if vocab.ids is None else vocab.ids].float()
-        drafter.head.requires_grad_(False)
+        drafter.head = SharedHead(target.head.weight, vocab.ids)
     return drafter

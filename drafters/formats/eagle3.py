@@ -1,7 +1,8 @@
 """EAGLE-3: what its checkpoints mean, and the layout of its authors, of SpecForge and of SGLang, which ours extends.
 
 Tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id) and t2d (membership). The embedding is always the
-target's, even if the file holds one: exporters have been seen to store a random one.
+target's, even if the file holds one: exporters have been seen to store a random one. Where the config states no
+draft_vocab_size and the file holds no lm_head, the head is the target's, as SGLang and vLLM read it.
 
 Traps: the published configs state no rope, and mean theta 10000 whatever the target's is. Taps that are not listed are
 hidden states 2, N/2, N-3; a list of them means different things in different places (`_taps`). `norm_output` switches
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.common import DraftShape, SharedHead
 from drafters.eagle3 import Eagle3, Eagle3Forward
@@ -67,11 +68,12 @@ def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
     out = (
         whole(drafter.fc, "fc")
         | whole(drafter.norm, "norm")
-        | whole(drafter.head, "lm_head")
         | whole(drafter.embed_norm, "midlayer.input_layernorm")  # the published name misleads: it normalises embeddings
         | whole(drafter.hidden_norm, "midlayer.hidden_norm")
         | layer_parameters(drafter, "midlayer")
     )
+    if isinstance(drafter.head, nn.Linear):
+        out |= whole(drafter.head, "lm_head")
     if drafter.input_norm is not None:
         out |= whole(drafter.input_norm, "input_norm")
     for i, norm in enumerate(drafter.tap_norms or ()):
@@ -105,7 +107,7 @@ def construct(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Ea
     with embedding.device:
         drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, wanted.hidden)
     if not meaning.own_head:
-        tensors = tensors | {"lm_head.weight": SharedHead(target.head.weight, vocab.ids).weight}
+        drafter.head = SharedHead(target.head.weight, vocab.ids)
     fill(parameters(drafter), tensors, name, "EAGLE-3", aside=(*MAPS, "embed_tokens.weight"))
     return drafter
 
@@ -140,11 +142,15 @@ def dismantle(drafter: Eagle3) -> tuple[Eagle3Meaning, Tensors]:
     ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
     if not torch.equal(ids, ids.sort().values):
         raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
-    tensors = rows_of(parameters(drafter)) | {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}
+    tensors = rows_of(parameters(drafter))
+    own_head = isinstance(drafter.head, nn.Linear) or vocab.ids is not None
+    if own_head:
+        tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}
+        tensors["lm_head.weight"] = drafter.head.weight
     width = drafter.fc.in_features // len(drafter.taps)
     if width != drafter.shape.hidden:
         tensors["embed_tokens.weight"] = drafter.embedding
-    meaning = Eagle3Meaning(drafter.shape, vocab.target_size, vocab.size, drafter.taps, width, drafter.how)
+    meaning = Eagle3Meaning(drafter.shape, vocab.target_size, vocab.size, drafter.taps, width, drafter.how, own_head)
     return meaning, tensors
 
 
@@ -201,6 +207,7 @@ def meaning_of(
             qkv_bias=f"{PROJECTIONS[0]}.bias" in tensors,
             qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         ),
+        own_head="lm_head.weight" in tensors or config.get("draft_vocab_size") is not None,
     )
 
 
@@ -224,13 +231,13 @@ def check_list(taps, name: str) -> tuple[int, ...]:
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout, as SpecForge and SGLang read it."""
-    if not meaning.own_head:
+    if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
         raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **shape_fields(meaning.shape),
         "vocab_size": meaning.vocab,
-        "draft_vocab_size": meaning.draft_vocab,
+        "draft_vocab_size": meaning.draft_vocab if meaning.own_head else None,
         "dtype": dtype_name(tensors["fc.weight"]),
         **flag_fields(meaning.forward),
         **output_ids(meaning.taps, target),

@@ -214,10 +214,19 @@ def test_share_zero_is_off(tmp_path):
     assert all(torch.equal(p, zero.parameters[name]) for name, p in off.parameters.items())
 
 
+@pytest.mark.parametrize(("accumulate", "parts"), [(1, [0, 0, 0, 1, 0, 1]), (2, [0, 0, 0.5, 0.5, 0.5, 0.5])])
+def test_nothing_is_rolled_out_before_the_start(tmp_path, accumulate, parts):
+    trainer(tmp_path, on_policy={"start": 2}, accumulate=accumulate).train()
+    rows = read_log(tmp_path / "log.jsonl")
+    assert [row["step"] for row in rows if row["split"] == "rollout"] == [2, 5]
+    assert [row["on_policy"] for row in rows if row["split"] == "train"] == parts
+
+
+LATE = {"on_policy": {"start": 2}}
 PACKED, AVERAGED = {"pack": 40}, {"ema": 0.5, "accumulate": 2, "on_policy": {"temperature": 1.0}}
 
 
-@pytest.mark.parametrize(("how", "stop_after"), [(PACKED, 2), (PACKED, 3), (AVERAGED, 3), (AVERAGED, 5)])
+@pytest.mark.parametrize(("how", "stop_after"), [(PACKED, 2), (PACKED, 3), (AVERAGED, 3), (AVERAGED, 5), (LATE, 1)])
 def test_a_run_that_was_stopped_ends_as_one_left_alone(tmp_path, how, stop_after):
     """Within a rollout's time, at its end, and in that of one that was made with weights long gone."""
     how = {"on_policy": {}} | how
@@ -291,6 +300,7 @@ def test_two_processes_roll_out_what_one_does(target_path, conversations, tmp_pa
     ("override", "message"),
     [
         ("share=1.5", "data.on_policy.share must lie between 0 (off) and 1, got 1.5"),
+        ("start=-1", "data.on_policy.start must not be negative, got -1"),
         ("every=0", "data.on_policy.every must be at least 1, got 0"),
         ("weight=0.5", "data.on_policy.weight must be at least 1, which is no weight, got 0.5"),
         ("temperature=-1", "temperature must be 0 (greedy) or a positive number, got -1"),

@@ -44,14 +44,16 @@ class Rollouts:
         settings: OnPolicy,
         seed: int,
         processes: Processes | None = None,
+        batches_a_step: int = 1,
     ):
         """drafter: a `shell` of the one in training, as decoding leaves caches in it that training must not meet.
-        Raises ValueError if the drafter cannot draft such a tree, or the data hold no beginning to go on from."""
+        batches_a_step: of all processes. Raises ValueError if the drafter cannot draft such a tree, or the data hold no beginning to go on from."""
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.embed.weight).eval()
         steps = min(settings.steps, drafter.max_steps or settings.steps)
         self.engine = Engine(target, self.drafter, make_tree(settings.topk, steps, settings.num_draft_tokens))
         self.sampling = Sampling(settings.temperature)
+        self.first = settings.start * batches_a_step  # the number of the first batch that can be a rollout's
         self.longest = data.pack or data.batch_tokens  # of a sample
         answers = ((i, start) for i, sample in enumerate(data.samples) for start in _answers(sample.mask))
         self.answers = [(i, start) for i, start in answers if start < self.longest]
@@ -61,7 +63,8 @@ class Rollouts:
         self.batches: list[Batch] = []
 
     def due(self, step: int) -> bool:
-        return step % self.settings.every == 0 or not self.samples
+        since = step - self.settings.start
+        return since >= 0 and (since % self.settings.every == 0 or not self.samples)
 
     def renew(self, step: int, weights: dict[str, Tensor]) -> dict[str, float]:
         """Decode with these weights of the drafter, and take what comes for the batches from now on; every process must
@@ -95,7 +98,7 @@ class Rollouts:
 
     def _before(self, number: int) -> int:
         """How many of the first `number` batches are a rollout's."""
-        return int(number * self.settings.share)
+        return int(max(number - self.first, 0) * self.settings.share)
 
     def _prompts(self, step: int) -> list[list[int]]:
         """What stands before answers drawn at random, each once at most; of a plain text a beginning of random length.

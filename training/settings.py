@@ -61,6 +61,7 @@ class OnPolicy:
     """Settings of `training.rollouts`; conf/data/files.yaml says what each is for."""
 
     share: float = 0.0
+    start: int = 0
     every: int = 20
     prompts: int = 32
     batch_size: int = 32
@@ -74,6 +75,8 @@ class OnPolicy:
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
             raise ValueError(f"data.on_policy.share must lie between 0 (off) and 1, got {self.share}")
+        if self.start < 0:
+            raise ValueError(f"data.on_policy.start must not be negative, got {self.start}")
         for name in ("every", "prompts", "batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.on_policy.{name} must be at least 1, got {getattr(self, name)}")

@@ -80,7 +80,8 @@ class Trainer:
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
         self.rollouts = None
         if on_policy is not None and on_policy.share > 0:
-            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes)
+            together = config.accumulate * self.processes.world
+            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
             self.train_data = self.rollouts
         self.learner = wrap(Learner(drafter, objective), self.processes, config.fsdp)
         self.parameters = dict(drafter.named_parameters())
@@ -314,7 +315,7 @@ class Trainer:
         self.seconds, self.best = state["seconds"], state["best"]
         self.learnt = state.get("learnt", 0)  # what was saved before these were counted lacks them
         self.rollout_seconds = state.get("rollout_seconds", 0.0)
-        if self.rollouts is not None and state.get("rollouts") is not None:
+        if self.rollouts is not None and state.get("rollouts"):
             self.rollouts.load_state_dict(state["rollouts"])
         if self.main:
             self._forget_later_rows()

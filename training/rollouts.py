@@ -47,7 +47,8 @@ class Rollouts:
         batches_a_step: int = 1,
     ):
         """drafter: a `shell` of the one in training, as decoding leaves caches in it that training must not meet.
-        batches_a_step: of all processes. Raises ValueError if the drafter cannot draft such a tree, or the data hold no beginning to go on from."""
+        batches_a_step: of all processes. Raises ValueError if the drafter cannot draft such a tree, or the data hold no
+        beginning to go on from."""
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.embed.weight).eval()
         steps = min(settings.steps, drafter.max_steps or settings.steps)

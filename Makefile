@@ -11,7 +11,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 lint: $(VENV)/.tested
 	$(VENV)/bin/ruff check --fix .

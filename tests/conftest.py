@@ -2,6 +2,9 @@
 
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 if not torch.cuda.is_available():  # kernels run on CPU tensors; to be set before anything imports Triton

@@ -32,8 +32,13 @@ LENGTH = 1024  # the target's context
 LIMIT_MIB = 24
 TREES = ((4, 5, 16), (10, 8, 60), (1, 5, 6))  # topk, steps, num_draft_tokens
 MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
-# drafter -> the experiment of conf/ that trains it
-DRAFTERS = {"eagle3": "demo", "eagle2": "demo_eagle", "mtp": "demo_mtp", "medusa": "demo_medusa"}
+# drafter -> the experiments of conf/ that train it, each from where the one before ended
+DRAFTERS = {
+    "eagle3": ("demo", "demo_tokens"),
+    "eagle2": ("demo_eagle",),
+    "mtp": ("demo_mtp", "demo_mtp_tokens"),
+    "medusa": ("demo_medusa",),
+}
 
 
 def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
@@ -109,15 +114,22 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
     (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
 
 
+def run_folder(work: Path, experiment: str) -> Path:
+    """As scripts/quality.py names it, so that runs of either are found by the other."""
+    return work / f"{experiment}-seed{SEED}"
+
+
 def train_drafters(work: Path) -> None:
-    """One run of the trainer for each; a finished run resumes at its last step and ends at once."""
-    for name, experiment in DRAFTERS.items():
+    """One run of the trainer for each part; a finished run resumes at its last step and ends at once."""
+    for experiment in (name for parts in DRAFTERS.values() for name in parts):
+        out = run_folder(work, experiment)
         settings = {
             "target.path": work / "target",
             "data.path": work / "answers" / "all.jsonl",
-            "out": work / name,
+            "out": out,
+            "trainer.seed": SEED,
             "+experiment": experiment,
-            "resume": str((work / name / "checkpoints").exists()).lower(),
+            "resume": str((out / "checkpoints").exists()).lower(),
         }
         command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
         trained = subprocess.run(command, check=False)
@@ -148,12 +160,14 @@ def publish(args: argparse.Namespace, work: Path) -> None:
     shutil.rmtree(out / "target", ignore_errors=True)
     shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("report.json"))
     drafters = {}
-    for name in DRAFTERS:
-        drafter = load_drafter(work / name / "draft", target).to(torch.bfloat16)
+    for name, parts in DRAFTERS.items():
+        runs = [run_folder(work, experiment) for experiment in parts]
+        drafter = load_drafter(runs[-1] / "draft", target).to(torch.bfloat16)
         save_drafter(drafter, out / name, target)
         drafters[name] = {
             "parameters": sum(p.numel() for p in drafter.parameters()),
-            **_last_rows(work / name / "log.jsonl"),
+            "tokens": sum(_last_rows(run / "log.jsonl")["train"]["tokens"] for run in runs),
+            **_last_rows(runs[-1] / "log.jsonl"),
             "tau": measure(args.bench, target, load_drafter(out / name, target)) if args.bench else {},
         }
     count_map(work, out / f"frspec_{MAP_SIZE}.json")
@@ -204,8 +218,8 @@ def card(args: argparse.Namespace, report: dict) -> str:
     for name, drafter in report["drafters"].items():
         agreement = ", ".join(f"{a:.2f}" for a in drafter["heldout"]["accuracy"])
         taus = ", ".join(f"{tau:.2f}" for tau in drafter["tau"].values()) or "not measured"
-        tokens = drafter["train"]["tokens"]
-        lines.append(f"| {name} | {drafter['parameters'] / 1e6:.2f} M | {tokens:,} | {agreement} | {taus} |")
+        parameters, tokens = drafter["parameters"] / 1e6, drafter["tokens"]
+        lines.append(f"| {name} | {parameters:.2f} M | {tokens:,} | {agreement} | {taus} |")
     return CARD.format(
         target_m=report["target_parameters"] / 1e6,
         layers=args.layers,

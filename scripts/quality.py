@@ -5,7 +5,8 @@
     python scripts/quality.py runs/mine runs/other --out runs/quality              # trains nothing
 
 Each argument is an experiment (a name of conf/experiment), which is trained for every seed, or the folder of a run. A
-run that was interrupted goes on, one that is finished is only read. Writes quality.csv, of every measurement the padded
+run that was interrupted goes on, one that is finished is only read. One that began with the drafter of another run
+(init_from) is counted and drawn behind that. Writes quality.csv, of every measurement the padded
 tokens seen, those of them that were learnt, seconds and tau; and quality.png, over the learnt tokens. Prompts and
 padding cost time and teach nothing, and how many there are depends on the batches: so both counts are given.
 """
@@ -102,7 +103,18 @@ def measurements(run: Run) -> list[dict]:
         raise ValueError(f"{log} does not count {missing[0]} tokens: it is of an older version, train anew")
     config = OmegaConf.load(run.folder / "config.yaml")
     who = {"run": run.name, "seed": config.trainer.seed, "folder": str(run.folder)}
-    return [who | {key: row[key] for key in ("step", *FIELDS)} for row in rows]
+    before = seen_before(config)
+    return [who | {key: row[key] + before.get(key, 0) for key in ("step", *FIELDS)} for row in rows]
+
+
+def seen_before(config: DictConfig) -> dict[str, float]:
+    """Tokens, learnt tokens and seconds of the run whose drafter this one began with, and of those before it."""
+    folder = Path(config.init_from).parent if config.get("init_from") else None
+    if folder is None or not (folder / "log.jsonl").is_file():  # a drafter from elsewhere: nobody knows what it saw
+        return {}
+    earlier = seen_before(OmegaConf.load(folder / "config.yaml"))
+    last = [row for row in read_log(folder / "log.jsonl") if row["split"] == "train"][-1]
+    return {key: last[key] + earlier.get(key, 0) for key in ("tokens", "learnt", "seconds")}
 
 
 def write_csv(rows: list[dict], path: Path) -> None:

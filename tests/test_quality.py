@@ -106,3 +106,13 @@ def test_mistakes_are_one_sentence(command, tmp_path, capsys, change, message):
     assert line.startswith("error: ")
     assert message in line
     assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_goes_on_from_another_is_counted_behind_it(command, tmp_path):
+    main(["demo_mtp", "demo_mtp_tokens", *command])
+    rows, out = table(tmp_path / "q" / "quality.csv"), tmp_path / "q"
+    assert [(r["run"], r["step"]) for r in rows] == [(n, s) for n in ("demo_mtp", "demo_mtp_tokens") for s in "24"]
+    assert OmegaConf.load(out / "demo_mtp_tokens-seed0" / "config.yaml").init_from.endswith("demo_mtp-seed0/draft")
+    own = [r for r in read_log(out / "demo_mtp_tokens-seed0" / "log.jsonl") if r["split"] == "decode"]
+    for key in ("tokens", "learnt"):
+        assert [int(r[key]) - int(rows[1][key]) for r in rows[2:]] == [r[key] for r in own]

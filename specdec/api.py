@@ -1,6 +1,6 @@
 """The Python interface: load a target, load a drafter, generate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,8 @@ from drafters.formats import load_drafter
 from specdec.engine import Engine, Result, RoundReport, Row
 from specdec.loader import load_target
 from specdec.model import Target
-from specdec.text import encode_prompt
+from specdec.rows import per_row
+from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
 from specdec.trace import acceptance_by_depth, tau
 from specdec.types import Drafter, Sampling, TreePolicy, Verifier
 from specdec.verify import make_verifier, sample_and_match
@@ -85,8 +86,10 @@ def generate(
     *,
     tree: TreePolicy | None = None,
     verifier: Verifier = sample_and_match,
-    sampling: Sampling | None = None,
-    max_new_tokens: int = 128,
+    sampling: Sampling | list[Sampling] | None = None,
+    max_new_tokens: int | list[int] = 128,
+    stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
     observer: Callable[[RoundReport], None] | None = None,
@@ -94,16 +97,39 @@ def generate(
     """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
 
     A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. The
-    `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree.
+    `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree. A list
+    of `sampling` or `max_new_tokens` has one for each prompt.
+
+    stop: strings before which the text ends, for all prompts, or a sequence of them for each. The row keeps its tokens
+    up to the one that completes a string (`finish` 'stop'), as transformers does; the text excludes the string, as
+    vLLM's does. logprobs: see `Engine.generate`.
     """
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
+    stops = _stops_of_rows(stop, len(batch))
     if drafter is not None and tree is None:
         tree = make_tree()
-    engine = Engine(target, drafter, tree, verifier)
-    result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, observer=observer)
-    text = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
+    result = Engine(target, drafter, tree, verifier).generate(
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop=[StopStrings(target.tokenizer, strings) if strings else None for strings in stops],
+        logprobs=logprobs,
+        seed=seed,
+        observer=observer,
+    )
+    text = [decode_row(target.tokenizer, row.tokens, strings) for row, strings in zip(result.rows, stops, strict=True)]
     return Generation(text, result.rows, result, tree.steps if tree else 0, verifier if drafter else None)
+
+
+def _stops_of_rows(stop: str | Sequence[str] | Sequence[Sequence[str]], rows: int) -> list[list[str]]:
+    """The stop strings of each row."""
+    stop = [stop] if isinstance(stop, str) else list(stop)
+    if any(isinstance(strings, str) for strings in stop) or not stop:
+        stop = [stop] * rows
+    for strings in stop:
+        check_stops(strings)
+    return per_row(stop, rows, "stop")
 
 
 __all__ = [

@@ -1,46 +1,20 @@
 """The decoding loop: prefill, then rounds of draft, verify, commit, extend."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.cache import KVCache
 from specdec.model import Target, check_taps
-from specdec.sampling import sample
-from specdec.trace import Clock, RowTrace
-from specdec.types import Drafter, DraftState, DraftTree, Sampling, TreePolicy, Verdict, Verifier
+from specdec.penalties import Penalties
+from specdec.rows import Row, Stop, make_rows
+from specdec.sampling import logprobs_of, sample
+from specdec.trace import Clock
+from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings, TreePolicy, Verdict, Verifier
 from specdec.verify import sample_and_match
-
-
-@dataclass
-class Row:
-    """One sequence while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
-
-    finish: 'eos', 'length' (max_new_tokens) or 'context' (the target's context is full).
-    """
-
-    prompt: list[int]
-    limit: int
-    at_limit: str = "length"
-    tokens: list[int] = field(default_factory=list)
-    finish: str | None = None
-    trace: RowTrace = field(default_factory=RowTrace)
-
-    def add(self, tokens: list[int], eos: frozenset[int]) -> list[int]:
-        """Append what still belongs to the text, and return it."""
-        kept = tokens[: self.limit - len(self.tokens)]
-        end = next((i for i, token in enumerate(kept) if token in eos), None)
-        if end is not None:
-            kept = kept[: end + 1]
-        self.tokens += kept
-        if end is not None:
-            self.finish = "eos"
-        elif len(self.tokens) == self.limit:
-            self.finish = self.at_limit
-        return kept
 
 
 @dataclass
@@ -52,11 +26,12 @@ class RoundReport:
     rows: list[Row]  # the same list from the prefill to the end, each row as it is by now
     emitted: list[list[int]]  # per row
     accepted: list[int]  # per row: how many of them were drafted
-    sampling: Sampling
+    sampling: Sampling | Samplings
     clock: Clock
     tree: DraftTree | None = None
     verdict: Verdict | None = None
-    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes
+    logprobs: list[list[float]] | None = None  # of a round's emitted tokens and what was cut off them, if asked for
+    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
 
 
 @dataclass
@@ -106,21 +81,32 @@ class Engine:
         self,
         prompts: list[list[int]],
         *,
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         seed: int = 0,
         eos: frozenset[int] | None = None,
+        stop: Sequence[Stop | None] | None = None,
+        logprobs: bool = False,
         observer: Callable[[RoundReport], None] | None = None,
     ) -> Result:
-        """Continue each prompt (token ids). Rows may differ in length; a row ends at an `eos` id, which belongs to the
-        text, after max_new_tokens, or where the target's context ends."""
+        """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling and stop, of
+        which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the token with which
+        its `stop` is satisfied, after max_new_tokens, or where the target's context ends.
+
+        logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
+        filters (`Row.logprobs`)."""
         start = time.perf_counter()
-        sampling = sampling or Sampling()
         eos = self.target.eos if eos is None else eos
-        rows = self._rows(prompts, max_new_tokens)
+        rows = self._rows(prompts, max_new_tokens, sampling, stop)
+        samplings = [row.sampling for row in rows]
+        sampling = samplings[0] if len(set(samplings)) == 1 else Samplings(samplings, self.device)
         generator = torch.Generator(self.device).manual_seed(seed)
         clock = Clock(self.device)
-        root, state, cache = self._prefill(rows, sampling, generator)
+        penalties = None
+        if any(s.penalised for s in samplings):
+            penalties = Penalties(samplings, prompts, self.target.config.vocab, self.device)
+        root, state, cache = self._prefill(rows, sampling, generator, penalties, logprobs)
+        how = sampling, generator, clock, penalties, logprobs
         first = [[token] for token in root.tolist()]
         clock.mark("prefill")
         started = [row.add(t, eos) for row, t in zip(rows, first, strict=True)]
@@ -129,14 +115,13 @@ class Engine:
         self._observe(observer, report, clock)
         while any(row.finish is None for row in rows):
             active = torch.tensor([row.finish is None for row in rows], device=self.device)
-            # Exact lengths are known here; within the round the caches work with upper bounds.
-            cache.bound = max(len(row.prompt) + len(row.tokens) - 1 for row in rows)
+            # Exact lengths are known here; within the round the caches work with upper bounds. Rows that have ended
+            # may be longer: what they compute is dropped.
+            cache.bound = max(len(row.prompt) + len(row.tokens) - 1 for row in rows if row.finish is None)
             if self.drafter is None:
-                root = self.plain_round(root, cache, active, sampling, generator, clock)
-                emitted = [[token] for token in root.tolist()]
-                report = RoundReport(rows, emitted, [0] * len(rows), sampling, clock)
+                root, report = self._reported_plain_round(rows, root, cache, active, *how)
             else:
-                root, state, report = self._reported_round(rows, root, state, cache, active, sampling, generator, clock)
+                root, state, report = self._reported_round(rows, root, state, cache, active, *how)
             self._record(rows, report, eos)
             clock.mark("host")
             self._observe(observer, report, clock)
@@ -147,12 +132,21 @@ class Engine:
         self, rows: list[Row], root: Tensor, state: DraftState, cache: KVCache, active: Tensor, *how
     ) -> tuple[Tensor, DraftState, RoundReport]:
         """A round, and what it emitted: reading that waits for the device."""
-        sampling, _, clock = how
+        sampling, _, clock, *_ = how
         root, state, tree, verdict, logits = self.round(root, state, cache, active, *how)
         counts = verdict.n.tolist()
         emitted = [t[:n] for t, n in zip(verdict.tokens.tolist(), counts, strict=True)]
         accepted = [n - 1 for n in counts]
-        return root, state, RoundReport(rows, emitted, accepted, sampling, clock, tree, verdict, logits)
+        logprobs = None if verdict.logprobs is None else verdict.logprobs.tolist()
+        return root, state, RoundReport(rows, emitted, accepted, sampling, clock, tree, verdict, logprobs, logits)
+
+    def _reported_plain_round(
+        self, rows: list[Row], root: Tensor, cache: KVCache, active: Tensor, *how
+    ) -> tuple[Tensor, RoundReport]:
+        sampling, _, clock, *_ = how
+        root, logprobs = self.plain_round(root, cache, active, *how)
+        logprobs = None if logprobs is None else logprobs[:, None].tolist()
+        return root, RoundReport(rows, root[:, None].tolist(), [0] * len(rows), sampling, clock, logprobs=logprobs)
 
     @staticmethod
     def _observe(observer: Callable[[RoundReport], None] | None, report: RoundReport, clock: Clock) -> None:
@@ -160,33 +154,19 @@ class Engine:
             observer(report)
             clock.mark("output")
 
-    def _rows(self, prompts: list[list[int]], max_new_tokens: int) -> list[Row]:
-        context = self.target.config.context
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-        if not prompts:
-            raise ValueError("no prompt was given")
-        for prompt in prompts:
-            if not prompt:
-                raise ValueError("the prompt is empty; give at least one token")
-            vocab = self.target.config.vocab
-            if min(prompt) < 0 or max(prompt) >= vocab:
-                raise ValueError(
-                    f"the prompt holds token {max(prompt)}, but the target's vocabulary has {vocab} tokens only: "
-                    "the tokenizer does not belong to it"
-                )
-            if len(prompt) >= context:
-                raise ValueError(
-                    f"the prompt has {len(prompt)} tokens, the target's context holds {context}, new ones included"
-                )
-        room = [context - len(prompt) for prompt in prompts]
-        return [
-            Row(prompt, min(max_new_tokens, r), "length" if max_new_tokens <= r else "context")
-            for prompt, r in zip(prompts, room, strict=True)
-        ]
+    def _rows(
+        self, prompts: list[list[int]], max_new_tokens: int | Sequence[int], sampling=None, stop=None
+    ) -> list[Row]:
+        config = self.target.config
+        return make_rows(prompts, max_new_tokens, sampling, stop, vocab=config.vocab, context=config.context)
 
     def _prefill(
-        self, rows: list[Row], sampling: Sampling, generator: torch.Generator
+        self,
+        rows: list[Row],
+        sampling: Sampling | Samplings,
+        generator: torch.Generator,
+        penalties: Penalties | None = None,
+        logprobs: bool = False,
     ) -> tuple[Tensor, DraftState | None, KVCache]:
         """Run all prompts, right-padded, at once: first token [B], the drafter's state, and the filled cache."""
         longest = max(len(row.prompt) for row in rows)
@@ -199,7 +179,10 @@ class Engine:
         cache = self.target.new_cache(len(rows), room + path + nodes)
         taps = self.drafter.taps if self.drafter else ()
         logits, feats = self.target(tokens, cache, taps=taps, last=lens - 1)
-        root = sample(logits[:, 0], sampling, generator)
+        root = self._draw(logits, torch.ones_like(lens), sampling, generator, penalties)
+        if logprobs:
+            for row, logprob in zip(rows, logprobs_of(logits[:, 0], root).tolist(), strict=True):
+                row.logprobs = [logprob]
         cache.advance(lens, longest)
         if self.drafter is None:
             return root, None, cache
@@ -213,22 +196,28 @@ class Engine:
         state: DraftState,
         cache: KVCache,
         active: Tensor,
-        sampling: Sampling,
+        sampling: Sampling | Samplings,
         generator: torch.Generator,
         clock: Clock,
+        penalties: Penalties | None = None,
+        logprobs: bool = False,
     ) -> tuple[Tensor, DraftState, DraftTree, Verdict, Tensor]:
         """One round, free of host synchronisation. Rows that are not active [B] stand still.
 
         Returns the next root, the drafter's state, and what was drafted, decided and computed: the tree, the verdict
-        and the target's logits [B,N,V]."""
+        and the target's logits [B,N,V] as they were verified."""
         tree = self.policy.grow(self.drafter, root, state, sampling, generator)
         clock.mark("draft")
-        logits, feats = self.target(
-            tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps
-        )
+        own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
+        logits = own if penalties is None else penalties(own, tree)
         verdict = self.verifier(tree, logits, sampling, generator)
-        clock.mark("verify")
         n = verdict.n * active
+        if penalties is not None:
+            penalties.add(verdict.tokens, n)
+        if logprobs:
+            at_path = own.gather(1, verdict.path[..., None].expand(-1, -1, own.shape[-1]))
+            verdict.logprobs = logprobs_of(at_path, verdict.tokens)
+        clock.mark("verify")
         bound = cache.bound + tree.steps + 1
         cache.commit(verdict.path, n, bound)
         clock.mark("commit")
@@ -244,15 +233,33 @@ class Engine:
         root: Tensor,
         cache: KVCache,
         active: Tensor,
-        sampling: Sampling,
+        sampling: Sampling | Samplings,
         generator: torch.Generator,
         clock: Clock,
-    ) -> Tensor:
-        """One token per row without a drafter."""
+        penalties: Penalties | None = None,
+        logprobs: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One token per row without a drafter, [B], and if asked for its log-probability [B]."""
         logits, _ = self.target(root[:, None], cache)
-        token = sample(logits[:, 0], sampling, generator)
-        cache.advance(active.long(), cache.bound + 1)
+        n = active.long()
+        token = self._draw(logits, n, sampling, generator, penalties)
+        cache.advance(n, cache.bound + 1)
         clock.mark("verify")
+        return token, logprobs_of(logits[:, 0], token) if logprobs else None
+
+    @staticmethod
+    def _draw(
+        logits: Tensor,
+        n: Tensor,
+        sampling: Sampling | Samplings,
+        generator: torch.Generator,
+        penalties: Penalties | None,
+    ) -> Tensor:
+        """The next token [B] from logits [B,1,V]; the rows of which n [B] is 1, and not 0, count it."""
+        if penalties is None:
+            return sample(logits[:, 0], sampling, generator)
+        token = sample(penalties(logits)[:, 0], sampling, generator)
+        penalties.add(token[:, None], n)
         return token
 
     def _record(self, rows: list[Row], report: RoundReport, eos: frozenset[int]) -> None:
@@ -261,7 +268,7 @@ class Engine:
                 report.emitted[i], report.accepted[i] = [], 0
                 continue
             row.trace.accepted.append(report.accepted[i])
-            kept = row.add(report.emitted[i], eos)
+            kept = row.add(report.emitted[i], eos, None if report.logprobs is None else report.logprobs[i])
             row.trace.emitted.append(len(kept))
             report.emitted[i] = kept
             report.accepted[i] = min(report.accepted[i], len(kept))

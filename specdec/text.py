@@ -1,6 +1,7 @@
 """Between text and token ids: prompts in, streamed text out."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -66,14 +67,17 @@ def _prompt_of(line: str, where: str) -> str:
 
 
 class TextStream:
-    """Token ids -> text as it becomes final: a character whose bytes are not all there yet is held back."""
+    """Token ids -> text as it becomes final: a character whose bytes are not all there yet is held back, and so is what
+    may be the beginning of a stop string. The text ends before the first stop string in it; then `stopped` is true."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer, stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, stops
         self.ids: list[int] = []
         self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
         self.chunk = 0  # where the newest chunk that was given out whole ends
         self.given = 0  # characters of the text from `start` that have been given out
+        self.held = ""  # final, but perhaps the beginning of a stop string
+        self.stopped = False
 
     def feed(self, ids: list[int]) -> str:
         """The text that these ids make final."""
@@ -84,11 +88,52 @@ class TextStream:
         if final == text:
             self.start, self.chunk = self.chunk, len(self.ids)
             self.given = len(self._decode())
-        return new
+        return self._until_stop(new)
 
     def end(self) -> str:
         """What was held back: nothing more is to come."""
-        return self._decode()[self.given :]
+        return self._until_stop(self._decode()[self.given :]) + self.held
 
     def _decode(self) -> str:
         return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
+
+    def _until_stop(self, new: str) -> str:
+        if self.stopped or not self.stops:
+            return "" if self.stopped else new
+        text = self.held + new
+        cut = cut_at_stop(text, self.stops)
+        self.stopped, self.held = len(cut) < len(text), ""
+        if self.stopped:
+            return cut
+        most = min(len(text), max(map(len, self.stops)) - 1)
+        length = next((n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
+        self.held = text[len(text) - length :]
+        return text[: len(text) - length]
+
+
+class StopStrings:
+    """Ends a row (`specdec.engine.Stop`) at the token that completes one of the strings. Every token is decoded with a
+    few before it, never the whole text, so strings may begin and end within tokens and within accepted paths."""
+
+    def __init__(self, tokenizer, stops: Sequence[str]):
+        self.stream = TextStream(tokenizer, stops)
+
+    def add(self, token: int) -> bool:
+        self.stream.feed([token])
+        return self.stream.stopped
+
+
+def cut_at_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the first stop string in it."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+
+
+def check_stops(stops: Sequence[str]) -> None:
+    """Raise ValueError for what is no stop string."""
+    if any(not isinstance(stop, str) or not stop for stop in stops):
+        raise ValueError(f"a stop string needs at least one character, got {list(stops)}")
+
+
+def decode_row(tokenizer, tokens: list[int], stops: Sequence[str] = ()) -> str:
+    """The text of new tokens without special ones; it ends before the first stop string."""
+    return cut_at_stop(tokenizer.decode(tokens, skip_special_tokens=True), stops)

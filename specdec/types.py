@@ -7,7 +7,7 @@
 Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,19 +64,25 @@ class Verdict:
     path: Tensor  # [B, P] accepted nodes, root first; entries from n on are 0
     n: Tensor  # [B] number of emitted tokens, 1..P
     tokens: Tensor  # [B, P] emitted tokens: tokens[:, k] follows node path[:, k]; entries from n on are void
+    # [B, P] log-probabilities of the tokens under the target's own distribution. The engine's, and only if asked for.
+    logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's distribution is filtered, in the order and the sense of transformers; temperature 0 is greedy.
+    """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
+    the sense of transformers; temperature 0 is greedy, after the penalties. docs/sampling.md has formulas and sources.
 
-    `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filter off.
+    `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1, `presence_penalty` 0 and `frequency_penalty` 0 are off.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of the tokens of prompt and output
+    presence_penalty: float = 0.0  # of the tokens of the output
+    frequency_penalty: float = 0.0  # the same, for each time that they occur
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -89,10 +95,39 @@ class Sampling:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
         if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
             raise ValueError("top_k, top_p and min_p need a temperature above 0: at temperature 0 decoding is greedy")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} must lie in [-2, 2] (0 is off), got {getattr(self, name)}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class Samplings:
+    """The `Sampling` of each row of a batch whose rows differ. `specdec.sampling` takes it in the place of a `Sampling`
+    for logits [B, ..., V]."""
+
+    def __init__(self, rows: Sequence[Sampling], device: torch.device):
+        self.rows = tuple(rows)
+
+        def column(values: list) -> Tensor:
+            return torch.tensor(values, device=device)
+
+        self.greedy = column([s.greedy for s in rows])
+        self.temperature = column([s.temperature or 1.0 for s in rows])
+        self.top_k = column([s.top_k for s in rows])
+        self.tail = column([1 - s.top_p for s in rows])  # the mass that top-p may leave out
+        self.min_p = column([float(s.min_p) for s in rows])
+        # What no row asks for is not computed.
+        self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)
+        self.any_min_p = any(s.min_p for s in rows)
 
 
 class Vocabulary(Protocol):
@@ -150,7 +185,7 @@ class TreePolicy(Protocol):
         drafter: Drafter,
         root: Tensor,
         state: DraftState,
-        sampling: Sampling | None = None,
+        sampling: Sampling | Samplings | None = None,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""
@@ -162,6 +197,6 @@ class Verifier(Protocol):
     chains_only: bool
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None
     ) -> Verdict:
-        """logits [B,N,V] of the target at each node -> what is emitted."""
+        """logits [B,N,V] of the target at each node, penalties taken off -> what is emitted."""

@@ -39,7 +39,9 @@ def test_no_tolist_or_cpu_where_the_guard_is_blind():
     """On CPU tensors these two run without an operator."""
     files = [*(ROOT / "trees").glob("*.py"), *(ROOT / "drafters").glob("*.py")]
     files += [*(ROOT / "specdec" / "verify").glob("*.py")]
-    files += [ROOT / "specdec" / f"{name}.py" for name in ("sampling", "cache", "attention", "model", "layers")]
+    files += [
+        ROOT / "specdec" / f"{name}.py" for name in ("sampling", "penalties", "cache", "attention", "model", "layers")
+    ]
     for path in files:
         source = path.read_text(encoding="utf-8")
         assert ".tolist(" not in source, path

@@ -32,7 +32,11 @@ ALLOWED = {
     "specdec.adapter": {f"specdec.{m}" for m in ("archs", "attention", "cache", "layers")},
     "specdec.loader": {f"specdec.{m}" for m in ("adapter", "archs", "checkpoint", "model")},
     "specdec.text": {"specdec.model"},
-    "specdec.engine": {f"specdec.{m}" for m in ("cache", "model", "sampling", "trace", "types", "verify")},
+    "specdec.penalties": {"specdec.types"},
+    "specdec.rows": {"specdec.trace", "specdec.types"},
+    "specdec.engine": {
+        f"specdec.{m}" for m in ("cache", "model", "penalties", "rows", "sampling", "trace", "types", "verify")
+    },
     "specdec.lab": {"specdec.lab"} | {f"specdec.{m}" for m in ("api", "engine", "model", "trace", "types")},
     "specdec.lab.record": {"specdec.__version__"}
     | {f"specdec.{m}" for m in ("checkpoint", "engine", "sampling", "trace", "types", "verify")},

@@ -9,16 +9,17 @@ from torch import Tensor
 
 from specdec.sampling import filtered_probs, race
 from specdec.tree import ancestors_of
-from specdec.types import Drafter, DraftState, DraftTree, Sampling
+from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings
 
 
 class SampledTree:
     """`expansion` says how many children each node draws, level by level: SpecInfer's expansion configuration (arXiv
     2305.09781). (1, 1, 1) is a chain; (3, 1, 1) are three chains from different first tokens.
 
-    The request's sampling filters apply to the drafter's logits as they do to the target's; at temperature 0 the
-    children are the most likely tokens. The shape never depends on what was drawn: to keep the best of the draws would
-    change the distribution that a verifier takes them to come from.
+    The request's temperature and filters apply to the drafter's logits as they do to the target's, its penalties do
+    not, as rules that know q are lossless whatever it is. At temperature 0 the children are the most likely tokens. The
+    shape never depends on what was drawn: to keep the best of the draws would change the distribution that a verifier
+    takes them to come from.
     """
 
     samples = True
@@ -47,7 +48,7 @@ class SampledTree:
         drafter: Drafter,
         root: Tensor,
         state: DraftState,
-        sampling: Sampling,
+        sampling: Sampling | Samplings,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         b, n = len(root), self.num_draft_tokens
@@ -95,7 +96,7 @@ class SampledTree:
 
 
 def _draw_children(
-    logits: Tensor, count: int, sampling: Sampling, generator: torch.Generator | None
+    logits: Tensor, count: int, sampling: Sampling | Samplings, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """logits [..., U] -> the filtered probabilities [..., U], and `count` draft ids drawn from them without
     replacement in order; the most likely other tokens follow where the filters leave fewer."""

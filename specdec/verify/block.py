@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Verdict
+from specdec.types import DraftTree, Sampling, Samplings, Verdict
 from specdec.verify.walk import accept, at, of_parent, residual
 
 
@@ -29,7 +29,7 @@ class BlockVerification:
     chains_only: ClassVar[bool] = True
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]

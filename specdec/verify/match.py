@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling import sample
-from specdec.types import DraftTree, Sampling, Verdict
+from specdec.types import DraftTree, Sampling, Samplings, Verdict
 from specdec.verify.walk import accept, deepest
 
 
@@ -26,7 +26,7 @@ class SampleAndMatch:
     chains_only: ClassVar[bool] = False
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
     ) -> Verdict:
         drawn = sample(logits, sampling, generator)  # [B,N]
         winner = deepest(tree, tree.tokens == drawn.gather(1, tree.parents))

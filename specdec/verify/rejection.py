@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Verdict
+from specdec.types import DraftTree, Sampling, Samplings, Verdict
 from specdec.verify.walk import accept, at, deepest, residual
 
 
@@ -27,7 +27,7 @@ class MultiRoundRejection:
     chains_only: ClassVar[bool] = False
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q
         children = children_by_rank(tree)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Verdict
+from specdec.types import DraftTree, Sampling, Samplings, Verdict
 from specdec.verify.walk import accept, at, deepest, of_parent
 
 
@@ -37,7 +37,7 @@ class TwoThresholds:
         return self.threshold_single == self.threshold_acc == 1
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         single = of_parent(tree, p)

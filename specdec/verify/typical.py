@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Verdict
+from specdec.types import DraftTree, Sampling, Samplings, Verdict
 from specdec.verify.walk import accept, alive, at, of_parent
 
 
@@ -35,7 +35,7 @@ class TypicalAcceptance:
             raise ValueError(f"alpha must be above 0, got {self.alpha}")
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         entropy = torch.special.entr(p).sum(-1)  # [B,N]

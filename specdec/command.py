@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 from specdec.api import (
@@ -21,13 +22,11 @@ from specdec.api import (
 from specdec.cli import one_sentence_errors
 from specdec.engine import Engine, RoundReport
 from specdec.lab.record import Recorder, check_trace_folder, describe, write_trace
+from specdec.screen import Screen
 from specdec.settings import SHAPE, parse_with_settings
-from specdec.text import TextStream, clean, encode_chat, read_prompts
-from specdec.tree import draw
+from specdec.text import StopStrings, check_stops, clean, decode_row, encode_chat, read_prompts
 from specdec.verify import VERIFIERS
 
-DRAFTED = "\033[32m"
-PLAIN = "\033[0m"
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
 
@@ -55,12 +54,16 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--chat", action="store_true", help="talk to the target, with history")
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     text.add_argument("--max-new-tokens", type=int, default=128)
+    text.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
     text.add_argument("--batch-size", type=int, default=1, help="prompts of --prompt-file decoded together")
     sample = p.add_argument_group("sampling of the target")
     sample.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     sample.add_argument("--top-k", type=int, default=0, help="0 is off")
     sample.add_argument("--top-p", type=float, default=1.0, help="1 is off")
     sample.add_argument("--min-p", type=float, default=0.0, help="0 is off")
+    sample.add_argument("--repetition-penalty", type=float, default=1.0, help="of prompt and output; 1 is off")
+    sample.add_argument("--presence-penalty", type=float, default=0.0, help="of the output, -2 to 2; 0 is off")
+    sample.add_argument("--frequency-penalty", type=float, default=0.0, help="the same for each occurrence; 0 is off")
     sample.add_argument("--seed", type=int, default=0)
     tree = p.add_argument_group("draft tree")
     tree.add_argument("--steps", type=int, help="levels (default 5)")
@@ -89,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
         "--compare", action="store_true", help="decode plainly too: ratio of speeds, and are they identical?"
     )
     out.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace of every round (docs/trace.md) there")
+    out.add_argument("--logprobs", action="store_true", help="with --json: log-probabilities of the emitted tokens")
     out.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the summary")
     return p
 
@@ -121,6 +125,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("a target of your own needs its drafter: give --draft, or --no-draft to decode plainly")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
+    if args.logprobs and not args.json:
+        raise ValueError("--logprobs are part of what --json prints: give both")
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
     if args.batch_size > 1 and args.show_trees:
@@ -139,36 +145,6 @@ def verifier_settings(text: str | None) -> dict[str, float]:
     return settings
 
 
-class Screen:
-    """Shows text as it is accepted; drafted tokens coloured on a terminal. Quiet unless it shows a single row."""
-
-    def __init__(self, target, *, quiet: bool, trees: bool):
-        self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
-        self.stream = TextStream(target.tokenizer)
-        self.colour = sys.stdout.isatty()
-
-    def __call__(self, report: RoundReport) -> None:
-        if self.trees and report.tree is not None:
-            path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
-            print("\n" + draw(report.tree, path, lambda token: self.tokenizer.decode([token])))
-        if self.quiet:
-            return
-        emitted, accepted = report.emitted[0], report.accepted[0]
-        self._show(emitted[:accepted], DRAFTED)
-        self._show(emitted[accepted:], "")
-
-    def end(self) -> None:
-        """Show what was held back, and end the line."""
-        if not self.quiet:
-            print(self.stream.end())
-
-    def _show(self, ids: list[int], colour: str) -> None:
-        text = self.stream.feed(ids) if ids else ""
-        if text:
-            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self.colour else text)
-            sys.stdout.flush()
-
-
 class Session:
     """Models and settings of one run of the command."""
 
@@ -176,7 +152,9 @@ class Session:
         self.args = args
         if args.trace is not None:
             check_trace_folder(args.trace)
-        self.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+        self.sampling = Sampling(**{f.name: getattr(args, f.name) for f in fields(Sampling)})
+        self.stops = [clean(stop) for stop in args.stop or ()]
+        check_stops(self.stops)
         shape = {k: getattr(args, k) for k in SHAPE if getattr(args, k) is not None}
         tree = load_tree(args.tree) if args.tree else make_tree(**shape, sample_draft=args.sample_draft)
         self.tree = None if args.no_draft else tree
@@ -222,6 +200,8 @@ class Session:
             verifier=self.verifier,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens or args.max_new_tokens,
+            stop=self.stops,
+            logprobs=args.logprobs,
             seed=args.seed,
             raw=args.raw,
             observer=screen and self.observer(screen),
@@ -240,7 +220,7 @@ def run_prompts(session: Session, prompts: list[str]) -> dict:
         batch = prompts[start : start + args.batch_size]
         if len(prompts) > 1:
             print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
-        screen = Screen(session.target, quiet=not single, trees=args.show_trees)
+        screen = Screen(session.target, quiet=not single, trees=args.show_trees, stops=session.stops)
         done.append(session.run(batch, screen))
         screen.end()
         if not single:
@@ -283,6 +263,8 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         "prefill_seconds": total.result.prefill_seconds,
         "seconds_by_part": total.result.parts,
     }
+    if session.args.logprobs:
+        summary["logprobs"] = total.rows[0].logprobs if one else [row.logprobs for row in total.rows]
     if baseline:
         plain = merged(baseline)
         summary["baseline_tokens_per_second"] = plain.tokens_per_second
@@ -342,18 +324,18 @@ def chat(session: Session) -> None:
             print(f"error: {error}; starting a new conversation", file=sys.stderr)
             history.clear()
             continue
-        history.append(
-            {"role": "assistant", "content": session.target.tokenizer.decode(row.tokens, skip_special_tokens=True)}
-        )
+        said = decode_row(session.target.tokenizer, row.tokens, session.stops)
+        history.append({"role": "assistant", "content": said})
 
 
 def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):
     args = session.args
-    screen = Screen(session.target, quiet=False, trees=args.show_trees)
+    screen = Screen(session.target, quiet=False, trees=args.show_trees, stops=session.stops)
     result = engine.generate(
         [encode_chat(session.target, history)],
         max_new_tokens=args.max_new_tokens,
         sampling=session.sampling,
+        stop=[StopStrings(session.target.tokenizer, session.stops) if session.stops else None],
         seed=args.seed + len(history),
         observer=session.observer(screen),
     )

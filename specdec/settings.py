@@ -15,10 +15,20 @@ from yaml import YAMLError
 SHAPE = ("steps", "topk", "num_draft_tokens")
 MODELS = ("target", "draft", "token_map", "feedback", "dtype", "device")
 DRAFTING = ("draft", "token_map", "feedback", *SHAPE, "sample_draft", "tree", "verifier", "verifier_args")
-KEYS = (*dict.fromkeys((*MODELS, *DRAFTING)), "no_draft")
+SAMPLING = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+}
+KEYS = (*dict.fromkeys((*MODELS, *DRAFTING, *SAMPLING)), "no_draft")
 REPORT = "report"
-KINDS = dict.fromkeys(SHAPE, int) | dict.fromkeys(("no_draft", "sample_draft"), bool)  # all others are text
-WORDS = {int: "a whole number", bool: "true or false", str: "a text"}
+# All others are text.
+KINDS = dict.fromkeys(SHAPE, int) | dict.fromkeys(("no_draft", "sample_draft"), bool) | SAMPLING
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 # What is typed, and the entries of a file that give way to it.
 GIVES_WAY = {
     **{name: {"no_draft"} for name in DRAFTING},
@@ -46,7 +56,8 @@ def read_settings(path: str | os.PathLike) -> dict:
         if name not in KEYS:
             raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KEYS)}, and {REPORT}")
         kind = KINDS.get(name, str)
-        if value is not None and type(value) is not kind:  # a bool would pass for an int
+        taken = (int, float) if kind is float else (kind,)
+        if value is not None and type(value) not in taken:  # a bool would pass for an int
             raise ValueError(f"{path}: {name} takes {WORDS[kind]}, and not {value!r}")
     return entries
 

@@ -32,6 +32,7 @@ ALLOWED = {
     "specdec.adapter": {f"specdec.{m}" for m in ("archs", "attention", "cache", "layers")},
     "specdec.loader": {f"specdec.{m}" for m in ("adapter", "archs", "checkpoint", "model")},
     "specdec.text": {"specdec.model"},
+    "specdec.screen": {f"specdec.{m}" for m in ("engine", "text", "tree")},
     "specdec.penalties": {"specdec.types"},
     "specdec.rows": {"specdec.trace", "specdec.types"},
     "specdec.engine": {

@@ -22,7 +22,7 @@ from specdec.checkpoint import check_replaceable, read_json, replace_folder
 from specdec.engine import RoundReport, Row
 from specdec.sampling import filtered_probs
 from specdec.trace import RowTrace
-from specdec.types import Drafter, DraftTree, Sampling, TreePolicy, Verifier
+from specdec.types import Drafter, DraftTree, Sampling, Samplings, TreePolicy, Verifier
 from specdec.verify.walk import of_parent
 
 FORMAT, VERSION = "specdec trace", 1
@@ -37,7 +37,7 @@ class TracedTree:
     tokens: Tensor  # [N] int32, target vocabulary ids
     parents: Tensor  # [N] int32, the root its own
     logq: Tensor  # [N] fp32 log-probability of the path under the drafter, root 0; nan if the policy does not tell
-    logp: Tensor  # [N] fp32 log-probability of the token under the target's softmax, given its parent's path; root 0
+    logp: Tensor  # [N] fp32 log-probability of the token under the target's softmax (any penalties taken off); root 0
     p: Tensor  # [N] fp32 its probability in the filtered distribution that was verified against; root 1
 
 
@@ -151,7 +151,7 @@ class Recorder:
         seconds = report.clock.seconds()["prefill"]
         self._batch, self._names = report.rows, None
         self._rows = [
-            TracedRow(question, category, call, 0, report.sampling, row.prompt, row.tokens[0], None, seconds)
+            TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
             for (question, category), row in zip(names, report.rows, strict=True)
         ]
         rows += self._rows
@@ -173,7 +173,7 @@ class Recorder:
 
 
 @torch.inference_mode()
-def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling) -> dict[str, Tensor]:
+def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings) -> dict[str, Tensor]:
     """The fields of `TracedTree` for a batch, [B,N] each and on the CPU; logits [B,N,V] of the target."""
     logp = of_parent(tree, logits.float().log_softmax(-1))
     p = of_parent(tree, filtered_probs(logits, sampling))

@@ -58,6 +58,8 @@ def record(
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
     if "" in (vocabularies or {}):
         raise ValueError("a vocabulary needs a name: '' is the drafter's own")
+    if sampling.penalised:
+        raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
     device = target.embed.weight.device
     restricted = {name: Restricted(drafter, ids.to(device)) for name, ids in (vocabularies or {}).items()}
     drafters = {"": drafter} | restricted

@@ -155,6 +155,19 @@ def assert_same_greedy_text(model, target, new: int = 30) -> None:
     assert accepted > 0, "nothing was accepted: the test shows nothing"
 
 
+def penalised(logits, prompt: list[int], outputs, sampling: Sampling):
+    """The penalties by the book: logits [R,V] after `prompt` and then outputs [R,n], a row at a time, in fp64."""
+    result = logits.double().clone()
+    for row, output in zip(result, outputs.tolist(), strict=True):
+        for token in {*prompt, *output}:
+            row[token] *= sampling.repetition_penalty ** (-1 if row[token] > 0 else 1)
+        for token in output:
+            row[token] -= sampling.frequency_penalty
+        for token in set(output):
+            row[token] -= sampling.presence_penalty
+    return result
+
+
 @torch.inference_mode()
 def joint_of_tokens_2_and_3(target, prompt, sampling):
     """Exact joint distribution [V,V] of the second and third new token, the first summed out.
@@ -165,7 +178,10 @@ def joint_of_tokens_2_and_3(target, prompt, sampling):
     pairs = torch.cartesian_prod(torch.arange(vocab), torch.arange(vocab))
     rows = torch.cat([torch.tensor([prompt]).expand(len(pairs), -1), pairs], 1)
     logits, _ = target(rows, None)
-    first, second, third = (filtered_probs(logits[:, i], sampling).view(vocab, vocab, vocab) for i in (-3, -2, -1))
+    logits = [logits[:, i - 3] for i in range(3)]
+    if sampling.penalised:
+        logits = [penalised(x, prompt, pairs[:, :i], sampling) for i, x in enumerate(logits)]
+    first, second, third = (filtered_probs(x, sampling).view(vocab, vocab, vocab) for x in logits)
     # first[v1, v2, x] = p(x), second[v1, v2, x] = p(x | v1), third[v1, v2, x] = p(x | v1, v2)
     return torch.einsum("a,ab,abc->bc", first[0, 0], second[:, 0], third)
 

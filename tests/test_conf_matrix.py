@@ -57,8 +57,9 @@ CASES = [
 
 
 @functools.cache
-def plain_text() -> list[list[int]]:
-    return [row.tokens for row in Engine(tiny_target(vocab=11)).generate(PROMPTS, max_new_tokens=20).rows]
+def plain_text(sampling: Sampling) -> list[list[int]]:
+    rows = Engine(tiny_target(vocab=11)).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
+    return [row.tokens for row in rows]
 
 
 @pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
@@ -72,7 +73,8 @@ def test_fitting(drafter, tree, verifier, sampling):
     policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
     engine = Engine(target, fresh_drafter(drafter, target), policy, rule)
     if setting.greedy:
-        assert [row.tokens for row in engine.generate(PROMPTS, max_new_tokens=20).rows] == plain_text()
+        rows = engine.generate(PROMPTS, max_new_tokens=20, sampling=setting).rows
+        assert [row.tokens for row in rows] == plain_text(setting)
         return
     result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
     assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) > 1e-3

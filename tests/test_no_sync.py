@@ -8,8 +8,9 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.engine import Engine
+from specdec.penalties import Penalties
 from specdec.trace import Clock
-from specdec.types import Sampling
+from specdec.types import Sampling, Samplings
 from specdec.verify import VERIFIERS
 from trees import Chain, DynamicTree, SampledTree, StaticTree
 
@@ -64,14 +65,27 @@ def test_round(drafter, policy, sampling):
     run_rounds(Engine(target, DRAFTERS[drafter](target), POLICIES[policy]), sampling)
 
 
-def run_rounds(engine: Engine, sampling: Sampling) -> None:
+def run_rounds(engine: Engine, sampling: Sampling | Samplings, penalties: Penalties | None = None) -> None:
     rows = engine._rows([[1, 2, 3], [4]], 20)
     generator = torch.Generator().manual_seed(0)
-    root, state, cache = engine._prefill(rows, sampling, generator)
+    root, state, cache = engine._prefill(rows, sampling, generator, penalties)
     active = torch.tensor([True, False])
+    how = sampling, generator, Clock(engine.device), penalties, penalties is not None
     with NoHostSync():
         for _ in range(2):
-            root, state, *_ = engine.round(root, state, cache, active, sampling, generator, Clock(engine.device))
+            root, state, *_ = engine.round(root, state, cache, active, *how)
+
+
+# Rows that differ in everything, under penalties, with log-probabilities
+MIXED = [Sampling(repetition_penalty=1.3), Sampling(0.8, 5, 0.9, 0.02, presence_penalty=0.5, frequency_penalty=-0.2)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@torch.inference_mode()
+def test_rows_that_differ_and_penalties(policy):
+    target = tiny_target()
+    penalties = Penalties(MIXED, [[1, 2, 3], [4]], target.config.vocab, torch.device("cpu"))
+    run_rounds(Engine(target, tiny_drafter(target), POLICIES[policy]), Samplings(MIXED, torch.device("cpu")), penalties)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -84,10 +98,14 @@ def test_rules_do_not_wait_either(verifier, sampling):
     )
 
 
+@pytest.mark.parametrize("penalised", [False, True])
 @torch.inference_mode()
-def test_plain_round():
-    engine = Engine(tiny_target())
+def test_plain_round(penalised):
+    engine, prompts = Engine(tiny_target()), [[1, 2, 3], [4]]
+    sampling = Samplings(MIXED, engine.device) if penalised else Sampling(1.0)
+    penalties = Penalties(MIXED, prompts, 17, engine.device) if penalised else None
     generator = torch.Generator().manual_seed(0)
-    root, _, cache = engine._prefill(engine._rows([[1, 2, 3], [4]], 20), Sampling(1.0), generator)
+    root, _, cache = engine._prefill(engine._rows(prompts, 20), sampling, generator, penalties)
+    how = sampling, generator, Clock(engine.device), penalties, penalised
     with NoHostSync():
-        engine.plain_round(root, cache, torch.tensor([True, True]), Sampling(1.0), generator, Clock(engine.device))
+        engine.plain_round(root, cache, torch.tensor([True, True]), *how)

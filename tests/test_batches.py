@@ -247,7 +247,7 @@ def test_text_ends_before_a_stop_string_and_tokens_with_it(target, stops, shown)
 
 def test_a_stop_within_an_accepted_path_ends_the_row_there():
     """The bundled target drafts for itself, so every round accepts all four tokens; strings end on each place of it."""
-    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Hello!", "Write a poem."]
+    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Write a poem.", "Tell me of the sea."]
     drafter, chain = DraftModel(target), Chain(4)
     decode = target.tokenizer.decode
     plain = generate(target, prompts, max_new_tokens=16)

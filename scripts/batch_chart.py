@@ -1,0 +1,183 @@
+"""Throughput by batch size, plain and speculative:  python scripts/batch_chart.py --prompt-file questions.jsonl
+
+Every batch size decodes the same prompts, in groups of that size, so the work is the same; sizes and the two ways of
+decoding take turns, and the median of the trials counts. Greedy. Each row is compared with its text at batch size 1.
+Writes chart.png and result.json under --out and prints a table; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
+from specdec.cli import one_sentence_errors
+from specdec.engine import Engine
+from specdec.lab.figures import COLOURS, STYLE, plt
+from specdec.lab.show import write_whole
+from specdec.text import encode_prompt, read_prompts
+
+PLAIN, SPECULATIVE = "plain", "speculative"
+
+
+@dataclass
+class Point:
+    """One way of decoding at one batch size."""
+
+    how: str
+    batch: int
+    tokens_per_second: float  # of all rows together, without the prefill and its tokens; the median of the trials
+    least: float  # of the trials
+    most: float
+    milliseconds_a_round: float
+    tokens: int
+    same_as_alone: int  # rows whose tokens are those of plain decoding at batch size 1
+    rows: int
+
+
+def flags() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", default=DEMO_TARGET)
+    p.add_argument("--draft", help="needed for a target of your own; the default is the demo's")
+    p.add_argument("--prompt-file", type=Path, required=True)
+    p.add_argument("--limit", type=int, default=32, help="prompts (default 32)")
+    p.add_argument("--batch-sizes", default="1,2,4,8,16,32", help="default 1,2,4,8,16,32")
+    p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--eos", action="store_true", help="rows end with their text; else all have --max-new-tokens")
+    p.add_argument("--trials", type=int, default=3)
+    p.add_argument("--topk", type=int, default=4)
+    p.add_argument("--steps", type=int, default=5)
+    p.add_argument("--num-draft-tokens", type=int)
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    p.add_argument("--out", type=Path, default=Path("runs/batches"))
+    return p
+
+
+def sizes_of(text: str) -> list[int]:
+    try:
+        sizes = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        sizes = [0]
+    if sizes[0] < 1:
+        raise ValueError(f"--batch-sizes takes numbers from 1 on with commas between, and not {text!r}")
+    return sizes
+
+
+def measure(
+    engines: dict[str, Engine], prompts: list[list[int]], sizes: list[int], trials: int, how: dict
+) -> list[Point]:
+    """Decode all prompts at each size with each engine in turn, `trials` times after a warm-up. how: for `generate`."""
+    rates, rounds, texts = defaultdict(list), defaultdict(list), {}
+    alone = [engines[PLAIN].generate([prompt], **how).rows[0].tokens for prompt in prompts]
+    for trial in tqdm(range(-1, trials), desc="trials", mininterval=1.0):  # trial -1 warms up
+        for size in sizes:
+            for name, engine in engines.items():
+                groups = [prompts[first : first + size] for first in range(0, len(prompts), size)]
+                results = [engine.generate(group, **how) for group in groups[: 1 if trial < 0 else None]]
+                if trial < 0:
+                    continue
+                rows = [row for result in results for row in result.rows]
+                seconds = sum(result.decode_seconds for result in results)
+                turns = sum(max(row.trace.rounds for row in result.rows) for result in results)
+                texts[name, size] = [row.tokens for row in rows]
+                rates[name, size].append(sum(len(row.tokens) - 1 for row in rows) / seconds)
+                rounds[name, size].append(1e3 * seconds / turns)
+    return [
+        Point(
+            how=name,
+            batch=size,
+            tokens_per_second=statistics.median(found),
+            least=min(found),
+            most=max(found),
+            milliseconds_a_round=statistics.median(rounds[name, size]),
+            tokens=sum(map(len, texts[name, size])),
+            same_as_alone=sum(a == b for a, b in zip(texts[name, size], alone, strict=True)),
+            rows=len(alone),
+        )
+        for (name, size), found in rates.items()
+    ]
+
+
+def print_points(points: list[Point]) -> None:
+    table = Table(title="throughput by batch size")
+    for column in ("batch", "", "tokens/s", "least to most", "ms a round", "against B = 1", "rows as alone"):
+        table.add_column(column, justify="right" if column else "left")
+    single = {p.how: p.tokens_per_second for p in points if p.batch == min(q.batch for q in points)}
+    for p in points:
+        spread, gain = f"{p.least:.0f} to {p.most:.0f}", p.tokens_per_second / single[p.how]
+        cells = str(p.batch), p.how, f"{p.tokens_per_second:.1f}", spread, f"{p.milliseconds_a_round:.2f}"
+        table.add_row(*cells, f"{gain:.2f}", f"{p.same_as_alone} of {p.rows}")
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+def draw(points: list[Point], title: str, path: Path) -> None:
+    """Tokens/s of all rows together, and what a round takes, over the batch size."""
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+        figure.suptitle(title)
+        for colour, name in zip(COLOURS, (PLAIN, SPECULATIVE), strict=False):
+            own = [p for p in points if p.how == name]
+            sizes = [p.batch for p in own]
+            rate = [p.tokens_per_second for p in own]
+            spread = [[p.tokens_per_second - p.least for p in own], [p.most - p.tokens_per_second for p in own]]
+            left.errorbar(sizes, rate, yerr=spread, marker="o", capsize=2, color=colour, label=name)
+            right.plot(sizes, [p.milliseconds_a_round for p in own], marker="o", color=colour, label=name)
+        for axis, label in ((left, "tokens/s, all rows together"), (right, "ms a round")):
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(sizes, [str(size) for size in sizes])
+            axis.set_xlabel("rows decoded together")
+            axis.set_ylabel(label)
+            axis.set_ylim(bottom=0)
+            axis.legend()
+        write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+        plt.close(figure)
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = flags().parse_args(argv)
+    sizes = sizes_of(args.batch_sizes)
+    if min(args.limit, args.trials) < 1:
+        raise ValueError(f"--limit and --trials must be at least 1, got {args.limit} and {args.trials}")
+    if args.target != DEMO_TARGET and args.draft is None:
+        raise ValueError("a target of your own needs its drafter: give --draft")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
+    tree = make_tree(args.topk, args.steps, args.num_draft_tokens)
+    engines = {PLAIN: Engine(target), SPECULATIVE: Engine(target, drafter, tree)}
+    prompts = [encode_prompt(target, prompt, args.raw) for prompt in read_prompts(args.prompt_file)[: args.limit]]
+    how = {"max_new_tokens": args.max_new_tokens, "eos": None if args.eos else frozenset()}
+    points = measure(engines, prompts, sizes, args.trials, how)
+    print_points(points)
+    name = Path(target.name).name
+    title = f"{name}: {len(prompts)} prompts, {args.max_new_tokens} new tokens, greedy, {args.device}"
+    draw(points, title, args.out / "chart.png")
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    result = {
+        "points": [asdict(p) for p in points],
+        "settings": settings | {"dtype": str(target.embed.weight.dtype).removeprefix("torch.")},
+        "machine": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    text = json.dumps(result)
+    write_whole(args.out / "result.json", lambda aside: aside.write_text(text + "\n", encoding="utf-8"))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -156,6 +156,39 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
     assert len(results[0]) == 3
 
 
+@pytest.fixture
+def demo(capsys):
+    """The command with the bundled pair."""
+
+    def call(*args):
+        cli.main(["--prompt", "Write a poem.", "--max-new-tokens", "24", *args])
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_a_stop_string_ends_text_and_screen(demo):
+    text = last_json(demo("--json"))["text"]
+    word = text.split()[3]
+    out = demo("--stop", "never said", "--stop", word, "--compare", "--json")
+    result = last_json(out)
+    assert result["finish"] == "stop"
+    assert result["identical"] is True
+    assert result["text"] == text[: text.index(word)]
+    assert out.rsplit("\n", 2)[0] == result["text"]
+
+
+def test_penalties_and_logprobs(demo):
+    without = last_json(demo("--json"))
+    assert "logprobs" not in without
+    penalties = ("--repetition-penalty", "2", "--presence-penalty", "1", "--frequency-penalty", "0.5")
+    result = last_json(demo(*penalties, "--compare", "--logprobs", "--json"))
+    assert result["identical"] is True
+    assert result["token_ids"] != without["token_ids"]
+    assert len(result["logprobs"]) == len(result["token_ids"])
+    assert max(result["logprobs"]) <= 0
+
+
 def test_sampling_is_seeded(run):
     def tokens(seed):
         return last_json(
@@ -215,6 +248,10 @@ def _stop(lines):
         (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
         (["--prompt-file", "/no/such"], "no such prompt file"),
         (["--chat", "--json"], "--chat goes with neither"),
+        (["--prompt", "x", "--stop", ""], "a stop string needs at least one character"),
+        (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty must be a positive number"),
+        (["--prompt", "x", "--frequency-penalty", "2.1"], "frequency_penalty must lie in [-2, 2]"),
+        (["--prompt", "x", "--logprobs"], "--logprobs are part of what --json prints"),
     ],
 )
 def test_mistakes_are_one_sentence(run, args, message):

@@ -248,6 +248,7 @@ def test_files(target, drafter, tmp_path):
         ({"outputs": [[1]]}, "needs one output"),
         ({"outputs": [[1], [], [1]]}, "needs one output"),
         ({"outputs": [[1], [2], [3]]}, "no round to replay"),
+        ({"sampling": Sampling(presence_penalty=0.5)}, "under penalties cannot be replayed"),
     ],
 )
 def test_what_cannot_be_recorded(target, drafter, change, message):

@@ -82,6 +82,8 @@ def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expecte
         ("topk: 2\nwidth: 3\n", "unknown setting 'width'; known are target, draft,"),
         ("topk: four\n", "topk takes a whole number, and not 'four'"),
         ("topk: true\n", "topk takes a whole number, and not True"),
+        ("min_p: much\n", "min_p takes a number, and not 'much'"),
+        ("top_p: true\n", "top_p takes a number, and not True"),
         ("no_draft: 1\n", "no_draft takes true or false, and not 1"),
         ("draft: [a, b]\n", "draft takes a text, and not ['a', 'b']"),
         ("- topk\n", "holds no settings"),
@@ -96,6 +98,13 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, text, message):
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_sampling_and_penalties(parse):
+    text = "temperature: 1\ntop_k: 5\nmin_p: 0.1\nrepetition_penalty: 1.1\npresence_penalty: -0.5\n"
+    args = vars(parse(text, "--temperature", "0.5", "--frequency-penalty", "0.2"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [args[name] for name in names] == [0.5, 5, 1.0, 0.1, 1.1, -0.5, 0.2]
 
 
 def test_a_file_that_is_not_there():

@@ -30,7 +30,7 @@ class RoundReport:
     clock: Clock
     tree: DraftTree | None = None
     verdict: Verdict | None = None
-    logprobs: list[list[float]] | None = None  # of a round's emitted tokens and what was cut off them, if asked for
+    logprobs: list[list[float]] | None = None  # per row, of what a round emitted before any cut; None if not asked for
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
 
 

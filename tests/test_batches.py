@@ -182,8 +182,9 @@ def test_every_node_is_held_to_its_own_path():
     assert torch.equal(plain[:, 0], found[:, 0]), "plain and speculative decoding would not agree bit for bit"
 
 
-def test_greedy_text_under_a_repetition_penalty_is_that_of_transformers(tmp_path):
-    model = save_hf(tmp_path, "llama", head=8.0)
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a native target, and one through the adapter
+def test_greedy_text_under_a_repetition_penalty_is_that_of_transformers(family, tmp_path):
+    model = save_hf(tmp_path, family, head=8.0)
     target, prompts = load_target(tmp_path, tokenizer=False), [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
     texts = {}
     for penalty in (1.0, 1.25):

@@ -36,6 +36,7 @@ def prove_sampled(
     """Every token's place u in the target's distribution given the text before it: the probability of all likelier
     tokens, and a random part of its own (Rosenblatt's transform, 1952). Of tokens drawn from these distributions the
     places are independent and uniform on [0, 1], however they were drafted."""
+    assert not sampling.penalised, "the distributions are those of the target without penalties"
     engine = Engine(target, drafter, tree, verifier)
     generator = torch.Generator().manual_seed(seed)
     places, outside = [], 0

@@ -98,8 +98,10 @@ class TextStream:
         return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
 
     def _until_stop(self, new: str) -> str:
-        if self.stopped or not self.stops:
-            return "" if self.stopped else new
+        if self.stopped:
+            return ""
+        if not self.stops:
+            return new
         text = self.held + new
         cut = cut_at_stop(text, self.stops)
         self.stopped, self.held = len(cut) < len(text), ""
@@ -112,7 +114,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Ends a row (`specdec.engine.Stop`) at the token that completes one of the strings. Every token is decoded with a
+    """Ends a row (`specdec.rows.Stop`) at the token that completes one of the strings. Every token is decoded with a
     few before it, never the whole text, so strings may begin and end within tokens and within accepted paths."""
 
     def __init__(self, tokenizer, stops: Sequence[str]):

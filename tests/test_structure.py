@@ -61,6 +61,7 @@ ALLOWED = {
     "specdec.lab.sweep": {f"specdec.{m}" for m in ("api", "engine", "model", "types")}
     | {f"specdec.lab.{m}" for m in ("benchmarks", "diagnose", "metrics", "points", "record", "store")}
     | {"trees.optimal"},
+    "specdec.lab.simulated": {f"specdec.{m}" for m in ("types", "verify")},
     "specdec.lab.figures": set(),
     "specdec.lab.gallery": set(),
     "specdec.lab.report": {"specdec.__version__"}

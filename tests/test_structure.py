@@ -61,6 +61,13 @@ ALLOWED = {
     "specdec.lab.sweep": {f"specdec.{m}" for m in ("api", "engine", "model", "types")}
     | {f"specdec.lab.{m}" for m in ("benchmarks", "diagnose", "metrics", "points", "record", "store")}
     | {"trees.optimal"},
+    "specdec.lab.shapes": {f"specdec.{m}" for m in ("archs", "layers", "model")}
+    | {"drafters.eagle3", "drafters.vocab"},
+    "specdec.lab.memory": set(),
+    "specdec.lab.contenders": {f"specdec.{m}" for m in ("engine", "lab.memory", "trace", "types", "verify")},
+    "specdec.lab.bench": {"specdec.types"}
+    | {f"specdec.lab.{m}" for m in ("contenders", "memory", "record", "simulated")},
+    "specdec.lab.bench_table": set(),
     "specdec.lab.simulated": {f"specdec.{m}" for m in ("types", "verify")},
     "specdec.lab.figures": set(),
     "specdec.lab.gallery": set(),

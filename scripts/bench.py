@@ -34,13 +34,13 @@ from specdec.verify import sample_and_match
 
 def load_pair(settings: dict, device: torch.device) -> tuple:
     """The target, and what makes its drafter: of a checkpoint each, or random in a shape."""
-    shape = settings.get("shape")
+    shape, named = settings.get("shape"), settings["target"]
     if shape is None:
-        target = load_target(settings["target"] or DEMO_TARGET, dtype=settings["dtype"], device=str(device))
+        target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
         return target, lambda: load_drafter(place(settings["draft"]), target)
-    if settings["target"] is not None or settings["assistant"] is not None:
-        raise ValueError("a shape has random weights: give either shape=, or target= (and assistant=)")
-    dtype = choose_dtype(settings["dtype"], shape["config"], device)
+    if named["path"] is not None or settings["assistant"] is not None:
+        raise ValueError("a shape has random weights: give either shape=, or target.path= (and assistant=)")
+    dtype = choose_dtype(named["dtype"], shape["config"], device)
     target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, settings["seed"])
     return target, lambda: random_head(target, **shape["drafter"])
 

@@ -68,6 +68,7 @@ ALLOWED = {
     "specdec.lab.bench": {"specdec.types"}
     | {f"specdec.lab.{m}" for m in ("contenders", "memory", "record", "simulated")},
     "specdec.lab.bench_table": set(),
+    "specdec.lab.stages": set(),
     "specdec.lab.simulated": {f"specdec.{m}" for m in ("types", "verify")},
     "specdec.lab.figures": set(),
     "specdec.lab.gallery": set(),

@@ -88,11 +88,14 @@ def pretrain(
     seed: int,
     checkpoint: Path,
     compile: bool = True,
+    device: str = "cpu",
+    seconds: float | None = None,
 ) -> tuple[LlamaForCausalLM, dict]:
     """One pass over data [rows, T]: Muon for the matrices of the blocks, AdamW for the rest; returns model and report.
 
-    The learning rate warms up over 2 % of the steps and falls linearly to zero over the last 60 %. Resumable: the state
-    is written to `checkpoint` every few minutes.
+    The learning rate warms up over 2 % of the steps and falls linearly to zero over the last 60 %. With `seconds` the
+    time decides, if it is over before the data are: the rate falls over the last 60 % of it, whatever the machine does
+    in it. Resumable: the state is written to `checkpoint` every few minutes.
     """
     if len(data) < batch or len(heldout) == 0:
         raise ValueError(
@@ -100,11 +103,11 @@ def pretrain(
             f"at least {batch} and 1 are needed"
         )
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(device)
     optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
     step, steps = 0, data.shape[0] // batch
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, weights_only=True, map_location=device)
         model.load_state_dict(state["model"])
         optimizers.load_state_dict(state["optimizers"])
         step = state["step"]
@@ -115,13 +118,18 @@ def pretrain(
         return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
     train_loss = torch.compile(loss_of) if compile else loss_of
-    running, saved_at = math.nan, time.monotonic()
+    running = math.nan
+    began = saved_at = time.monotonic()
     bar = tqdm(range(step, steps), initial=step, total=steps, desc="target", mininterval=5)
     for step in bar:
-        loss = train_loss(data[step * batch : (step + 1) * batch].long())
+        spent = (time.monotonic() - began) / seconds if seconds else 0.0
+        if spent >= 1:
+            steps = step
+            break
+        loss = train_loss(data[step * batch : (step + 1) * batch].to(device).long())
         loss.backward()
         # Up over 2 % of the steps, then constant, then down to zero over the last 60 %.
-        scale = min((step + 1) / (0.02 * steps + 1), 1.0, (steps - step) / (0.6 * steps))
+        scale = min((step + 1) / (0.02 * steps + 1), 1.0, (1 - max(step / steps, spent)) / 0.6)
         optimizers.step(scale, clip=1.0)
         running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
         bar.set_postfix(loss=f"{running:.3f}")
@@ -131,6 +139,6 @@ def pretrain(
             checkpoint.with_suffix(".partial").rename(checkpoint)
             saved_at = time.monotonic()
     with torch.no_grad():
-        losses = [loss_of(row[None].long()).item() for row in heldout]
+        losses = [loss_of(row[None].to(device).long()).item() for row in heldout]
     report = {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
     return model, report

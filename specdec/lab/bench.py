@@ -115,13 +115,13 @@ class Bench:
         self.made: dict[str, Contender] = {}
 
     def run(self, configuration: Configuration) -> list[dict]:
-        """A row for each contender."""
+        """A row for each contender, or one for all if the configuration cannot be."""
         rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
         try:
             sampling = make_sampling(configuration.sampling)
             self._check_room(configuration)
         except ValueError as error:
-            return [row | {"skipped": str(error)} for row in rows.values()]
+            return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
         kept: dict[str, list[list[Run]]] = {}
         for name, row in rows.items():
             self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))

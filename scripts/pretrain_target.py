@@ -1,0 +1,128 @@
+"""A target from scratch in a given time, with what trains and measures a drafter for it (used by scripts/gpu_proof.py).
+
+    python scripts/pretrain_target.py --data conversations.jsonl.xz --out build/proof --minutes 4 --device cuda
+
+Writes OUT/target (a Llama of transformers with its tokenizer, in bf16), OUT/prompts.jsonl, whose answers the drafter is
+to learn, and OUT/heldout.jsonl, prompts of conversations that the target has not seen. The sizes given by default make
+about 100 M parameters. The time counts from the first step: reading and encoding the data come before.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from build_demo import SEED, split
+from transformers import LlamaConfig
+
+from specdec.checkpoint import check_device
+from specdec.cli import one_sentence_errors
+from specdec.lab.show import write_whole
+from training.data import Message
+from training.pretrain import pack, pretrain, train_tokenizer
+
+HEAD = 64  # head size
+TOKENIZER_DATA = 20_000  # conversations
+
+
+def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
+    """First questions, no two alike, drawn in proportion to how long their answers are."""
+    pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
+    if not pairs:
+        raise ValueError("no conversation of the data begins with a question and an answer")
+    weights = [len(c[1]["content"]) for c in pairs]
+    drawn = random.Random(SEED).choices(pairs, weights, k=2 * count)
+    return list(dict.fromkeys(c[0]["content"] for c in drawn))[:count]
+
+
+def write_prompts(path: Path, prompts: list[str]) -> None:
+    text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def config_of(args: argparse.Namespace, tokenizer) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // HEAD,
+        num_key_value_heads=max(1, args.hidden_size // HEAD // 3),
+        max_position_embeddings=args.length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def train(args: argparse.Namespace) -> dict:
+    """Make everything under --out; returns the report."""
+    began = time.monotonic()
+    known, heldout = split(args.data)
+    write_prompts(args.out / "prompts.jsonl", prompts_of(known, args.prompts))
+    write_prompts(args.out / "heldout.jsonl", prompts_of(heldout, args.heldout))
+    tokenizer = train_tokenizer((m["content"] for c in known[:TOKENIZER_DATA] for m in c), args.vocab_size)
+    data = pack(tokenizer, known, args.length, args.tokens)
+    batch = max(1, args.batch_tokens // args.length)
+    prepared = time.monotonic() - began
+    model, report = pretrain(
+        config_of(args, tokenizer),
+        data,
+        pack(tokenizer, heldout, args.length, 100 * args.length),
+        batch=batch,
+        lr=3e-3,
+        muon_lr=0.02,
+        seed=SEED,
+        checkpoint=args.out / "pretrain.pt",
+        compile=not args.eager,
+        device=args.device,
+        seconds=60 * args.minutes,
+    )
+    aside = args.out / "target.partial"
+    model.to(torch.bfloat16).save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    aside.rename(args.out / "target")
+    return report | {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens_in_data": data.numel(),
+        "seconds_to_prepare": round(prepared, 1),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+@one_sentence_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="conversations: .json, .jsonl or .jsonl.xz")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=4.0, help="of training; less if the data are over before")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--vocab-size", type=int, default=16384)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=13)
+    parser.add_argument("--length", type=int, default=1024, help="the target's context")
+    parser.add_argument("--tokens", type=int, default=200_000_000, help="use so many tokens of the data at most")
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--prompts", type=int, default=10_000, help="for the drafter's data")
+    parser.add_argument("--heldout", type=int, default=64, help="prompts to measure on")
+    parser.add_argument("--eager", action="store_true", help="do not compile the training step")
+    args = parser.parse_args()
+    if args.hidden_size % HEAD:
+        raise ValueError(f"--hidden-size must be a multiple of {HEAD}, got {args.hidden_size}")
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes must be positive, got {args.minutes}")
+    check_device(args.device)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    if (args.out / "target").exists():
+        raise ValueError(f"{args.out} holds a target already: give another --out")
+    print(json.dumps(train(args)))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,8 @@ on them, and both decoding together: tau, and the ratio of times to plain decodi
 against PyTorch; our engine against transformers at the shapes of real models with random weights and a simulated tau.
 
 Every stage is a command of its own with a time limit, and its record, with device and versions, a JSON file in --out as
-soon as it is over; stages that fail or run out of time are recorded, and the next one runs. --stages takes some of them;
-what an earlier run left under --work is not made again. `--device cpu --tiny` rehearses all of it on small models.
+soon as it is over; stages that fail or run out of time are recorded, and the next one runs. --stages takes some of
+them; what an earlier run left under --work is not made again. `--device cpu --tiny` rehearses it on small models.
 """
 
 import argparse

@@ -69,6 +69,7 @@ ALLOWED = {
     | {f"specdec.lab.{m}" for m in ("contenders", "memory", "record", "simulated")},
     "specdec.lab.bench_table": set(),
     "specdec.lab.stages": set(),
+    "specdec.lab.drift": {"specdec.engine", "specdec.types"},
     "specdec.lab.simulated": {f"specdec.{m}" for m in ("types", "verify")},
     "specdec.lab.figures": set(),
     "specdec.lab.gallery": set(),

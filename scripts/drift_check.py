@@ -1,0 +1,122 @@
+"""1,000 generations of random lengths in one process: is memory flat, and every output that of a fresh start?
+
+    python scripts/drift_check.py --out drift.json
+
+Plain and speculative, greedy and sampled, batches of one to three, random prompts. Every output is compared with that
+of an engine, with its drafter, made for it alone, and --fresh of them, evenly spread, with that of a process that does
+nothing else. Memory is the resident set (on a GPU also what torch has allocated) after every 50 generations, garbage
+collected; from the 50th on it may grow by --allow-mib, and the objects that Python knows by --allow-objects. Ends with
+1 if anything fails; the last line is one JSON object.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
+from specdec.cli import one_sentence_errors
+from specdec.engine import Engine
+from specdec.lab.bench import header
+from specdec.lab.cost import machine
+from specdec.lab.drift import Case, Growth, decode_all, different
+from specdec.lab.memory import resident_bytes
+from specdec.lab.show import write_whole
+
+MIB = 2**20
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", default=str(DEMO_TARGET))
+    p.add_argument("--draft", default=str(DEMO_DRAFTER))
+    p.add_argument("--generations", type=int, default=1000)
+    p.add_argument(
+        "--every", type=int, default=50, help="generations between two looks at memory; the first is the base"
+    )
+    p.add_argument("--fresh", type=int, default=20, help="generations repeated in a process of their own")
+    p.add_argument("--prompt-tokens", type=int, default=128, help="at most")
+    p.add_argument("--new-tokens", type=int, default=32, help="at most")
+    p.add_argument("--allow-mib", type=float, default=16.0)
+    p.add_argument("--allow-objects", type=int, default=200)
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--out", type=Path, help="a JSON file")
+    p.add_argument("--only", type=int, help="print the digest of this generation alone")
+    args = p.parse_args()
+    for name in ("generations", "every", "prompt_tokens", "new_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.generations < 2 * args.every:
+        raise ValueError(f"--generations must be at least twice --every, {2 * args.every}, got {args.generations}")
+    if not 0 <= args.fresh <= args.generations:
+        raise ValueError(f"--fresh must lie between 0 and --generations, got {args.fresh}")
+    return args
+
+
+def fresh_digest(number: int) -> str:
+    """What this very command gives for one generation in a process of its own."""
+    command = [sys.executable, *sys.argv, "--only", str(number)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise ValueError(f"the process for generation {number} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return lines[-1]
+
+
+@one_sentence_errors
+def main() -> None:
+    args = arguments()
+    target = load_target(args.target, device=args.device, tokenizer=False)
+    tree = make_tree()
+
+    def make(speculative: bool) -> Engine:
+        return Engine(target, load_drafter(args.draft, target), tree) if speculative else Engine(target)
+
+    numbers = range(args.generations) if args.only is None else [args.only]
+    sizes = target.config.vocab, args.prompt_tokens, args.new_tokens
+    cases = [Case.draw(args.seed, number, *sizes) for number in numbers]
+    if args.only is not None:
+        print(cases[0].decode(make(cases[0].speculative)))
+        return
+    memory = resident_bytes if args.device == "cpu" else lambda: resident_bytes() + torch.cuda.memory_allocated()
+    with tqdm(total=2 * len(cases) + args.fresh, desc="generations", mininterval=5) as bar:
+        digests, marks = decode_all(make, cases, args.every, memory, bar.update)
+        other = different(make, cases, digests, bar.update)
+        sample = [i * args.generations // args.fresh for i in range(args.fresh)]
+        strange = []
+        for number in sample:
+            if fresh_digest(number) != digests[number]:
+                strange.append(number)
+            bar.update()
+    growth = Growth.of(marks)
+    flat = growth.bytes <= args.allow_mib * MIB and growth.objects <= args.allow_objects
+    result = header(target.embed.weight.device, machine(target.embed.weight.device)) | {
+        "ok": flat and not other and not strange,
+        "generations": args.generations,
+        "equal_to_a_new_engine": args.generations - len(other),
+        "equal_to_a_fresh_process": f"{len(sample) - len(strange)} of {len(sample)}",
+        "different": {"new_engine": other, "fresh_process": strange},
+        "grown_mib": round(growth.bytes / MIB, 2),
+        "grown_objects": growth.objects,
+        "marks": [asdict(mark) for mark in marks],
+    }
+    if args.out is not None:
+        write_whole(args.out, lambda aside: aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8"))
+    print(
+        f"{args.generations} generations: from the {args.every}th on memory grew by {result['grown_mib']} MiB and "
+        f"{growth.objects} objects; {len(other)} differ from a new engine's, {len(strange)} of {len(sample)} from a "
+        "fresh process's"
+    )
+    print(json.dumps({key: result[key] for key in ("ok", "generations", "grown_mib", "grown_objects", "different")}))
+    if not result["ok"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -37,7 +37,7 @@ SIMULATED_TAU = 3.0
 class Sizes:
     """Further words of the commands: as they are meant, or so small that a CPU rehearses them."""
 
-    target: str = ""
+    target: str = "--eager"  # in so short a training compiling costs about what it saves
     answers: str = "--limit 10000 --batch-size 256 --max-new-tokens 256 --shard-size 1024"
     # The rate is constant and the average of the weights is exported: the run ends when its time does, at any step.
     drafter: str = (
@@ -46,29 +46,28 @@ class Sizes:
         "objective.steps=5"
     )
     tau: str = "--max-new-tokens 128"
-    pair: str = "suite.configurations=[pp512,tg128,short,medium,sampled] questions=4"
+    pair: str = "suite.configurations=[medium,short,sampled,tg128,pp512] suite.warmups=1 questions=2"
     shapes: tuple[str, ...] = ("llama_3_2_1b", "llama_3_1_8b", "qwen3_1_7b", "gemma3_1b")
-    shape: str = ""
+    shape: str = "suite.configurations=[short,tg128] suite.warmups=1"
     tests: str = ""
-    training: float = 0.24  # of all the time, for the target
 
 
 TINY = Sizes(
-    target="--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 --eager",
+    target="--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 --tokens 40000 "
+    "--eager",
     answers="--limit 24 --batch-size 8 --max-new-tokens 16 --shard-size 8",
     drafter="trainer.steps=3 trainer.batch_tokens=256 data.heldout=2 objective.steps=2",
     tau="--max-new-tokens 16",
-    pair="suite.configurations=[short] suite.warmups=1 suite.trials=1",
+    pair="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative,sdpa]",
     shapes=("tiny",),
     shape="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative]",
     tests="tests/test_gpu.py",
-    training=0.01,
 )
 
 
 def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     """The real thing: a target, its answers, its drafter, and what they do together."""
-    work, minutes, on_device = args.work, args.minutes, ["--device", args.device]
+    work, on_device = args.work, ["--device", args.device]
     pair, answers, draft = work / "pair", work / "answers", work / "draft" / "draft"
     target, heldout, result = pair / "target", pair / "heldout.jsonl", args.out / "bench_pair.json"
     pretrain = ["scripts/pretrain_target.py", "--data", args.conversations, "--out", pair, *on_device]
@@ -80,31 +79,31 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     return [
         Stage(
             "target",
-            python(*pretrain, "--minutes", f"{sizes.training * minutes:g}", *sizes.target.split()),
-            share=0.34,
+            python(*pretrain, "--seconds", "{limit}", *sizes.target.split()),
+            share=0.36,
             makes=target,
             void=None if args.conversations else "no --conversations were given",
         ),
         Stage(
             "answers",
             python(*regenerate, "--out", answers / "answers.jsonl", *sizes.answers.split()),
-            share=0.1,
+            share=0.07,
             needs=(target,),
             ends_itself=False,  # the shards that are whole serve
         ),
         Stage(
             "drafter",
             python(*train, "objective.terms={tokens: 1.0}", *sizes.drafter.split()),
-            share=0.15,
+            share=0.12,
             needs=(target, answers),
             makes=draft,
             ends_itself=False,
         ),
-        Stage("tau", python(*generate, "--compare", "--json", *sizes.tau.split()), share=0.08, needs=(target, draft)),
+        Stage("tau", python(*generate, "--compare", "--json", *sizes.tau.split()), share=0.05, needs=(target, draft)),
         Stage(
             "pair",
-            python(*bench, f"prompts={heldout}", f"budget_s={0.1 * 60 * minutes:g}", *sizes.pair.split()),
-            share=0.13,
+            python(*bench, f"prompts={heldout}", "budget_s={budget}", *sizes.pair.split()),
+            share=0.09,
             needs=(target, draft),
             result=result,
         ),
@@ -115,16 +114,17 @@ def machine_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     """What needs no training: kernels, and random weights."""
     gpu = None if args.device.startswith("cuda") else "the kernels' benchmark needs a GPU"
     kernels = args.out / "kernels.json"
-    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
+    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.07, result=kernels, void=gpu)]
     for shape in sizes.shapes:
         out = args.out / f"bench_{shape}.json"
-        words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", f"out={out}", *TREE]
+        words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]
+        words += [f"out={out}", *TREE]
         stages.append(Stage(f"bench {shape}", python("scripts/bench.py", *words, *sizes.shape.split()), result=out))
     return stages
 
 
 def test_stage(sizes: Sizes) -> Stage:
-    return Stage("tests", python("-m", "pytest", "-m", "gpu", "--no-header", *sizes.tests.split()), share=0.15)
+    return Stage("tests", python("-m", "pytest", "-m", "gpu", "--no-header", *sizes.tests.split()), share=0.08)
 
 
 def python(*words: object) -> list[str]:

@@ -147,9 +147,10 @@ class Bench:
             raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
 
     def _attempt(self, row: dict, what: Callable[[], None]) -> None:
-        """Do it unless time is up; an error becomes part of the row."""
-        if time.monotonic() > self.deadline:
-            if row.setdefault("trials", 0) == 0:
+        """Do it unless time is up; what has been warmed up has one trial all the same. An error becomes part of the
+        row."""
+        if time.monotonic() > self.deadline and row.get("trials") != 0:
+            if "trials" not in row:
                 row["skipped"] = f"the budget of {self.budget:g} s is used up"
             return
         try:

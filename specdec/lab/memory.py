@@ -48,10 +48,12 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def read_bytes(target, context: float) -> float:
-    """Bytes that plain decoding of one row must read for a token behind `context` tokens: every weight, of the
-    embedding only if it is the head too, and the keys and values that the layers see."""
-    config, item = target.config, target.embed.weight.element_size()
-    weights = weight_bytes(target) - (0 if config.tied else target.embed.weight.nbytes)
+    """Bytes that plain decoding of one row must read for a token behind `context` tokens: every weight, the embedding
+    only if it is the head too (on the CPU a tied head is a copy in another layout), and the keys and values that the
+    layers see."""
+    config, table = target.config, target.embed.weight
+    is_head = target.head.weight is table
+    weights, item = weight_bytes(target) - (0 if is_head else table.nbytes), table.element_size()
     sliding = getattr(config, "sliding", ()) or (False,) * config.layers
     seen = sum(min(context, config.window) if slides else context for slides in sliding)
     return weights + 2 * seen * config.kv_heads * config.head_dim * item

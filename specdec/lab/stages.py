@@ -16,12 +16,14 @@ GRACE = 20.0  # seconds from being asked to stop to being killed
 
 @dataclass(frozen=True)
 class Stage:
-    """A command. share: of the whole time, at most; None: what is left, evenly with the other stages of that kind.
+    """A command. In its words {limit} becomes the seconds that it has, {budget} three quarters of them: what it may
+    use if it keeps to time itself.
 
-    needs: files without which it is skipped. makes: a file or folder; there beforehand, the stage need not run, and
-    missing afterwards, it failed. result: a JSON file that becomes part of the record, else the last line of the output
-    does, if it is a JSON object. ends_itself: being stopped when the time is over is how it is meant to end. void: why
-    it cannot run here.
+    share: of the whole time, at most; None: what is left, evenly with the other stages of that kind. needs: files
+    without which it is skipped. makes: a file or folder; there beforehand, the stage need not run, and missing
+    afterwards, it failed. result: a JSON file that becomes part of the record, else the last line of the output does,
+    if it is a JSON object. ends_itself: if false, being stopped when the time is over is how it is meant to end. void:
+    why it cannot run here.
     """
 
     name: str
@@ -46,7 +48,9 @@ def run_stages(stages: list[Stage], seconds: float, done: Callable[[dict], None]
 
 def run_stage(stage: Stage, limit: float, cwd: Path | None = None) -> dict:
     """outcome: done, failed, out of time, skipped or kept (made before)."""
-    record = {"stage": stage.name, "command": shlex.join(stage.command), "limit_seconds": round(limit, 1)}
+    times = {"{limit}": f"{max(limit, 1):.0f}", "{budget}": f"{max(0.75 * limit, 1):.0f}"}
+    command = [_fill(word, times) for word in stage.command]
+    record = {"stage": stage.name, "command": shlex.join(command), "limit_seconds": round(limit, 1)}
     if stage.makes is not None and stage.makes.exists():
         return record | {"outcome": "kept", "reason": f"{stage.makes} is there already"}
     missing = [path for path in stage.needs if not path.exists()]
@@ -56,12 +60,19 @@ def run_stage(stage: Stage, limit: float, cwd: Path | None = None) -> dict:
     if stage.result is not None:
         stage.result.unlink(missing_ok=True)  # an older run's must not pass for this one's
     start = time.monotonic()
-    output, code, stopped = _run(stage.command, limit, cwd)
-    outcome = "out of time" if stopped and stage.ends_itself else "done" if code == 0 or stopped else "failed"
-    if stage.makes is not None and not stage.makes.exists() and outcome == "done":
-        outcome = "failed"
+    output, code, stopped = _run(command, limit, cwd)
+    well = code == 0 or (stopped and not stage.ends_itself)
+    if well and stage.makes is not None and not stage.makes.exists():
+        well = False
+    outcome = "done" if well else "out of time" if stopped else "failed"
     record |= {"outcome": outcome, "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
     return record | {"result": _result(stage, output), "output_tail": output[-TAIL:]}
+
+
+def _fill(word: str, values: dict[str, str]) -> str:
+    for place, value in values.items():
+        word = word.replace(place, value)
+    return word
 
 
 def _run(command: list[str], limit: float, cwd: Path | None) -> tuple[str, int, bool]:

@@ -49,6 +49,7 @@ try:
     child.wait()
 except KeyboardInterrupt:
     print('{{"partial": true}}')
+    sys.exit(130)
 """
     start = time.monotonic()
     record = run_stage(program(code), 3)

@@ -38,7 +38,7 @@ class Sizes:
     """Further words of the commands: as they are meant, or so small that a CPU rehearses them."""
 
     target: str = "--eager"  # in so short a training compiling costs about what it saves
-    answers: str = "--limit 10000 --batch-size 256 --max-new-tokens 256 --shard-size 1024"
+    answers: str = "--limit 10000 --batch-size 512 --max-new-tokens 256 --shard-size 1024"
     # The rate is constant and the average of the weights is exported: the run ends when its time does, at any step.
     drafter: str = (
         "trainer.steps=100000 trainer.schedule=constant trainer.ema=0.99 trainer.batch_tokens=16384 trainer.lr=1e-3 "
@@ -74,6 +74,7 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     regenerate = ["-m", "training.regenerate", "--target", target, "--prompts", pair / "prompts.jsonl", *on_device]
     train = ["-m", "training.train", f"target.path={target}", f"data.path={answers}/answers*.jsonl", "data.bad=skip"]
     train += [f"out={work / 'draft'}", f"device={args.device}", "drafter=eagle3_1", "drafter.draft_vocab_size=null"]
+    train += ["drafter.train_head=false", "objective.terms={tokens: 1.0}"]  # as the demo's
     generate = ["-m", "specdec.generate", "--target", target, "--draft", draft, "--prompt-file", heldout, *on_device]
     bench = ["scripts/bench.py", f"target.path={target}", f"draft={draft}", f"device={args.device}", f"out={result}"]
     return [
@@ -93,7 +94,7 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
         ),
         Stage(
             "drafter",
-            python(*train, "objective.terms={tokens: 1.0}", *sizes.drafter.split()),
+            python(*train, *sizes.drafter.split()),
             share=0.12,
             needs=(target, answers),
             makes=draft,

@@ -24,11 +24,14 @@ def load(name: str) -> dict:
 
 @pytest.mark.parametrize("name", MILLIONS)
 def test_the_shapes_are_those_of_the_models(name):
-    config = read_config(load(name)["config"], name)
+    fields = load(name)["config"]
+    config = read_config(fields, name)
     with torch.device("meta"):
         target = Target(config)
     count = sum(p.numel() for p in target.parameters()) - (target.head.weight.numel() if config.tied else 0)
     assert round(count / 1e6) == MILLIONS[name]
+    theirs = random_transformers(fields, torch.bfloat16, torch.device("meta"))
+    assert sum(p.numel() for p in theirs.parameters()) == count
 
 
 def test_every_shape_is_tested():

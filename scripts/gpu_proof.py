@@ -100,7 +100,7 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
             makes=draft,
             ends_itself=False,
         ),
-        Stage("tau", python(*generate, "--compare", "--json", *sizes.tau.split()), share=0.05, needs=(target, draft)),
+        Stage("tau", python(*generate, "--compare", "--json", *sizes.tau.split()), share=0.07, needs=(target, draft)),
         Stage(
             "pair",
             python(*bench, f"prompts={heldout}", "budget_s={budget}", *sizes.pair.split()),
@@ -115,7 +115,7 @@ def machine_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     """What needs no training: kernels, and random weights."""
     gpu = None if args.device.startswith("cuda") else "the kernels' benchmark needs a GPU"
     kernels = args.out / "kernels.json"
-    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.12, result=kernels, void=gpu)]
+    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
     for shape in sizes.shapes:
         out = args.out / f"bench_{shape}.json"
         words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]

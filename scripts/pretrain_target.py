@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000_000, help="use so many tokens of the data at most")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--prompts", type=int, default=10_000, help="for the drafter's data")
-    parser.add_argument("--heldout", type=int, default=64, help="prompts to measure on")
+    parser.add_argument("--heldout", type=int, default=24, help="prompts to measure on")
     parser.add_argument("--eager", action="store_true", help="do not compile the training step")
     args = parser.parse_args()
     if args.hidden_size % HEAD:

@@ -220,6 +220,17 @@ def test_transformers_says_the_same_and_ends_at_no_token(both, name):
         assert len(prompt) + new - 1 <= tokens <= len(prompt) + new + 64
 
 
+def test_penalties_are_the_same_in_transformers_or_not_there(both):
+    target, model = both
+    theirs, prompt = of_transformers_by_name(lambda: model, None)["sdpa"](), [5, 6, 7]
+    penalised = Sampling(repetition_penalty=1.5)
+    text = theirs(prompt, 30, penalised, 0).tokens
+    assert text == Ours(target)(prompt, 30, penalised, 0).tokens
+    assert text != theirs(prompt, 30, Sampling(), 0).tokens
+    with pytest.raises(NotAvailable, match="frequency"):
+        theirs(prompt, 30, Sampling(frequency_penalty=1.0), 0)
+
+
 def test_sampled_transformers_depends_on_the_seed(both):
     run = of_transformers_by_name(lambda: both[1], None)["sdpa"]()
     texts = [run([5, 6, 7], 20, Sampling(0.8, 50, 0.9), seed).tokens for seed in (1, 1, 2)]

@@ -136,8 +136,10 @@ class Transformers(Contender):
 
 
 def of_transformers(sampling: Sampling) -> dict:
-    """Our settings in transformers' words."""
-    penalty = {"repetition_penalty": getattr(sampling, "repetition_penalty", 1.0)}
+    """Our settings in transformers' words. Raises NotAvailable for what it has no words for."""
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        raise NotAvailable("transformers has no presence and frequency penalties")
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
     if sampling.greedy:
         return {"do_sample": False} | penalty
     names = ("temperature", "top_k", "top_p", "min_p")

@@ -162,6 +162,7 @@ class RecurrentDrafter(nn.Module):
     """
 
     head: nn.Linear | SharedHead
+    capturable = True
 
     def __init__(
         self,

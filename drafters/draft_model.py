@@ -28,6 +28,10 @@ class DraftModel(nn.Module):
         super().__init__()
         self.model, self.vocab = model, vocab or DraftVocab(model.config.vocab)
 
+    @property
+    def capturable(self) -> bool:
+        return self.model.capturable
+
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         self.first = first
         self.cache = self.model.new_cache(batch, slots + 1)

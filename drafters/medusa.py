@@ -39,6 +39,9 @@ class Medusa(nn.Module):
     The matrix from hidden states to logits is each head's own, as in the first paper, or the target's for all of them.
     """
 
+    capturable = True
+    cache = None
+
     def __init__(self, shape: MedusaShape, tap: int, vocab: DraftVocab, head: Tensor):
         """tap: the target's number of layers. head [V,H]: the target's."""
         super().__init__()

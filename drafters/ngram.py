@@ -29,6 +29,7 @@ class NGram(nn.Module):
 
     taps = ()
     max_steps = None
+    capturable = False  # what it remembers of a position grows with the text
 
     def __init__(
         self,

@@ -62,6 +62,7 @@ class TransformersTarget(nn.Module):
     name: str = ""
     tokenizer = None
     eos: frozenset[int] = frozenset()
+    capturable = False  # the modules of some families read values on the host
 
     def __init__(self, model: nn.Module):
         """Raises ValueError, without a model's name, for a model that could not be made exact."""

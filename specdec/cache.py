@@ -33,6 +33,12 @@ class KVCache:
         if self.move is not None:
             self.addresses = torch.tensor([kv.data_ptr() for kv in self.layers], device=like.device)
 
+    def clear(self) -> "KVCache":
+        """Forget all positions, in place; what the slots hold stays, unseen."""
+        self.lens.zero_()
+        self.bound = 0
+        return self
+
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
         return (self.row_start + self.lens[:, None] + offsets).flatten()

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from specdec.cache import KVCache
+from specdec.graphs import Backend, make_graphs
+from specdec.late import Rounds, read_late
 from specdec.model import Target, check_taps
 from specdec.penalties import Penalties
 from specdec.rows import Row, Stop, make_rows
@@ -50,7 +52,9 @@ class Result:
 class Engine:
     """Decodes a batch of prompts with a target, and with a drafter and a tree policy if they are given.
 
-    Everything between two readings of emitted tokens stays on the device.
+    Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
+    them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
+    `late` reads what a round emitted after the next was launched; None does so with graphs.
     """
 
     def __init__(
@@ -59,6 +63,9 @@ class Engine:
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
+        *,
+        graphs: bool | Backend | None = None,
+        late: bool | None = None,
     ):
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
@@ -75,6 +82,10 @@ class Engine:
             _check_fit(verifier, policy)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.embed.weight.device
+        self.graphs = make_graphs(graphs, target, drafter)
+        if late is False and self.graphs is not None:
+            raise ValueError("rounds that are replayed are read late: late=False needs graphs=False")
+        self.late = self.graphs is not None if late is None else late
 
     @torch.inference_mode()
     def generate(
@@ -100,7 +111,8 @@ class Engine:
         rows = self._rows(prompts, max_new_tokens, sampling, stop)
         samplings = [row.sampling for row in rows]
         sampling = samplings[0] if len(set(samplings)) == 1 else Samplings(samplings, self.device)
-        generator = torch.Generator(self.device).manual_seed(seed)
+        generator = torch.Generator(self.device) if self.graphs is None else self.graphs.generator
+        generator.manual_seed(seed)
         clock = Clock(self.device)
         penalties = None
         if any(s.penalised for s in samplings):
@@ -113,6 +125,21 @@ class Engine:
         report = RoundReport(rows, started, [0] * len(rows), sampling, clock)
         prefill_seconds = time.perf_counter() - start
         self._observe(observer, report, clock)
+        decode = self._decode_late if self.late else self._decode
+        decode(rows, root, state, cache, eos, observer, *how)
+        return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
+
+    def _decode(
+        self,
+        rows: list[Row],
+        root: Tensor,
+        state: DraftState | None,
+        cache: KVCache,
+        eos: frozenset[int],
+        observer: Callable[[RoundReport], None] | None,
+        *how,
+    ) -> None:
+        """Rounds until all rows have ended."""
         while any(row.finish is None for row in rows):
             active = torch.tensor([row.finish is None for row in rows], device=self.device)
             # Exact lengths are known here; within the round the caches work with upper bounds. Rows that have ended
@@ -122,11 +149,38 @@ class Engine:
                 root, report = self._reported_plain_round(rows, root, cache, active, *how)
             else:
                 root, state, report = self._reported_round(rows, root, state, cache, active, *how)
-            self._record(rows, report, eos)
-            clock.mark("host")
-            self._observe(observer, report, clock)
+            self._conclude(report, eos, observer)
             report.logits = None  # too much to hold through the next round
-        return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
+
+    def _decode_late(
+        self,
+        rows: list[Row],
+        root: Tensor,
+        state: DraftState | None,
+        cache: KVCache,
+        eos: frozenset[int],
+        observer: Callable[[RoundReport], None] | None,
+        *how,
+    ) -> None:
+        """The same, each round launched before the one before it is read."""
+        if self.graphs is None:
+            rounds = Rounds(self, rows, root, state, cache, eos=eos, how=how)
+        else:
+            rounds = self.graphs.begin(self, rows, root, state, cache, eos=eos, how=how, observed=observer is not None)
+        sampling, _, clock, *_ = how
+        path = self.policy.steps + 1 if self.policy else 1
+        for outcome in read_late(rows, rounds, path, self.device):
+            made = outcome.made
+            report = RoundReport(rows, outcome.emitted, outcome.accepted, sampling, clock, made.tree, made.verdict)
+            report.logprobs, report.logits = outcome.logprobs, made.logits
+            self._conclude(report, eos, observer)
+
+    def _conclude(
+        self, report: RoundReport, eos: frozenset[int], observer: Callable[[RoundReport], None] | None
+    ) -> None:
+        self._record(report.rows, report, eos)
+        report.clock.mark("host")
+        self._observe(observer, report, report.clock)
 
     def _reported_round(
         self, rows: list[Row], root: Tensor, state: DraftState, cache: KVCache, active: Tensor, *how
@@ -176,7 +230,11 @@ class Engine:
         room = max(len(row.prompt) + row.limit for row in rows)
         path = self.policy.steps + 1 if self.policy else 1
         nodes = self.policy.num_draft_tokens if self.policy else 1
-        cache = self.target.new_cache(len(rows), room + path + nodes)
+        cache = None
+        if self.graphs is not None:
+            room, cache = self.graphs.prepare(len(rows), room, self.target.config.context)
+        if cache is None:
+            cache = self.target.new_cache(len(rows), room + path + nodes)
         taps = self.drafter.taps if self.drafter else ()
         logits, feats = self.target(tokens, cache, taps=taps, last=lens - 1)
         root = self._draw(logits, torch.ones_like(lens), sampling, generator, penalties)
@@ -187,6 +245,8 @@ class Engine:
         if self.drafter is None:
             return root, None, cache
         self.drafter.reset(len(rows), room + path + max(path, self.policy.draft_slots()), tokens[:, 0])
+        if self.graphs is not None:
+            self.graphs.place_draft_cache()
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
         return root, self.drafter.extend(feats, following, lens, longest), cache
 
@@ -238,9 +298,12 @@ class Engine:
         clock: Clock,
         penalties: Penalties | None = None,
         logprobs: bool = False,
+        *,
+        ancestors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One token per row without a drafter, [B], and if asked for its log-probability [B]."""
-        logits, _ = self.target(root[:, None], cache)
+        """One token per row without a drafter, [B], and if asked for its log-probability [B]. ancestors: ones [B,1,1]
+        where `cache.bound` is not exact."""
+        logits, _ = self.target(root[:, None], cache, ancestors=ancestors)
         n = active.long()
         token = self._draw(logits, n, sampling, generator, penalties)
         cache.advance(n, cache.bound + 1)

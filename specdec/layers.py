@@ -61,7 +61,8 @@ class RMSNorm(Bound):
 
     def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        epsilon, share = torch.tensor(self.eps, dtype=dtype, device=self.weight.device), 1 / len(self.weight)
+        # Filled on the device: a copy from the host would be a synchronisation.
+        epsilon, share = torch.full((), self.eps, dtype=dtype, device=self.weight.device), 1 / len(self.weight)
 
         def inverse_rms(x: Tensor) -> Tensor:
             # On the CPU `F.rms_norm` is made of more operators than these.

@@ -110,6 +110,7 @@ class Target(nn.Module):
     name: str = ""
     tokenizer = None
     eos: frozenset[int] = frozenset()
+    capturable = True  # see `specdec.graphs`
     bound: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
 
     def __init__(self, config: ModelConfig):

@@ -42,6 +42,13 @@ class Clock:
         ]
 
 
+class Silent:
+    """A clock that notes nothing, for rounds that are recorded: a mark is no part of them."""
+
+    def mark(self, part: str) -> None:
+        pass
+
+
 @dataclass
 class RowTrace:
     """One sequence: `accepted[r]` is the number of drafted tokens that round r accepted, before any cut at the end of

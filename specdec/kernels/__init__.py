@@ -46,6 +46,11 @@ def use(backend: str, *names: str) -> None:
     _backend.update(dict.fromkeys(names or KERNELS, backend))
 
 
+def backends() -> tuple[str, ...]:
+    """What `use` has chosen for each kernel, in the order of `KERNELS`."""
+    return tuple(_backend.values())
+
+
 @functools.cache
 def installed() -> bool:
     return importlib.util.find_spec("triton") is not None

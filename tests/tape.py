@@ -1,0 +1,73 @@
+"""A CUDA graph without a GPU: operators are recorded while a function runs, and run again on the same memory.
+
+As with a graph, no Python of the function runs again, what it knew on the host is what it knew then, and every tensor
+lies where it lay: a result that is kept outside static tensors is not seen by the next run.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from specdec.graphs import WARM_UPS
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator with its arguments and what it gave."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), f"{func} waits for the device"
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
+def tensors(value) -> list[Tensor]:
+    return [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+
+
+def again(func, args, kwargs, out) -> None:
+    """Run a recorded operator, its results to where they were."""
+    inputs = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
+    results = tensors(out)
+    if func._schema.is_mutable:
+        func(*args, **kwargs)
+    elif not all(x.numel() and x.untyped_storage().data_ptr() in inputs for x in results):  # else views: nothing to do
+        for x, new in zip(results, tensors(func(*args, **kwargs)), strict=True):
+            x.copy_(new)
+
+
+class Tape:
+    """A `graphs.Backend` for tests."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+        self.captures, self.replays = 0, 0
+
+    def capture(self, run, kept):
+        before, numbers = [x.clone() for x in kept], self.generator.get_state()
+        for _ in range(WARM_UPS):
+            run()
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
+        self.generator.set_state(numbers)
+        with Recorder() as record:
+            made = run()
+        # A capture only records: what running did is undone.
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
+        self.generator.set_state(numbers)
+        self.captures += 1
+
+        def replay():
+            self.replays += 1
+            for call in record.calls:
+                again(*call)
+            return made
+
+        return replay

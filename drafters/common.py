@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView, document_mask, document_positions
-from specdec.cache import KVCache
+from specdec.cache import KVCache, cache_bytes
 from specdec.layers import RMSNorm, Rope, RopeTable, check_heads, rotate
 from specdec.types import DraftState, UnrolledState
 
@@ -212,6 +212,9 @@ class RecurrentDrafter(nn.Module):
         shape = self.shape
         self.rope.reserve(slots, self.embedding)
         self.cache = KVCache(self.layers, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return cache_bytes(self.layers, batch, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         count = tokens.shape[1]

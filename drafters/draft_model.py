@@ -36,6 +36,9 @@ class DraftModel(nn.Module):
         self.first = first
         self.cache = self.model.new_cache(batch, slots + 1)
 
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return self.model.cache_bytes(batch, slots + 1)
+
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         if self.cache.bound == 0:  # token 0 goes in with the first ones: the whole prompt is one causal prefill
             tokens, n = torch.cat([self.first[:, None], tokens], 1), n + 1

@@ -65,6 +65,9 @@ class Medusa(nn.Module):
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         pass
 
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return 0
+
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))

@@ -51,6 +51,9 @@ class NGram(nn.Module):
         self.history[:, 0] = first
         self.lens = torch.ones_like(first)
 
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return 8 * batch * (slots + 1)
+
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         places = self.lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.history.scatter_(1, places, tokens)

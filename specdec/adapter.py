@@ -20,7 +20,7 @@ from transformers.utils import logging
 from specdec.archs import ModelConfig
 from specdec.archs.tensors import set_aside
 from specdec.attention import document_mask, document_positions, tree_mask, window_mask
-from specdec.cache import KVCache
+from specdec.cache import KVCache, cache_bytes
 from specdec.layers import Rope
 
 NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
@@ -183,6 +183,9 @@ class TransformersTarget(nn.Module):
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         return KVCache(self.config.layers, batch, slots, *self.cache_shape, like=self.embed.weight)
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        return cache_bytes(self.config.layers, batch, slots, *self.cache_shape, like=self.embed.weight)
 
     def forward(
         self,

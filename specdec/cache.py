@@ -6,6 +6,11 @@ from torch import Tensor
 from specdec.kernels import kernel_for
 
 
+def cache_bytes(layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
+    """What a `KVCache` of these sizes takes, lengths and the like aside."""
+    return 2 * layers * batch * slots * kv_heads * head_dim * like.element_size()
+
+
 class KVCache:
     """Keys and values of committed tokens, and after them scratch slots for a tree.
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from specdec.cache import KVCache
 from specdec.graphs import Backend, make_graphs
 from specdec.late import Rounds, read_late
+from specdec.memory import Request, check, free_bytes, plan
 from specdec.model import Target, check_taps
 from specdec.penalties import Penalties
 from specdec.rows import Row, Stop, make_rows
 from specdec.sampling import logprobs_of, sample
 from specdec.trace import Clock
 from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings, TreePolicy, Verdict, Verifier
-from specdec.verify import sample_and_match
+from specdec.verify import SampleAndMatch, sample_and_match
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Result:
     rows: list[Row]
     seconds: float  # all of it
     prefill_seconds: float  # until the first token
-    parts: dict[str, float]  # seconds in prefill, draft, verify, commit, host, output
+    parts: dict[str, float]  # seconds in prefill, draft, verify, commit (or round, if replayed), host, output
 
     @property
     def decode_seconds(self) -> float:
@@ -214,6 +215,22 @@ class Engine:
         config = self.target.config
         return make_rows(prompts, max_new_tokens, sampling, stop, vocab=config.vocab, context=config.context)
 
+    def _check_memory(self, rows: list[Row], room: int, kept: bool) -> None:
+        """ValueError for what a GPU cannot hold, before anything is allocated."""
+        free = free_bytes(self.device)
+        if free is None:
+            return
+        plain = self.drafter is None or isinstance(self.verifier, SampleAndMatch)
+        request = Request(
+            batch=len(rows),
+            prompt=max(len(row.prompt) for row in rows),
+            room=room,
+            greedy=plain and all(row.sampling.greedy for row in rows),
+            penalised=any(row.sampling.penalised for row in rows),
+        )
+        needed = plan(self.target, self.drafter, self.policy, request, self.graphs is not None)
+        check(needed, free, kept)
+
     def _prefill(
         self,
         rows: list[Row],
@@ -233,6 +250,7 @@ class Engine:
         cache = None
         if self.graphs is not None:
             room, cache = self.graphs.prepare(len(rows), room, self.target.config.context)
+        self._check_memory(rows, room, cache is not None)
         if cache is None:
             cache = self.target.new_cache(len(rows), room + path + nodes)
         taps = self.drafter.taps if self.drafter else ()

@@ -5,6 +5,7 @@ only one that changes is how many slots of the caches are read, which goes in st
 keeps for the next one lies in tensors that never move.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, Protocol
@@ -12,14 +13,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from specdec import kernels
 from specdec.cache import KVCache
+from specdec.kernels import backends
 from specdec.late import Made, Progress, play
 from specdec.rows import Row
 from specdec.trace import Silent
 from specdec.types import Drafter, DraftState, DraftTree, Samplings, Verdict
 
 STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
+MOST = 64  # graphs of one engine; the oldest goes first
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
 
 
@@ -27,6 +29,9 @@ class Backend(Protocol):
     """Something that can record a function of static tensors, and run the record."""
 
     generator: torch.Generator  # whose numbers the record draws anew in each run
+
+    def forget(self) -> None:
+        """Nobody will run again what was captured so far."""
 
     def capture(self, run: Callable[[], Any], kept: Sequence[Tensor]) -> Callable[[], Any]:
         """A function that does again what `run` does, and returns what that returned: each time the same tensors.
@@ -41,6 +46,10 @@ class CudaGraphs:
         self.device = device
         self.generator = torch.Generator(device)
         self.stream = torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        # A pool whose last graph is gone cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], kept: Sequence[Tensor]) -> Callable[[], Any]:
@@ -125,7 +134,9 @@ class Graphs:
         kept = self.rounds
         if kept is not None and kept.batch == batch and kept.room >= room and kept.stamp == self._stamp():
             return kept.room, kept.cache.clear()
-        self.rounds = None
+        if kept is not None:
+            self.rounds = None
+            self.backend.forget()
         self.room = max(room, min(-(-room // STEP) * STEP, context))
         return self.room, None
 
@@ -147,14 +158,15 @@ class Graphs:
         """Changes when a tensor moves that a graph reads, or its values do, from which others may have been made."""
         modules = [part for part in (self.target, self.drafter) if isinstance(part, nn.Module)]
         tensors = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-        return kernels.backends(), tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        return backends(), tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
 
 
 class StaticRounds:
     """Rounds of an engine over tensors that never move; `begin` and `launch` as in `late.Rounds`."""
 
     def __init__(self, engine, root, state, cache: KVCache, room: int, backend: Backend, stamp: tuple):
-        self.engine, self.cache, self.room, self.backend, self.stamp = engine, cache, room, backend, stamp
+        self.engine = weakref.proxy(engine)  # which owns this: no cycle may keep caches of a dropped engine
+        self.cache, self.room, self.backend, self.stamp = cache, room, backend, stamp
         self.batch, self.buckets = len(root), buckets(room)
         self.draft_cache: KVCache | None = engine.drafter and engine.drafter.cache
         self.root = torch.empty_like(root)
@@ -193,6 +205,8 @@ class StaticRounds:
         bucket = next(size for size in self.buckets if size >= min(bound, self.room))
         key = bucket, *self.key
         if key not in self.graphs:
+            if len(self.graphs) == MOST:
+                del self.graphs[next(iter(self.graphs))]
             self.graphs[key] = self._capture(*key)
         made = self.graphs[key]()
         self.clock.mark("round")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from specdec.archs import ModelConfig
 from specdec.attention import CacheView, NoCache, document_mask, document_positions
-from specdec.cache import KVCache
+from specdec.cache import KVCache, cache_bytes
 from specdec.kernels import kernel_for
 from specdec.layers import Bound, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
 
@@ -162,6 +162,11 @@ class Target(nn.Module):
         for rope in self.ropes:
             rope.reserve(slots, self.norm.weight)
         return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.norm.weight)
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """What `new_cache` will take."""
+        config = self.config
+        return cache_bytes(config.layers, batch, slots, config.kv_heads, config.head_dim, self.norm.weight)
 
     def forward(
         self,

@@ -148,14 +148,17 @@ class Drafter(Protocol):
     taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
     vocab: "Vocabulary"
     max_steps: int | None  # no tree may be deeper; None: any may
-    # All that `extend` and `step` keep is `cache`, a KVCache or None, its tensors stay where they are, and shapes depend on
-    # its `bound` only: then CUDA graphs can hold them (docs/graphs.md). Without the attribute: false.
+    # All that `extend` and `step` keep is `cache`, a KVCache or None, its tensors stay where they are, and shapes
+    # depend on its `bound` only: then CUDA graphs can hold them (docs/graphs.md). Without the attribute: false.
     capturable: bool
 
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         """Forget everything; make room for `slots` positions of `batch` rows.
 
         first [B]: token 0 of each row, the only one that no `extend` brings."""
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """Bytes of what `reset` keeps, for `specdec.memory`; a drafter without this counts as keeping nothing."""
 
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens

@@ -11,8 +11,39 @@ from torch.utils._pytree import tree_flatten
 
 from specdec.graphs import WARM_UPS
 
+# Their results, or the shapes of these, must be known on the host.
+BLOCKING = (
+    "_local_scalar_dense", "nonzero", "masked_select", "item", "equal", "is_nonzero", "_unique2", "unique_dim",
+)  # fmt: skip
 
-class Recorder(TorchDispatchMode):
+
+class NoHostSync(TorchDispatchMode):
+    """What would wait for a device is an error: operators, and tensors made of values from the host."""
+
+    def __enter__(self):
+        self.made_on_host = torch.tensor, torch.as_tensor
+        torch.tensor = torch.as_tensor = forbidden
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.tensor, torch.as_tensor = self.made_on_host
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        boolean_index = name in ("index", "index_put", "index_put_") and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        if name in BLOCKING or boolean_index:
+            raise AssertionError(f"host synchronisation inside a round: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+def forbidden(*args, **kwargs):
+    raise AssertionError("host synchronisation inside a round: torch.tensor copies from the host")
+
+
+class Recorder(NoHostSync):
     """Notes every operator with its arguments and what it gave."""
 
     def __init__(self):
@@ -20,9 +51,7 @@ class Recorder(TorchDispatchMode):
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.__name__.split(".")[0]
-        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), f"{func} waits for the device"
-        out = func(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         self.calls.append((func, args, kwargs or {}, out))
         return out
 
@@ -48,6 +77,9 @@ class Tape:
     def __init__(self):
         self.generator = torch.Generator()
         self.captures, self.replays = 0, 0
+
+    def forget(self):
+        pass
 
     def capture(self, run, kept):
         before, numbers = [x.clone() for x in kept], self.generator.get_state()

@@ -52,7 +52,8 @@ class Rollouts:
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.embed.weight).eval()
         steps = min(settings.steps, drafter.max_steps or settings.steps)
-        self.engine = Engine(target, self.drafter, make_tree(settings.topk, steps, settings.num_draft_tokens))
+        tree = make_tree(settings.topk, steps, settings.num_draft_tokens)
+        self.engine = Engine(target, self.drafter, tree, graphs=False)  # weights change with every call
         self.sampling = Sampling(settings.temperature)
         self.first = settings.start * batches_a_step  # the number of the first batch that can be a rollout's
         self.longest = data.pack or data.batch_tokens  # of a sample

@@ -169,7 +169,9 @@ def measure(
             middle = context == places[len(places) // 2]
             here = settings if middle else [s for s in settings if s.steps in (1, steps) or s.file]
             runs |= {(setting, context, batch): [] for setting in (None, *here)}
-    engines = {None: Engine(target)} | {s: Engine(target, drafter, s.tree()) for s in settings}
+    # What is timed are the parts of a round, which a graph does not tell apart.
+    engines = {None: Engine(target, graphs=False)}
+    engines |= {s: Engine(target, drafter, s.tree(), graphs=False) for s in settings}
     order = list(runs)
     for repeat in range(-1, repeats):  # -1 warms up
         for done, (setting, context, batch) in enumerate(

@@ -13,6 +13,7 @@ GIB = 2**30
 # bytes each, of which a top-p filter has the most at a time (`sampling.filtered_probs`).
 VERIFY = 56
 PENALTIES = 32  # the same for `penalties.Penalties`
+SMALL = 2**20  # trees, masks of nodes, lengths and the like
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Re
     draft_cache = 0
     if drafter is not None and hasattr(drafter, "cache_bytes"):
         draft_cache = drafter.cache_bytes(batch, request.room + path + max(path, policy.draft_slots()))
-    prefill = _layers(target, drafter, batch * request.prompt) + batch * vocab * (width + VERIFY)
+    # Tables of positions, of the target's kinds of layers and the drafter's.
+    small = SMALL + 3 * 2 * slots * target.config.head_dim * width
+    prefill = small + _layers(target, drafter, batch * request.prompt) + batch * vocab * (width + VERIFY)
     if not isinstance(target, Target):  # masks of its own, which the causal prefill of ours does without
         prefill += batch * request.prompt**2 * (8 + 2 * width)
     # A mask for each query head and slot, and once more as what is added to scores.
@@ -63,7 +66,7 @@ def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Re
     if policy is not None:
         # The logits of a level in fp32, their log-softmax, and what a tree that samples holds beside them.
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
-    round_ = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting
+    round_ = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
     return Plan(
         weights=_weights(target, drafter),
         target_cache=target.cache_bytes(batch, slots),

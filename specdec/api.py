@@ -86,6 +86,24 @@ def generate(
     *,
     tree: TreePolicy | None = None,
     verifier: Verifier = sample_and_match,
+    graphs: bool | None = None,
+    **request,
+) -> Generation:
+    """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
+
+    The `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree.
+    graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs, seed, raw, observer, as `answer` takes
+    them.
+    """
+    if drafter is not None and tree is None:
+        tree = make_tree()
+    return answer(Engine(target, drafter, tree, verifier, graphs=graphs), prompts, **request)
+
+
+def answer(
+    engine: Engine,
+    prompts: str | list[str],
+    *,
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
     stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
@@ -94,22 +112,20 @@ def generate(
     raw: bool = False,
     observer: Callable[[RoundReport], None] | None = None,
 ) -> Generation:
-    """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
+    """`generate` with an engine, which keeps what it has allocated and captured for the next call.
 
-    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. The
-    `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree. A list
-    of `sampling` or `max_new_tokens` has one for each prompt.
+    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. A
+    list of `sampling` or `max_new_tokens` has one for each prompt.
 
     stop: strings before which the text ends, for all prompts, or a sequence of them for each. The row keeps its tokens
     up to the one that completes a string (`finish` 'stop'), as transformers does; the text excludes the string, as
     vLLM's does. logprobs: see `Engine.generate`.
     """
+    target, tree = engine.target, engine.policy
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
     stops = _stops_of_rows(stop, len(batch))
-    if drafter is not None and tree is None:
-        tree = make_tree()
-    result = Engine(target, drafter, tree, verifier).generate(
+    result = engine.generate(
         ids,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
@@ -119,7 +135,7 @@ def generate(
         observer=observer,
     )
     text = [decode_row(target.tokenizer, row.tokens, strings) for row, strings in zip(result.rows, stops, strict=True)]
-    return Generation(text, result.rows, result, tree.steps if tree else 0, verifier if drafter else None)
+    return Generation(text, result.rows, result, tree.steps if tree else 0, engine.verifier if tree else None)
 
 
 def _stops_of_rows(stop: str | Sequence[str] | Sequence[Sequence[str]], rows: int) -> list[list[str]]:
@@ -137,6 +153,7 @@ __all__ = [
     "DEMO_TARGET",
     "Generation",
     "Sampling",
+    "answer",
     "generate",
     "load_drafter",
     "load_target",

@@ -12,7 +12,7 @@ from specdec.api import (
     DEMO_TARGET,
     Generation,
     Sampling,
-    generate,
+    answer,
     load_drafter,
     load_target,
     load_tree,
@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    model.add_argument(
+        "--no-graphs", action="store_true", help="on a GPU: launch every operator, and replay no CUDA graphs of rounds"
+    )
     model.add_argument(
         "--settings",
         type=Path,
@@ -165,6 +168,9 @@ class Session:
             self.drafter = load_drafter(
                 args.draft or DEMO_DRAFTER, self.target, token_map=args.token_map, feedback=args.feedback
             )
+        graphs = False if args.no_graphs else None
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)
+        self.plain = Engine(self.target, graphs=graphs)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -192,12 +198,9 @@ class Session:
         max_new_tokens: int | None = None,
     ) -> Generation:
         args = self.args
-        return generate(
-            self.target,
+        return answer(
+            self.plain if plain else self.engine,
             prompts,
-            None if plain else self.drafter,
-            tree=None if plain else self.tree,
-            verifier=self.verifier,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens or args.max_new_tokens,
             stop=self.stops,
@@ -305,7 +308,6 @@ def chat(session: Session) -> None:
     """Read messages until the end of input; the history grows with each answer."""
     if not session.target.tokenizer.chat_template:
         raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
-    engine = Engine(session.target, session.drafter, session.tree, session.verifier)
     if not session.verifier.lossless:
         print(f"verifier: {session.verifier}, {LOSSY}")
     history: list[dict[str, str]] = []
@@ -319,7 +321,7 @@ def chat(session: Session) -> None:
             continue
         history.append({"role": "user", "content": message})
         try:
-            row = _answer(session, engine, history)
+            row = _answer(session, history)
         except ValueError as error:  # too long by now: say so, and let the user start again
             print(f"error: {error}; starting a new conversation", file=sys.stderr)
             history.clear()
@@ -328,10 +330,10 @@ def chat(session: Session) -> None:
         history.append({"role": "assistant", "content": said})
 
 
-def _answer(session: Session, engine: Engine, history: list[dict[str, str]]):
+def _answer(session: Session, history: list[dict[str, str]]):
     args = session.args
     screen = Screen(session.target, quiet=False, trees=args.show_trees, stops=session.stops)
-    result = engine.generate(
+    result = session.engine.generate(
         [encode_chat(session.target, history)],
         max_new_tokens=args.max_new_tokens,
         sampling=session.sampling,

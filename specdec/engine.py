@@ -240,10 +240,6 @@ class Engine:
         logprobs: bool = False,
     ) -> tuple[Tensor, DraftState | None, KVCache]:
         """Run all prompts, right-padded, at once: first token [B], the drafter's state, and the filled cache."""
-        longest = max(len(row.prompt) for row in rows)
-        padded = [row.prompt + [0] * (longest - len(row.prompt)) for row in rows]
-        tokens = torch.tensor(padded, device=self.device)
-        lens = torch.tensor([len(row.prompt) for row in rows], device=self.device)
         room = max(len(row.prompt) + row.limit for row in rows)
         path = self.policy.steps + 1 if self.policy else 1
         nodes = self.policy.num_draft_tokens if self.policy else 1
@@ -251,6 +247,10 @@ class Engine:
         if self.graphs is not None:
             room, cache = self.graphs.prepare(len(rows), room, self.target.config.context)
         self._check_memory(rows, room, cache is not None)
+        longest = max(len(row.prompt) for row in rows)
+        padded = [row.prompt + [0] * (longest - len(row.prompt)) for row in rows]
+        tokens = torch.tensor(padded, device=self.device)
+        lens = torch.tensor([len(row.prompt) for row in rows], device=self.device)
         if cache is None:
             cache = self.target.new_cache(len(rows), room + path + nodes)
         taps = self.drafter.taps if self.drafter else ()

@@ -1,5 +1,7 @@
 """Rounds as recorded functions of static tensors: the tape of `tape.py` stands in for a CUDA graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
@@ -7,10 +9,11 @@ from tape import Tape
 from test_late import SAMPLED, assert_same, outcome
 
 from drafters import ngram
-from specdec import graphs, kernels
+from specdec import command, graphs, kernels
 from specdec.adapter import TransformersTarget
 from specdec.engine import Engine
 from specdec.lab.record import Recorder, read_trace, write_trace
+from specdec.model import Target
 from specdec.types import Sampling
 from specdec.verify import VERIFIERS, make_verifier
 from trees import Chain, DynamicTree, SampledTree, StaticTree
@@ -62,6 +65,17 @@ def test_plain_decoding(rows, sampling):
     how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling}
     target = tiny_target()
     assert_same(outcome(Engine(target, graphs=Tape()), **how), outcome(Engine(target), **how))
+
+
+def test_windows():
+    """Layers of two kinds, one of which sees six positions only."""
+    plain = tiny_target()
+    target = Target(replace(plain.config, sliding=(True, False, True), window=6)).eval()
+    target.load_state_dict(plain.state_dict())
+    drafter, how = tiny_drafter(target), {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 20}
+    expected = outcome(Engine(target, drafter, POLICIES["dynamic"]), **how)
+    assert_same(outcome(Engine(target, drafter, POLICIES["dynamic"], graphs=Tape()), **how), expected)
+    assert expected[0] != outcome(Engine(plain, drafter, POLICIES["dynamic"]), **how)[0]
 
 
 def test_one_call_after_another_on_the_same_graph():
@@ -180,6 +194,14 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
     assert graphs.obstacle(target, None) is None
     assert not TransformersTarget.capturable
     assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (), {})())
+
+
+def test_the_command_can_do_without(monkeypatch):
+    told = []
+    monkeypatch.setattr(command, "Engine", lambda *parts, graphs: told.append(graphs))
+    for flags in ([], ["--no-graphs"]):
+        command.Session(command.parser().parse_args(["--prompt", "one", *flags]))
+    assert told == [None, None, False, False]
 
 
 def test_a_recorded_run_is_traced(tmp_path):

@@ -4,11 +4,13 @@ import random
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, save_hf, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from tape import NoHostSync
 from test_conf_matrix import NAMES, PAIRS, fresh_drafter, load
 
+from drafters import eagle3
+from specdec.adapter import TransformersTarget
 from specdec.engine import Engine
 from specdec.late import Made, Progress, Rounds, read_late
 from specdec.rows import Row
@@ -99,6 +101,13 @@ def test_what_only_the_host_knows():
         told.append(outcome(engine, sampling=samplings, stop=stops, logprobs=True, eos=frozenset()))
     assert_same(told[1], told[0])
     assert [row[1] for row in told[0][0]] == ["length", "stop", "length"]
+
+
+def test_a_target_of_transformers_too(tmp_path):
+    target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
+    for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
+        told = [outcome(Engine(target, *parts, late=late), max_new_tokens=20) for late in (False, True)]
+        assert_same(told[1], told[0])
 
 
 def test_the_end_of_the_context():

@@ -35,8 +35,24 @@ ALLOWED = {
     "specdec.screen": {f"specdec.{m}" for m in ("engine", "text", "tree")},
     "specdec.penalties": {"specdec.types"},
     "specdec.rows": {"specdec.trace", "specdec.types"},
+    "specdec.late": {f"specdec.{m}" for m in ("cache", "rows", "types")},
+    "specdec.graphs": {f"specdec.{m}" for m in ("cache", "kernels", "late", "rows", "trace", "types")},
+    "specdec.memory": {f"specdec.{m}" for m in ("model", "types")},
     "specdec.engine": {
-        f"specdec.{m}" for m in ("cache", "model", "penalties", "rows", "sampling", "trace", "types", "verify")
+        f"specdec.{m}"
+        for m in (
+            "cache",
+            "graphs",
+            "late",
+            "memory",
+            "model",
+            "penalties",
+            "rows",
+            "sampling",
+            "trace",
+            "types",
+            "verify",
+        )
     },
     "specdec.lab": {"specdec.lab"} | {f"specdec.{m}" for m in ("api", "engine", "model", "trace", "types")},
     "specdec.lab.record": {"specdec.__version__"}

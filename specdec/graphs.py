@@ -217,7 +217,8 @@ class StaticRounds:
 
     def _capture(self, bucket: int, kind: tuple, eos: frozenset[int], observed: bool) -> Callable[[], Made]:
         engine, how, ends = self.engine, self.hows[kind], self.eos[eos]
-        self.bindings += [vars(m)["bound"] for m in _modules(engine) if "bound" in vars(m)]
+        # Bound parts hold tensors of their own, and are bound anew by the next cache or `reset`.
+        self.bindings += [vars(m).get(name) for m in _modules(engine) for name in ("bound", "held")]
         # Without an ancestor mask a single row's only position would take the bound for the exact length.
         itself = torch.ones(self.batch, 1, 1, dtype=torch.bool, device=self.root.device)
         self.bindings += [itself, engine.policy and dict(vars(engine.policy))]

@@ -57,7 +57,8 @@ class Recorder(NoHostSync):
 
 
 def tensors(value) -> list[Tensor]:
-    return [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    leaves = tree_flatten(value)[0]
+    return [x for x in leaves if isinstance(x, Tensor) and x.layout is torch.strided]  # weights may be packed otherwise
 
 
 def again(func, args, kwargs, out) -> None:

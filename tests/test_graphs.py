@@ -68,11 +68,12 @@ def test_plain_decoding(rows, sampling):
 
 
 def test_windows():
-    """Layers of two kinds, one of which sees six positions only."""
+    """Layers of two kinds, one of which sees four positions only."""
     plain = tiny_target()
-    target = Target(replace(plain.config, sliding=(True, False, True), window=6)).eval()
+    target = Target(replace(plain.config, sliding=(True, False, True), window=4)).eval()
     target.load_state_dict(plain.state_dict())
-    drafter, how = tiny_drafter(target), {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 20}
+    drafter = tiny_drafter(target)
+    how = {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 30, "eos": frozenset()}
     expected = outcome(Engine(target, drafter, POLICIES["dynamic"]), **how)
     assert_same(outcome(Engine(target, drafter, POLICIES["dynamic"], graphs=Tape()), **how), expected)
     assert expected[0] != outcome(Engine(plain, drafter, POLICIES["dynamic"]), **how)[0]

@@ -62,11 +62,11 @@ def assert_same(left: tuple, right: tuple) -> None:
 @pytest.mark.parametrize(("tree", "verifier"), PAIRS)
 @pytest.mark.parametrize("drafter", NAMES["drafter"])
 def test_as_the_loop_that_reads_at_once(drafter, tree, verifier):
-    """Rows of three lengths and three limits, of which some end early."""
+    """Rows of three lengths and three limits, of which some end early. Greedily, rules do not differ."""
     target = tiny_target(vocab=11)
     parts = fresh_drafter(drafter, target), instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
     once, late = Engine(target, *parts, graphs=False), Engine(target, *parts, graphs=False, late=True)
-    for sampling in (Sampling(), SAMPLED):
+    for sampling in (Sampling(), SAMPLED) if verifier == "match" else (SAMPLED,):
         expected = outcome(once, sampling=sampling)
         assert {row[1] for row in expected[0]} >= {"eos"}
         assert_same(outcome(late, sampling=sampling), expected)

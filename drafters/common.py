@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView, document_mask, document_positions
 from specdec.cache import KVCache, cache_bytes
-from specdec.layers import RMSNorm, Rope, RopeTable, check_heads, rotate
+from specdec.layers import Linear, RMSNorm, Rope, RopeTable, apply_linear, check_heads, rotate
 from specdec.types import DraftState, UnrolledState
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
@@ -99,8 +99,8 @@ class DraftAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
         rows = shape.heads * (2 if gate else 1) + 2 * shape.kv_heads
-        self.qkv = nn.Linear(width, rows * shape.head_dim, bias=bias)
-        self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.qkv = Linear(width, rows * shape.head_dim, bias=bias)
+        self.o = Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
 
@@ -131,7 +131,7 @@ class SharedHead(nn.Module):
         self.register_buffer("weight", rows, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return apply_linear(x, self.weight)
 
 
 def restrict(drafter: nn.Module, ids: Tensor) -> None:

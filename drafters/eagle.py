@@ -1,11 +1,11 @@
 """EAGLE-1 and EAGLE-2: one layer that predicts the target's next feature (arXiv 2401.15077; 2406.16858 is a tree)."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, RMSNorm
+from specdec.layers import GatedMLP, Linear, RMSNorm
 
 
 class Eagle(RecurrentDrafter):
@@ -26,7 +26,7 @@ class Eagle(RecurrentDrafter):
         """tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen."""
         super().__init__(shape, (tap,), vocab, embedding)
         h = shape.hidden
-        self.fc = nn.Linear(2 * h, h, bias=fc_bias)
+        self.fc = Linear(2 * h, h, bias=fc_bias)
         self.attention = DraftAttention(shape, h, bias=qkv_bias)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, RMSNorm
+from specdec.layers import GatedMLP, Linear, RMSNorm
 from specdec.model import check_taps
 
 
@@ -60,14 +60,14 @@ class Eagle3(RecurrentDrafter):
         h, width = shape.hidden, tap_width or shape.hidden
         self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if how.tap_norms else None
         self.input_norm = RMSNorm(len(taps) * width, shape.eps) if how.input_norm else None
-        self.fc = nn.Linear(len(taps) * width, h, bias=False)
+        self.fc = Linear(len(taps) * width, h, bias=False)
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
         self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias, qk_norm=how.qk_norm)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
-        self.head = nn.Linear(h, vocab.size, bias=False)
+        self.head = Linear(h, vocab.size, bias=False)
 
     def fuse(self, feats: Tensor) -> Tensor:
         if self.tap_norms is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from drafters.common import SharedHead, start
 from drafters.vocab import DraftVocab
+from specdec.layers import Linear
 from specdec.types import DraftState, UnrolledState
 
 
@@ -26,7 +27,7 @@ class ResidualBlock(nn.Module):
 
     def __init__(self, hidden: int):
         super().__init__()
-        self.linear = nn.Linear(hidden, hidden)
+        self.linear = Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
@@ -51,7 +52,7 @@ class Medusa(nn.Module):
         )
         self.blocks = nn.ModuleList(blocks)
         if shape.own_heads:
-            self.heads = nn.ModuleList(nn.Linear(shape.hidden, vocab.size, bias=False) for _ in range(shape.heads))
+            self.heads = nn.ModuleList(Linear(shape.hidden, vocab.size, bias=False) for _ in range(shape.heads))
         else:
             self.head = SharedHead(head, vocab.ids)
 

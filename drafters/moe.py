@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.layers import GatedMLP
+from specdec.layers import GatedMLP, Linear
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class MoE(nn.Module):
     def __init__(self, hidden: int, experts: Experts):
         super().__init__()
         self.experts = experts
-        self.router = nn.Linear(hidden, experts.count, bias=False)
+        self.router = Linear(hidden, experts.count, bias=False)
         self.router_bias = nn.Parameter(torch.zeros(experts.count)) if experts.score == "sigmoid" else None
         self.gate_up = nn.Parameter(torch.randn(experts.count, 2 * experts.width, hidden) * 0.02)
         self.down = nn.Parameter(torch.randn(experts.count, hidden, experts.width) * 0.02)
         self.shared = GatedMLP(hidden, experts.shared) if experts.shared else None
-        self.shared_gate = nn.Linear(hidden, 1, bias=False) if experts.shared_gate else None
+        self.shared_gate = Linear(hidden, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [...,H] -> [...,H]."""

@@ -20,7 +20,7 @@ from drafters.common import (
     start,
 )
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, RMSNorm
+from specdec.layers import GatedMLP, Linear, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MtpLayer(nn.Module):
         self.hidden_first = how.hidden_first
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.project = nn.Linear(2 * h, h, bias=False)
+        self.project = Linear(2 * h, h, bias=False)
         self.input_norm = RMSNorm(h, shape.eps)
         self.attention = DraftAttention(shape, h, how.qkv_bias, how.qk_norm, how.gate, how.rotary_dim)
         self.post_norm = RMSNorm(h, shape.eps)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
+from specdec.products import linear
 
 
 class Bound(nn.Module):
@@ -94,13 +95,20 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class Linear(nn.Linear, Bound):
-    """nn.Linear that, bound, takes rows x [R,in] to [R,out] without `F.linear`'s search for the kind of product."""
+    """nn.Linear that, bound, takes rows x [R,in] to [R,out] by the fastest product for few of them."""
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        matrix, bias = self.weight.t(), self.bias
-        if bias is None:
-            return lambda x: torch.mm(x, matrix)
-        return lambda x: torch.addmm(bias, x, matrix)
+        return linear(self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_linear(x, self.weight, self.bias)
+
+
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, and where nothing is to be differentiated the fastest product for few rows."""
+    if torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    return linear(weight, bias)(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -18,7 +18,8 @@ ROOTS_OF_COMPOSITION = {
 ALLOWED = {
     "specdec.types": set(),
     "specdec.kernels": {"specdec.kernels"},
-    "specdec.layers": {"specdec.kernels"},
+    "specdec.products": set(),
+    "specdec.layers": {"specdec.kernels", "specdec.products"},
     "specdec.cache": {"specdec.kernels"},
     "specdec.cli": set(),
     "specdec.trace": set(),

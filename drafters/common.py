@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from drafters.vocab import DraftVocab
 from specdec.attention import CacheView, document_mask, document_positions
 from specdec.cache import KVCache, cache_bytes
-from specdec.layers import Linear, RMSNorm, Rope, RopeTable, apply_linear, check_heads, rotate
+from specdec.layers import Linear, LinearMap, RMSNorm, Rope, RopeTable, check_heads, hold, release, rotate
 from specdec.types import DraftState, UnrolledState
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
@@ -121,7 +121,7 @@ class DraftAttention(nn.Module):
         return self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
 
 
-class SharedHead(nn.Module):
+class SharedHead(LinearMap):
     """Rows of a head that is not the drafter's to train: logits over its draft vocabulary."""
 
     def __init__(self, weight: Tensor, ids: Tensor | None):
@@ -129,9 +129,7 @@ class SharedHead(nn.Module):
         super().__init__()
         rows = weight.detach() if ids is None else weight.detach()[ids.to(weight.device)]
         self.register_buffer("weight", rows, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_linear(x, self.weight)
+        self.bias = None
 
 
 def restrict(drafter: nn.Module, ids: Tensor) -> None:
@@ -210,6 +208,7 @@ class RecurrentDrafter(nn.Module):
 
     def reset(self, batch: int, slots: int, first: Tensor) -> None:
         shape = self.shape
+        hold(self)
         self.rope.reserve(slots, self.embedding)
         self.cache = KVCache(self.layers, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
 
@@ -250,6 +249,7 @@ class RecurrentDrafter(nn.Module):
         decoder's level j after the prefix 0..t: position t+j, keys of step 0 at rows <= t and its own of steps 1..j.
         """
         b, t = tokens.shape
+        release(self)
         self.rope.reserve(t + steps, self.embedding)
         documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
         rows, seen = document_positions(documents), document_mask(documents)

@@ -16,10 +16,11 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
 
     lens [B], ancestors [B,N,M] (bool, M scratch slots) -> [B,N,slots] bool.
     """
-    offset = torch.arange(slots, device=lens.device) - lens[:, None]  # [B,S]
-    n, m = ancestors.shape[1:]
-    inside = ancestors.gather(2, offset.clamp(0, m - 1)[:, None].expand(-1, n, -1))
-    return torch.where(offset[:, None] < 0, True, inside & (offset[:, None] < m))
+    b, n, m = ancestors.shape
+    slot = torch.arange(slots, device=lens.device)
+    committed = (slot < lens[:, None])[:, None].expand(b, n, slots)
+    scratch = (lens[:, None] + slot[:m]).clamp_(max=slots - 1)  # a row that is finished may lie behind all slots
+    return committed.scatter(2, scratch[:, None].expand(b, n, m), ancestors)
 
 
 def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
@@ -33,10 +34,12 @@ def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
     return position[:, None] > depth[..., None] - window
 
 
-def packed_mask(mask: Tensor, groups: int) -> Tensor:
-    """mask [B,N,S] -> [B,1,groups*N,S]: the same for each of the query heads that share a key head."""
+def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """mask [B,N,S] bool -> what is added to scores, [B,1,groups*N,S]: 0 where visible, else -inf; the same for each of
+    the query heads that share a key head. Given a bool mask, torch's attention makes this anew in every layer."""
     b, n, slots = mask.shape
-    return mask[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
+    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return added[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
 
 
 def ancestor_words(ancestors: Tensor) -> Tensor:
@@ -49,7 +52,7 @@ def ancestor_words(ancestors: Tensor) -> Tensor:
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
 
-    mask [B,1,groups*N,S] bool, from `packed_mask`, or None if every slot is visible to every node. The query heads that
+    mask [B,1,groups*N,S], from `packed_mask`, or None if every slot is visible to every node. The query heads that
     share a key head are packed along the node axis, so keys and values are never repeated. scale multiplies the
     products of q and keys; None is Dh ** -0.5.
     """
@@ -168,7 +171,7 @@ class CacheView:
         mask = tree_mask(cache.lens, ancestors, self.visible)
         if self.window is not None:
             mask &= window_mask(cache.lens, depth, self.visible, self.window)
-        self.mask = packed_mask(mask, groups)
+        self.mask = packed_mask(mask, groups, cache.layers[0].dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""

@@ -1,5 +1,6 @@
 """The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +22,33 @@ class Bound(nn.Module):
     calls functions. Those see the weights as they lay in memory then: bind again after moving or casting the module.
     """
 
+    held: Callable[..., Tensor] | None = None  # bound for the decoding that is going on: see `hold`
+
     def bind(self) -> Callable[..., Tensor]:
         raise NotImplementedError
 
     def forward(self, *inputs) -> Tensor:
-        return self.bind()(*inputs)
+        return (self.held or self.bind())(*inputs)
+
+
+def hold(model: nn.Module) -> None:
+    """Bind every part of a model for the calls that follow, until `release`: its weights must stay as they are."""
+    for module in model.modules():
+        if isinstance(module, Bound):
+            module.held = module.bind()
+
+
+def release(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Bound):
+            module.held = None
+
+
+@functools.cache
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A scalar tensor, made once: also for autograd, whoever asks first."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype, device=device)
 
 
 class RMSNorm(Bound):
@@ -62,8 +85,7 @@ class RMSNorm(Bound):
 
     def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        # Filled on the device: a copy from the host would be a synchronisation.
-        epsilon, share = torch.full((), self.eps, dtype=dtype, device=self.weight.device), 1 / len(self.weight)
+        epsilon, share = constant(self.eps, dtype, self.weight.device), 1 / len(self.weight)
 
         def inverse_rms(x: Tensor) -> Tensor:
             # On the CPU `F.rms_norm` is made of more operators than these.
@@ -94,21 +116,20 @@ class OffsetRMSNorm(RMSNorm):
         return 1 + self.weight.float()
 
 
-class Linear(nn.Linear, Bound):
-    """nn.Linear that, bound, takes rows x [R,in] to [R,out] by the fastest product for few of them."""
+class LinearMap(Bound):
+    """x weight.T + bias; bound, it takes rows x [R,in] to [R,out] by the fastest product for few of them."""
 
     def bind(self) -> Callable[[Tensor], Tensor]:
         return linear(self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply_linear(x, self.weight, self.bias)
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return (self.held or self.bind())(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
-def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, and where nothing is to be differentiated the fastest product for few rows."""
-    if torch.is_grad_enabled():
-        return F.linear(x, weight, bias)
-    return linear(weight, bias)(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+class Linear(LinearMap, nn.Linear):
+    """nn.Linear, as a `LinearMap`."""
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -139,7 +160,7 @@ class GatedMLP(Bound):
         return mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.bind()(x.flatten(0, -2)).view_as(x)
+        return (self.held or self.bind())(x.flatten(0, -2)).view_as(x)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:

@@ -1,16 +1,24 @@
 """The same weights, dtype and threads in transformers and here: is the greedy text the same, and how fast is each?
 
     python scripts/versus_transformers.py --prompt-file questions.jsonl --max-new-tokens 64
+    python scripts/versus_transformers.py --prompt-file questions.jsonl --draft specdec/demo/mtp --topk 1 --steps 3 \\
+        --baseline-tree ../older-checkout
 
-Side by side in one run: for each prompt transformers' `generate`, plain decoding, speculative decoding, in turn; the
-median of the trials counts. The last line is one JSON object.
+Side by side in one run: for each prompt transformers' greedy `generate` in the setting that a short trial finds
+fastest, plain decoding, speculative decoding, in turn; of a prompt's trials the fastest counts, for all alike. The
+share of the memory bandwidth is that of the weights, read once a token, in what summing a buffer of their size reaches.
+`--baseline-tree` runs the same with another checkout of this repository, in a process of its own. On a machine that
+others use, `--threads 1 --clock cpu` counts processor time. The last line is one JSON object.
 """
 
 import argparse
 import json
+import os
 import platform
-import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,19 +30,28 @@ from specdec.checkpoint import DTYPES
 from specdec.cli import one_sentence_errors
 from specdec.text import encode_prompt, read_prompts
 
+SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+TRIAL_TOKENS = 32
+
+Decode = Callable[[str, int, bool], list[int]]  # prompt, most tokens, raw -> the new tokens
+
 
 class Transformers:
-    """Greedy `generate` of transformers as it comes, with its dynamic cache and SDPA attention."""
+    """Greedy `generate` of transformers with one attention and one cache, its forward compiled or not."""
 
-    def __init__(self, target, dtype: torch.dtype):
-        self.target = target
-        model = AutoModelForCausalLM.from_pretrained(target.name, dtype=dtype, attn_implementation="sdpa")
+    def __init__(self, target, dtype: torch.dtype, setting: str):
+        attention, cache, *compiled = setting.split()
+        self.target, self.setting = target, setting
+        self.how = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+        model = AutoModelForCausalLM.from_pretrained(target.name, dtype=dtype, attn_implementation=attention)
         self.model = model.eval().to(target.embed.weight.device)
+        if compiled:
+            self.model.forward = torch.compile(self.model.forward)
 
     @torch.inference_mode()
-    def __call__(self, prompt: str, max_new_tokens: int, raw: bool) -> tuple[list[int], float]:
+    def __call__(self, prompt: str, max_new_tokens: int, raw: bool) -> list[int]:
         ids = torch.tensor([encode_prompt(self.target, prompt, raw)], device=self.model.device)
-        start = time.perf_counter()
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -42,30 +59,110 @@ class Transformers:
             max_new_tokens=max_new_tokens,
             eos_token_id=sorted(self.target.eos) or None,
             pad_token_id=0,
+            **self.how,
         )
-        tokens = out[0, ids.shape[1] :].tolist()
-        return tokens, time.perf_counter() - start
+        return out[0, ids.shape[1] :].tolist()
+
+
+def timed(run: Decode, prompt: str, tokens: int, args) -> tuple[list[int], float]:
+    """The new tokens, and the seconds from the prompt's text to them."""
+    clock = CLOCKS[args.clock]
+    start = clock()
+    out = run(prompt, tokens, args.raw)
+    return out, clock() - start
+
+
+def fastest_transformers(target, prompt: str, args) -> Transformers:
+    """The setting that decodes `TRIAL_TOKENS` of one prompt fastest behind a first time, which compiles."""
+    best, found = float("inf"), None
+    for setting in args.settings:
+        candidate = Transformers(target, DTYPES[args.dtype], setting)
+        try:
+            trials = [timed(candidate, prompt, TRIAL_TOKENS, args) for _ in range(3)]
+        except Exception as error:  # whatever a compiler or a cache of another library may raise
+            print(f"transformers, {setting}: does not work: {str(error).splitlines()[0][:80]}")
+            continue
+        seconds = min(taken for _, taken in trials[1:])
+        print(f"transformers, {setting}: {1e3 * seconds / len(trials[0][0]):.2f} ms a token")
+        if seconds < best:
+            best, found = seconds, candidate
+    if found is None:
+        raise ValueError(f"no setting of transformers works: tried {', '.join(args.settings)}")
+    return found
 
 
 class Ours:
     def __init__(self, target, drafter=None, tree=None):
         self.target, self.drafter, self.tree = target, drafter, tree
         self.parts: dict[str, float] = {}
-        self.rounds = 0
+        self.rounds = self.emitted = 0
 
-    def __call__(self, prompt: str, max_new_tokens: int, raw: bool) -> tuple[list[int], float]:
+    def __call__(self, prompt: str, max_new_tokens: int, raw: bool) -> list[int]:
         out = generate(self.target, prompt, self.drafter, tree=self.tree, max_new_tokens=max_new_tokens, raw=raw)
         for part, seconds in out.result.parts.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds
         self.rounds += out.rounds
-        return out.rows[0].tokens, out.result.seconds
+        self.emitted += len(out.rows[0].tokens) - 1
+        return out.rows[0].tokens
 
 
-@one_sentence_errors
-def main() -> None:
+def weights_read(target) -> int:
+    """Bytes of the matrices that a token's forward reads; of the embedding it reads one row only."""
+    return sum(p.numel() * p.element_size() for name, p in target.named_parameters() if not name.startswith("embed."))
+
+
+def read_bandwidth(size: int, device: torch.device, clock: str) -> float:
+    """Bytes a second at which a buffer of `size` bytes is summed again and again, as warm as weights in decoding."""
+    buffer, now, best = torch.ones(size // 4, device=device), CLOCKS[clock], float("inf")
+    for _ in range(50):
+        start = now()
+        buffer.sum()
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+        best = min(best, now() - start)
+    return size / best
+
+
+def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict, dict[str, float]]:
+    """The texts, and each run's seconds: over prompts the sum of the fastest trial."""
+    texts: dict[str, list[list[int]]] = {}
+    best = {name: [float("inf")] * len(prompts) for name in runs}
+    for trial in range(-1, args.trials):  # trial -1 warms up
+        for name in runs:
+            texts[name] = []
+        for i, prompt in enumerate(prompts):
+            for name, run in runs.items():
+                tokens, taken = timed(run, prompt, args.max_new_tokens, args)
+                texts[name].append(tokens)
+                if trial >= 0:
+                    best[name][i] = min(best[name][i], taken)
+    return texts, {name: sum(seconds) for name, seconds in best.items()}
+
+
+def run_baseline(tree: Path, args) -> dict:
+    """What plain and speculative decoding of another checkout do with the same prompts, by this very script."""
+    if not (tree / "specdec").is_dir():
+        raise ValueError(f"--baseline-tree: {tree} is no checkout of this repository: it has no folder specdec")
+    command = [sys.executable, str(Path(__file__).resolve()), "--settings", "--prompt-file", args.prompt_file.resolve()]
+    for name, value in vars(args).items():
+        if name in ("settings", "prompt_file", "baseline_tree", "raw") or value is None:
+            continue
+        local = name in ("target", "draft", "token_map") and Path(value).exists()
+        command += [f"--{name.replace('_', '-')}", Path(value).resolve() if local else value]
+    command = [str(part) for part in command] + ["--raw"] * args.raw
+    env = os.environ | {"PYTHONPATH": str(tree.resolve())}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        raise ValueError(f"--baseline-tree: decoding with {tree} failed: {reason}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def read_arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--target", default=DEMO_TARGET)
     p.add_argument("--draft", default=None, help="default: the demo's, or none for a target of your own")
+    p.add_argument("--token-map", help="tokens that the drafter may propose (FR-Spec)")
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=16, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -75,62 +172,98 @@ def main() -> None:
     p.add_argument("--num-draft-tokens", type=int)
     p.add_argument("--dtype", default="fp32", choices=sorted(DTYPES))
     p.add_argument("--device", default="cpu")
+    p.add_argument("--threads", type=int, help="default: what torch takes")
     p.add_argument("--raw", action="store_true")
+    known = ", ".join(map(repr, SETTINGS))
+    p.add_argument(
+        "--settings",
+        nargs="*",
+        default=list(SETTINGS[:3]),
+        choices=SETTINGS,
+        metavar="SETTING",
+        help=f"of transformers, to choose from: {known}; default: all but the last; none: without transformers",
+    )
+    p.add_argument("--clock", default="wall", choices=CLOCKS)
+    p.add_argument("--baseline-tree", type=Path, help="another checkout of this repository, as a second baseline")
     args = p.parse_args()
+    for name in ("limit", "max_new_tokens", "trials", "threads"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
+@one_sentence_errors
+def main() -> None:
+    args = read_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
     draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
     prompts = read_prompts(args.prompt_file)[: args.limit]
-    runs = {"transformers": Transformers(target, DTYPES[args.dtype]), "plain": Ours(target)}
+    runs: dict[str, Decode] = {}
+    if args.settings:
+        runs["transformers"] = fastest_transformers(target, prompts[0], args)
+    runs["plain"] = Ours(target)
     if draft:
-        tree = make_tree(args.topk, args.steps, args.num_draft_tokens)
-        runs["speculative"] = Ours(target, load_drafter(draft, target), tree)
-    texts: dict[str, list[list[int]]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for trial in range(-1, args.trials):  # trial -1 warms up
-        taken = dict.fromkeys(runs, 0.0)
-        for name in runs:
-            texts[name] = []
-        for prompt in prompts:
-            for name, run in runs.items():
-                tokens, time_taken = run(prompt, args.max_new_tokens, args.raw)
-                texts[name].append(tokens)
-                taken[name] += time_taken
-        if trial >= 0:
-            for name in runs:
-                seconds[name].append(taken[name])
-    print(json.dumps(report(args, runs, texts, {name: statistics.median(s) for name, s in seconds.items()})))
+        restricted = {"token_map": args.token_map} if args.token_map else {}
+        drafter = load_drafter(draft, target, **restricted)
+        runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
+    bandwidth = read_bandwidth(weights_read(target), target.embed.weight.device, args.clock)
+    texts, seconds = run_in_turn(runs, prompts, args)
+    out = report(args, runs, texts, seconds) | share_of_bandwidth(target, bandwidth, texts, seconds)
+    if args.baseline_tree:
+        out["baseline_tree"] = report_baseline(run_baseline(args.baseline_tree, args), out)
+    print(json.dumps(out))
+
+
+def share_of_bandwidth(target, bandwidth: float, texts: dict, seconds: dict[str, float]) -> dict:
+    size, tokens = weights_read(target), sum(map(len, texts["plain"]))
+    share = size * tokens / seconds["plain"] / bandwidth
+    print(f"weights {size / 1e6:.1f} MB, read at {bandwidth / 1e9:.1f} GB/s: plain decoding takes {share:.0%} of that")
+    return {"weight_bytes": size, "read_bandwidth": bandwidth, "plain_share_of_bandwidth": share}
+
+
+def report_baseline(theirs: dict, ours: dict) -> dict:
+    for name, rate in theirs["tokens_per_second"].items():
+        faster = ours["tokens_per_second"][name] / rate
+        print(f"baseline tree, {name}: {rate:.1f} tokens/s; here {faster:.2f} times as fast")
+    return theirs
 
 
 def report(args, runs: dict, texts: dict, seconds: dict[str, float]) -> dict:
     tokens = {name: sum(map(len, rows)) for name, rows in texts.items()}
     rate = {name: tokens[name] / seconds[name] for name in runs}
-    print(f"{'':14}{'ms a token':>12}{'tokens/s':>10}{'ratio':>8}   same text as transformers")
-    same = {}
-    for name in runs:
-        same[name] = sum(a == b for a, b in zip(texts[name], texts["transformers"], strict=True))
-        print(
-            f"{name:14}{1e3 / rate[name]:12.2f}{rate[name]:10.1f}{rate[name] / rate['transformers']:8.2f}"
-            f"   {same[name]} of {len(texts[name])}"
-        )
+    first = next(iter(runs))  # what the others are compared with: transformers, if it takes part
+    same = {name: sum(a == b for a, b in zip(texts[name], texts[first], strict=True)) for name in runs}
+    print(f"{'':14}{'ms a token':>12}{'tokens/s':>10}{'ratio':>8}   same text as {first}")
+    for name, r in rate.items():
+        of = f"{same[name]} of {len(texts[name])}"
+        print(f"{name:14}{1e3 / r:12.2f}{r:10.1f}{r / rate[first]:8.2f}   {of}")
     out = {
         "tokens_per_second": rate,
-        "ratio_to_transformers": {name: r / rate["transformers"] for name, r in rate.items()},
+        f"ratio_to_{first}": {name: r / rate[first] for name, r in rate.items()},
         "same_text": same,
         "prompts": len(texts["plain"]),
         "max_new_tokens": args.max_new_tokens,
         "dtype": args.dtype,
         "device": args.device,
+        "clock": args.clock,
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+    if "transformers" in runs:
+        out["transformers_setting"] = runs["transformers"].setting
     if "speculative" in runs:
         fast = runs["speculative"]
+        out["tau"] = fast.emitted / fast.rounds
+        out["identical_to_plain"] = sum(a == b for a, b in zip(texts["speculative"], texts["plain"], strict=True))
         out["speculative_to_plain"] = rate["speculative"] / rate["plain"]
         out["milliseconds_a_round"] = {part: 1e3 * s / fast.rounds for part, s in fast.parts.items()}
         parts = "  ".join(f"{part} {ms:.2f}" for part, ms in out["milliseconds_a_round"].items() if part != "prefill")
-        print(f"speculative to plain {out['speculative_to_plain']:.2f}; ms a round: {parts}")
+        print(f"speculative to plain {out['speculative_to_plain']:.2f}; tau {out['tau']:.2f}; ms a round: {parts}")
+        print(f"speculative and plain text are the same for {out['identical_to_plain']} of {out['prompts']} prompts")
     return out
 
 

@@ -141,8 +141,6 @@ def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict
 
 def run_baseline(tree: Path, args) -> dict:
     """What plain and speculative decoding of another checkout do with the same prompts, by this very script."""
-    if not (tree / "specdec").is_dir():
-        raise ValueError(f"--baseline-tree: {tree} is no checkout of this repository: it has no folder specdec")
     command = [sys.executable, str(Path(__file__).resolve()), "--settings", "--prompt-file", args.prompt_file.resolve()]
     for name, value in vars(args).items():
         if name in ("settings", "prompt_file", "baseline_tree", "raw") or value is None:
@@ -189,6 +187,8 @@ def read_arguments() -> argparse.Namespace:
     for name in ("limit", "max_new_tokens", "trials", "threads"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    if args.baseline_tree and not (args.baseline_tree / "specdec").is_dir():
+        raise ValueError(f"--baseline-tree: {args.baseline_tree} is no checkout of this repository")
     return args
 
 

@@ -1,0 +1,112 @@
+"""Packed weights: the same product, changes seen, left out where they do not belong; drafters bound for a decoding."""
+
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DRAFTERS, tiny_target
+
+from specdec import products
+from specdec.layers import Linear
+from specdec.products import linear, pack
+
+with torch.no_grad():
+    PACKS = pack(torch.zeros(16, 16)) is not None
+needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
+
+
+def random_weight(dtype: torch.dtype, *, input_major: bool = False) -> torch.Tensor:
+    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return weight.t().contiguous().t() if input_major else weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("input_major", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_linear_is_the_product(dtype, input_major, biased):
+    weight = random_weight(dtype, input_major=input_major)
+    bias = torch.linspace(-1, 1, 96).to(dtype) if biased else None
+    product = linear(weight, bias)
+    for rows in (1, 2, 5, 16, 33):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        # One rounding of the result, and sums of 48 products whose sizes add up to less than 128.
+        bound = exact.abs() * torch.finfo(dtype).eps + 128 * 48 * torch.finfo(torch.float32).eps
+        assert ((product(x).double() - exact).abs() <= bound).all()
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_row_does_not_depend_on_those_beside_it(dtype):
+    product = linear(random_weight(dtype), None)
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = product(x)
+    for rows in (2, 3, 6, 16) if dtype == torch.float32 else (1, 2, 3, 6, 16):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_changed_weight_is_packed_anew_and_a_shared_one_once():
+    weight = random_weight(torch.float32)
+    x = torch.ones(4, 48)
+    packed, before = pack(weight), linear(weight, None)(x)
+    assert pack(weight) is packed
+    assert pack(weight.detach()) is packed
+    weight.mul_(2)
+    torch.testing.assert_close(linear(weight, None)(x), 2 * before)
+    assert pack(weight[:48]) is not pack(weight)
+    assert pack(weight[:48]).shape == (48, 48)
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_pack_goes_with_its_weight():
+    weight = random_weight(torch.float32)
+    pack(weight)
+    held = len(products._packs)
+    del weight
+    gc.collect()
+    assert len(products._packs) == held - 1
+
+
+def test_autograd_and_other_dtypes_are_left_alone():
+    layer = Linear(48, 96)
+    assert pack(layer.weight) is None
+    layer(torch.ones(3, 48)).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        assert pack(random_weight(torch.float64)) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert pack(layer.weight) is None
+    with torch.inference_mode():
+        assert pack(torch.zeros(16, 16)) is None  # nothing counts its changes
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@torch.no_grad()
+def test_a_drafter_sees_its_weights_as_they_are(name):
+    """Bound for one decoding, it sees new weights in the next one, and in an unroll right after."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target).eval()
+    tokens = torch.tensor([[3, 4, 5]])
+    feats = torch.randn(1, 3, len(drafter.taps) * target.config.hidden, generator=torch.Generator().manual_seed(0))
+
+    def decoded() -> torch.Tensor:
+        drafter.reset(1, 16, tokens[:, 0])
+        return drafter.extend(feats, tokens, torch.tensor([3]), 3).logits[0, 0]
+
+    def unrolled() -> torch.Tensor:
+        return next(iter(drafter.unroll(feats, tokens, 1))).logits[0, -1]
+
+    before = decoded()
+    torch.testing.assert_close(unrolled(), before)
+    drafter.reset(1, 16, tokens[:, 0])  # bound again
+    for parameter in drafter.parameters():
+        parameter.mul_(1.5)
+    after = unrolled()
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(decoded(), after)

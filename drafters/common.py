@@ -220,6 +220,7 @@ class RecurrentDrafter(nn.Module):
         cache = self.cache
         view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads)
         positions = cache.lens[:, None] + torch.arange(count, device=tokens.device)
+        feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)
         for index in range(1, self.layers):
             self.layer(embeds, hidden, rope, partial(view.attend, index), index)

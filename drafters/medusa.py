@@ -71,6 +71,7 @@ class Medusa(nn.Module):
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
+        feats = feats.to(self.head_of(0).weight.dtype)  # the drafter's may be narrower than the target's
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))
         return DraftState(self.guess(hidden, 0), hidden)
 

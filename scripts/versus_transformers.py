@@ -143,7 +143,7 @@ def run_baseline(tree: Path, args) -> dict:
     """What plain and speculative decoding of another checkout do with the same prompts, by this very script."""
     command = [sys.executable, str(Path(__file__).resolve()), "--settings", "--prompt-file", args.prompt_file.resolve()]
     for name, value in vars(args).items():
-        if name in ("settings", "prompt_file", "baseline_tree", "raw") or value is None:
+        if name in ("settings", "prompt_file", "baseline_tree", "raw", "draft_dtype") or value is None:
             continue
         local = name in ("target", "draft", "token_map") and Path(value).exists()
         command += [f"--{name.replace('_', '-')}", Path(value).resolve() if local else value]
@@ -161,6 +161,7 @@ def read_arguments() -> argparse.Namespace:
     p.add_argument("--target", default=DEMO_TARGET)
     p.add_argument("--draft", default=None, help="default: the demo's, or none for a target of your own")
     p.add_argument("--token-map", help="tokens that the drafter may propose (FR-Spec)")
+    p.add_argument("--draft-dtype", choices=sorted(DTYPES), help="default: the target's")
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=16, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -205,8 +206,10 @@ def main() -> None:
         runs["transformers"] = fastest_transformers(target, prompts[0], args)
     runs["plain"] = Ours(target)
     if draft:
-        restricted = {"token_map": args.token_map} if args.token_map else {}
-        drafter = load_drafter(draft, target, **restricted)
+        how = {"token_map": args.token_map} if args.token_map else {}
+        if args.draft_dtype:
+            how["dtype"] = DTYPES[args.draft_dtype]
+        drafter = load_drafter(draft, target, **how)
         runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
     bandwidth = read_bandwidth(weights_read(target), target.embed.weight.device, args.clock)
     texts, seconds = run_in_turn(runs, prompts, args)

@@ -1,6 +1,7 @@
 """Packed weights: the same product, changes seen, left out where they do not belong; drafters bound for a decoding."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from helpers import DRAFTERS, tiny_target
 
 from specdec import products
+from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.layers import Linear
 from specdec.products import linear, pack
 
@@ -110,3 +112,20 @@ def test_a_drafter_sees_its_weights_as_they_are(name):
     after = unrolled()
     assert not torch.allclose(after, before)
     torch.testing.assert_close(decoded(), after)
+
+
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp", "medusa"])
+def test_a_narrower_drafter_is_as_lossless(name):
+    """The demo's drafters in bf16, for the target in fp32."""
+    folder = Path(DEMO_TARGET).parent / name
+    target = load_target(DEMO_TARGET, dtype="fp32")
+    drafter = load_drafter(folder, target, dtype=torch.bfloat16)
+    plain = generate(target, "What is a tree?", max_new_tokens=24)
+    fast = generate(target, "What is a tree?", drafter, tree=make_tree(2, 3, 6), max_new_tokens=24)
+    assert fast.rows[0].tokens == plain.rows[0].tokens
+    assert fast.tau > 1.2
+
+
+def test_only_drafters_that_learn_have_a_dtype():
+    with pytest.raises(ValueError, match="dtype are for drafters that learn"):
+        load_drafter("ngram", tiny_target(), dtype=torch.bfloat16)

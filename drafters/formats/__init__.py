@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from drafters import draft_model, ngram
@@ -83,8 +84,10 @@ def load_drafter(
     *,
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Drafter:
-    """A drafter for `target` from a checkpoint folder or hub name, in the target's dtype and on its device.
+    """A drafter for `target` from a checkpoint folder or hub name, on the target's device, in `dtype` or in the
+    target's: a narrower one costs no exactness, only some acceptance.
 
     `ngram`, `ngram:lookup` and `ngram:suffix` name drafters that need no checkpoint, and a whole language model drafts
     by itself. All others say in `conventions`, in words, how their checkpoint was read. token_map: a file that
@@ -94,8 +97,8 @@ def load_drafter(
     """
     drafter = ngram.from_name(str(path), target) or _language_model(path, target)
     if drafter is not None:
-        if token_map is not None or feedback is not None:
-            raise ValueError(f"{path}: token_map and feedback are for drafters that learn")
+        if token_map is not None or feedback is not None or dtype is not None:
+            raise ValueError(f"{path}: token_map, feedback and dtype are for drafters that learn")
         return drafter
     checkpoint = open_checkpoint(path)
     if feedback is not None:
@@ -107,7 +110,7 @@ def load_drafter(
     if token_map is not None:
         restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    drafter.to(target.embed.weight).eval()
+    drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval()
     fast_layout(drafter)
     return drafter
 

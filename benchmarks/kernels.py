@@ -75,7 +75,7 @@ def attention_case(nodes: int, context: int) -> Case:
     flex = torch.compile(flex_attention)
     return Case(
         lambda: tree_attention.launch(q, keys, values, lens, words, nodes, slots=context),
-        lambda: attend(q, keys, values, packed_mask(tree_mask(lens, ancestors, slots), groups)),
+        lambda: attend(q, keys, values, packed_mask(tree_mask(lens, ancestors, slots), groups, q.dtype)),
         moved=2 * size(q) + size(kv),
         flops=4 * nodes * HEADS * DIM * slots,
         others={"flex": lambda: flex(q.transpose(1, 2), keys, values, block_mask=blocks, enable_gqa=True)},

@@ -45,10 +45,10 @@ def release(model: nn.Module) -> None:
 
 
 @functools.cache
-def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A scalar tensor, made once: also for autograd, whoever asks first."""
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A scalar tensor on the CPU, made once: also for autograd, whoever asks first."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype, device=device)
+        return torch.tensor(value, dtype=dtype)
 
 
 class RMSNorm(Bound):
@@ -85,7 +85,10 @@ class RMSNorm(Bound):
 
     def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        epsilon, share = constant(self.eps, dtype, self.weight.device), 1 / len(self.weight)
+        device, share = self.weight.device, 1 / len(self.weight)
+        # On a GPU it is filled there, each time: a copy would synchronise, and a kept one might belong to a CUDA graph.
+        on_cpu = device.type == "cpu"
+        epsilon = constant(self.eps, dtype) if on_cpu else torch.full((), self.eps, dtype=dtype, device=device)
 
         def inverse_rms(x: Tensor) -> Tensor:
             # On the CPU `F.rms_norm` is made of more operators than these.

@@ -34,7 +34,8 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def pack(weight: Tensor) -> Tensor | None:
     """The weight [out,in] in oneDNN's layout, made once for each state of the weight; None where that is no use: on
-    other devices, where autograd may want to differentiate, and where oneDNN has no fast product."""
+    other devices, where oneDNN has no fast product, and for weights that may still learn. Those change by ways that
+    nothing counts, such as through another parameter over the same memory."""
     if not _packable(weight):
         return None
     known = _packs.setdefault(weight.untyped_storage(), {})
@@ -51,6 +52,7 @@ def _packable(weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and type(weight) in (Tensor, nn.Parameter)  # no shards, no stand-ins
         and weight.dtype in DTYPES
+        and not weight.requires_grad
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not weight.is_inference()  # whose changes nothing counts

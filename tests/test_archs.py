@@ -121,8 +121,9 @@ def test_windows_cost_no_host_synchronisation(tmp_path):
     target(torch.randint(99, (2, 20)), cache)
     cache.advance(torch.tensor([20, 15]), 20)
     nodes = torch.randint(99, (2, 3))
+    depth, ancestors = torch.tensor([[0, 1, 1]] * 2), torch.eye(3).bool().expand(2, 3, 3)
     with NoHostSync():
-        target(nodes, cache, depth=torch.tensor([[0, 1, 1]] * 2), ancestors=torch.eye(3).bool().expand(2, 3, 3))
+        target(nodes, cache, depth=depth, ancestors=ancestors)
         target(nodes[:, :1], cache)
 
 

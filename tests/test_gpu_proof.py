@@ -1,5 +1,6 @@
 """Stages with time limits, and the GPU proof that is made of them: its parts that need no GPU, on small models."""
 
+import itertools
 import json
 import os
 import sys
@@ -99,7 +100,7 @@ def test_time_is_shared_and_told():
     assert [r["outcome"] for r in records] == ["done", "done", "done", "failed"]
     assert records[0]["limit_seconds"] == 10
     assert records[0]["output_tail"] == "['a=10', 'b=8']\n"  # 7.5, rounded to even
-    assert 40 < records[1]["limit_seconds"] < 50  # what is left, for two
+    assert 40 < records[1]["limit_seconds"] <= 50  # what is left, for two
     assert records[1]["limit_seconds"] < records[2]["limit_seconds"]
 
 
@@ -169,7 +170,9 @@ def test_the_time_ends_a_training(monkeypatch, tmp_path, conversations):
     args.seconds = 0.001
     with pytest.raises(ValueError, match="give more --seconds"):
         pretrain_target.train(args)
-    args.seconds = 4.0
+    args.seconds = 40.0
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(ticks)))  # a second for each time that it is looked at
     report = pretrain_target.train(args)
     assert 0 < report["tokens"] < report["tokens_in_data"]
 

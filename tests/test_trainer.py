@@ -303,7 +303,8 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
     settings = {"prompts": str(prompts), "decode_every": 2, "decode_prompts": 3, "decode_tokens": 12, "decode_steps": 3}
     config = TrainerConfig(steps=4, warmup=0, lr=1e-2, eval_batches=1, **settings)
     data = Batches(samples(vocab=target.config.vocab), 100, 0)
-    run = Trainer(target, load_drafter(drafter_path, target), Eagle3Objective(2), data, data, config, tmp_path)
+    drafter = load_drafter(drafter_path, target).requires_grad_(True)
+    run = Trainer(target, drafter, Eagle3Objective(2), data, data, config, tmp_path)
     result = run.train()
     rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"]
     assert [row["step"] for row in rows] == [2, 4]

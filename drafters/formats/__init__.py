@@ -87,7 +87,7 @@ def load_drafter(
     dtype: torch.dtype | None = None,
 ) -> Drafter:
     """A drafter for `target` from a checkpoint folder or hub name, on the target's device, in `dtype` or in the
-    target's: a narrower one costs no exactness, only some acceptance.
+    target's: a narrower one costs no exactness, only some acceptance. Frozen: `requires_grad_(True)` lets it learn.
 
     `ngram`, `ngram:lookup` and `ngram:suffix` name drafters that need no checkpoint, and a whole language model drafts
     by itself. All others say in `conventions`, in words, how their checkpoint was read. token_map: a file that
@@ -110,7 +110,7 @@ def load_drafter(
     if token_map is not None:
         restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval()
+    drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval().requires_grad_(False)
     fast_layout(drafter)
     return drafter
 

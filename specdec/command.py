@@ -19,11 +19,12 @@ from specdec.api import (
     make_tree,
     make_verifier,
 )
+from specdec.checkpoint import DTYPES
 from specdec.cli import one_sentence_errors
 from specdec.engine import Engine, RoundReport
 from specdec.lab.record import Recorder, check_trace_folder, describe, write_trace
 from specdec.screen import Screen
-from specdec.settings import SHAPE, parse_with_settings
+from specdec.settings import DRAFTING, SHAPE, parse_with_settings
 from specdec.text import StopStrings, check_stops, clean, decode_row, encode_chat, read_prompts
 from specdec.verify import VERIFIERS
 
@@ -39,6 +40,11 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--feedback", choices=("pre", "post"), help="of MTP heads in a target: before or after the norm")
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
+    model.add_argument(
+        "--draft-dtype",
+        choices=sorted(DTYPES),
+        help="of the drafter (default: the target's); a narrower one drafts faster, and what is emitted stays the same",
+    )
     model.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
     model.add_argument(
         "--no-graphs", action="store_true", help="on a GPU: launch every operator, and replay no CUDA graphs of rounds"
@@ -106,18 +112,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
     if args.no_draft:
-        for flag in (
-            "draft",
-            "token_map",
-            "feedback",
-            *SHAPE,
-            "sample_draft",
-            "tree",
-            "verifier",
-            "verifier_args",
-            "show_trees",
-            "compare",
-        ):
+        for flag in (*DRAFTING, "show_trees", "compare"):
             if getattr(args, flag) not in (None, False):
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
     if args.tree is not None:
@@ -166,7 +161,11 @@ class Session:
         self.drafter = None
         if not args.no_draft:
             self.drafter = load_drafter(
-                args.draft or DEMO_DRAFTER, self.target, token_map=args.token_map, feedback=args.feedback
+                args.draft or DEMO_DRAFTER,
+                self.target,
+                token_map=args.token_map,
+                feedback=args.feedback,
+                dtype=DTYPES[args.draft_dtype] if args.draft_dtype else None,
             )
         graphs = False if args.no_graphs else None
         self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)

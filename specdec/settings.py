@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from yaml import YAMLError
 
 SHAPE = ("steps", "topk", "num_draft_tokens")
-MODELS = ("target", "draft", "token_map", "feedback", "dtype", "device")
-DRAFTING = ("draft", "token_map", "feedback", *SHAPE, "sample_draft", "tree", "verifier", "verifier_args")
+DRAFTER = ("draft", "token_map", "feedback", "draft_dtype")
+MODELS = ("target", *DRAFTER, "dtype", "device")
+DRAFTING = (*DRAFTER, *SHAPE, "sample_draft", "tree", "verifier", "verifier_args")
 SAMPLING = {
     "temperature": float,
     "top_k": int,
@@ -33,7 +34,7 @@ WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 GIVES_WAY = {
     **{name: {"no_draft"} for name in DRAFTING},
     **{name: {"no_draft", "tree"} for name in (*SHAPE, "sample_draft")},
-    "draft": {"no_draft", "token_map", "feedback"},
+    "draft": {"no_draft", *DRAFTER} - {"draft"},
     "tree": {"no_draft", "sample_draft", *SHAPE},
     "no_draft": set(DRAFTING),
 }

@@ -69,6 +69,7 @@ def test_a_default_that_is_typed_overrides_too(parse):
         ("no_draft: true\n", [], {"no_draft": True}),
         ("no_draft: false\ntopk: 2\n", [], {"no_draft": False, "topk": 2}),
         ("draft: d\ntoken_map: m.json\nsteps: 2\n", ["--draft", "e"], {"draft": "e", "token_map": None, "steps": 2}),
+        ("draft: d\ndraft_dtype: bf16\n", ["--steps", "3"], {"draft": "d", "draft_dtype": "bf16", "steps": 3}),
     ],
 )
 def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expected):

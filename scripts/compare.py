@@ -61,7 +61,7 @@ def run(config: DictConfig) -> None:
     except OSError as error:
         raise ValueError(f"cannot write to {out}: {error.strerror}") from None
     sampling = instantiate(config.sampling)
-    target = load_target(config.target or DEMO_TARGET, dtype=config.dtype, device=config.device)
+    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     settings = OmegaConf.to_container(config, resolve=True)
     contenders = {name: contender(name, entry, settings["tree"], target) for name, entry in settings["entries"].items()}
     with tqdm(total=len(prompts) * config.trials, desc="prompts", mininterval=1.0) as bar:

@@ -57,6 +57,7 @@ def test_table_chart_and_result(prompts, tmp_path):
         (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),
         (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, trees: x}"], "unknown field trees"),
         (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, tree: oak}"], "there is no tree 'oak'"),
+        (["prompts=PROMPTS", "target.path=nowhere"], "nowhere"),
         (["prompts=PROMPTS", "nonsense=1"], "nonsense"),
     ],
 )

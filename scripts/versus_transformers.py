@@ -6,7 +6,8 @@
 
 Side by side in one run: for each prompt transformers' greedy `generate` in the setting that a short trial finds
 fastest, plain decoding, speculative decoding, in turn; of a prompt's trials the fastest counts, for all alike. The
-share of the memory bandwidth is that of the weights, read once a token, in what summing a buffer of their size reaches.
+share of the memory bandwidth is that of the weights, read once a token, in what the machine moves in a buffer that fits
+no cache: weights that fit one can exceed it.
 `--baseline-tree` runs the same with another checkout of this repository, in a process of its own. On a machine that
 others use, `--threads 1 --clock cpu` counts processor time. The last line is one JSON object.
 """
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.checkpoint import DTYPES
 from specdec.cli import one_sentence_errors
+from specdec.lab.memory import bandwidth
 from specdec.text import encode_prompt, read_prompts
 
 SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
@@ -109,18 +111,6 @@ class Ours:
 def weights_read(target) -> int:
     """Bytes of the matrices that a token's forward reads; of the embedding it reads one row only."""
     return sum(p.numel() * p.element_size() for name, p in target.named_parameters() if not name.startswith("embed."))
-
-
-def read_bandwidth(size: int, device: torch.device, clock: str) -> float:
-    """Bytes a second at which a buffer of `size` bytes is summed again and again, as warm as weights in decoding."""
-    buffer, now, best = torch.ones(size // 4, device=device), CLOCKS[clock], float("inf")
-    for _ in range(50):
-        start = now()
-        buffer.sum()
-        if buffer.is_cuda:
-            torch.cuda.synchronize()
-        best = min(best, now() - start)
-    return size / best
 
 
 def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict, dict[str, float]]:
@@ -211,19 +201,19 @@ def main() -> None:
             how["dtype"] = DTYPES[args.draft_dtype]
         drafter = load_drafter(draft, target, **how)
         runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
-    bandwidth = read_bandwidth(weights_read(target), target.embed.weight.device, args.clock)
+    ceiling = bandwidth(target.embed.weight.device)
     texts, seconds = run_in_turn(runs, prompts, args)
-    out = report(args, runs, texts, seconds) | share_of_bandwidth(target, bandwidth, texts, seconds)
+    out = report(args, runs, texts, seconds) | share_of_bandwidth(target, ceiling, texts, seconds)
     if args.baseline_tree:
         out["baseline_tree"] = report_baseline(run_baseline(args.baseline_tree, args), out)
     print(json.dumps(out))
 
 
-def share_of_bandwidth(target, bandwidth: float, texts: dict, seconds: dict[str, float]) -> dict:
+def share_of_bandwidth(target, ceiling: float, texts: dict, seconds: dict[str, float]) -> dict:
     size, tokens = weights_read(target), sum(map(len, texts["plain"]))
-    share = size * tokens / seconds["plain"] / bandwidth
-    print(f"weights {size / 1e6:.1f} MB, read at {bandwidth / 1e9:.1f} GB/s: plain decoding takes {share:.0%} of that")
-    return {"weight_bytes": size, "read_bandwidth": bandwidth, "plain_share_of_bandwidth": share}
+    share = size * tokens / seconds["plain"] / ceiling
+    print(f"weights {size / 1e6:.1f} MB; memory {ceiling / 1e9:.1f} GB/s, of which plain decoding takes {share:.0%}")
+    return {"weight_bytes": size, "bandwidth": ceiling, "plain_share_of_bandwidth": share}
 
 
 def report_baseline(theirs: dict, ours: dict) -> dict:

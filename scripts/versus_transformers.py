@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.checkpoint import DTYPES
 from specdec.cli import one_sentence_errors
-from specdec.lab.memory import bandwidth
+from specdec.lab.memory import bandwidth, read_bytes
 from specdec.text import encode_prompt, read_prompts
 
 SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
@@ -106,11 +106,6 @@ class Ours:
         self.rounds += out.rounds
         self.emitted += len(out.rows[0].tokens) - 1
         return out.rows[0].tokens
-
-
-def weights_read(target) -> int:
-    """Bytes of the matrices that a token's forward reads; of the embedding it reads one row only."""
-    return sum(p.numel() * p.element_size() for name, p in target.named_parameters() if not name.startswith("embed."))
 
 
 def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict, dict[str, float]]:
@@ -210,7 +205,7 @@ def main() -> None:
 
 
 def share_of_bandwidth(target, ceiling: float, texts: dict, seconds: dict[str, float]) -> dict:
-    size, tokens = weights_read(target), sum(map(len, texts["plain"]))
+    size, tokens = read_bytes(target, context=0), sum(map(len, texts["plain"]))
     share = size * tokens / seconds["plain"] / ceiling
     print(f"weights {size / 1e6:.1f} MB; memory {ceiling / 1e9:.1f} GB/s, of which plain decoding takes {share:.0%}")
     return {"weight_bytes": size, "bandwidth": ceiling, "plain_share_of_bandwidth": share}

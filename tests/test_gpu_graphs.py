@@ -1,6 +1,7 @@
 """On a GPU: replayed rounds emit what launched ones do, never wait for the device, and take no memory twice."""
 
 import pytest
+import test_gpu
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_late import SAMPLED, assert_same, outcome
@@ -10,18 +11,10 @@ from specdec.engine import Engine
 from specdec.memory import Request, plan
 from specdec.types import Sampling
 from specdec.verify import VERIFIERS, make_verifier
-from trees import Chain, DynamicTree, SampledTree, StaticTree
+from trees import DynamicTree, SampledTree
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
-]
-POLICIES = {
-    "chain": Chain(3),
-    "dynamic": DynamicTree(3, 3, 9),
-    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
-    "sampled": SampledTree((2, 2)),
-}
+pytestmark = test_gpu.pytestmark
+POLICIES = test_gpu.POLICIES | {"sampled": SampledTree((2, 2))}
 
 
 def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:

@@ -1,11 +1,13 @@
 """Settings files: what `generate --settings` takes, what overrides it, and what is refused."""
 
 import argparse
+from dataclasses import fields
 
 import pytest
 
 from specdec import command
-from specdec.settings import parse_with_settings, read_settings
+from specdec.settings import SAMPLING, parse_with_settings, read_settings
+from specdec.types import Sampling
 
 
 @pytest.fixture
@@ -125,3 +127,8 @@ def test_decoding_with_a_file(target_path, drafter_path, tmp_path, capsys):
     same = '"text"', '"rounds"', '"acceptance_by_depth"'
     assert all(key in first for key in same)
     assert first.split('"tokens_per_second"')[0] == second.split('"tokens_per_second"')[0]
+
+
+def test_every_setting_of_sampling_can_stand_in_a_file():
+    """`settings` imports nothing of ours, and so has them by name."""
+    assert {field.name: field.type for field in fields(Sampling)} == SAMPLING

@@ -105,8 +105,8 @@ class DraftAttention(nn.Module):
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        rows = self.qkv(x).view(*x.shape[:2], -1, self.head_dim)
         q_rows = self.heads * (2 if self.gate else 1)
+        rows = self.qkv(x).view(*x.shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
         q, k, v = rows.split([q_rows, self.kv_heads, self.kv_heads], dim=2)
         if self.gate:
             q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
@@ -243,42 +243,76 @@ class RecurrentDrafter(nn.Module):
 
     # Training
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
+    def unroll(
+        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
+    ) -> Iterator[UnrolledState]:
         """Training-time test (EAGLE-3, arXiv 2503.01840, section 3): step j feeds step j-1's output back, one token on.
 
         feats [B,T,F], tokens [B,T] one position later (token t+1 beside feature t). Row t of step j stands for the
         decoder's level j after the prefix 0..t: position t+j, keys of step 0 at rows <= t and its own of steps 1..j.
+        needed [B,T]: the rows that are wanted of the steps after the first, where all others are 0. No row looks at
+        another one's later steps, so that changes nothing of the wanted ones.
         """
         b, t = tokens.shape
         release(self)
         self.rope.reserve(t + steps, self.embedding)
         documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
+        some = None if needed is None or steps == 1 else Rows(needed)
         rows, seen = document_positions(documents), document_mask(documents)
-        attention = [UnrolledAttention(seen) for _ in range(self.layers)]
+        attention = [UnrolledAttention(seen, some) for _ in range(self.layers)]
         layer = partial(recomputed, self.layer) if self.recompute else self.layer
         hidden = context = self.fuse(feats)
         for j in range(steps):
             index = min(j, self.layers - 1)
             if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
                 layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
-            ahead = self.embed(F.pad(tokens[:, j:], (0, min(j, t))), rows + j)
-            hidden = layer(ahead, hidden, self.rope(rows + j), attention[index], index)
-            yield UnrolledState(hidden, self.readout(hidden, index), self.head.weight)
+            ahead, positions = F.pad(tokens[:, j:], (0, min(j, t))), rows + j
+            if j and some:
+                ahead, positions = some.of(ahead), some.of(positions)
+                hidden = some.of(hidden) if j == 1 else hidden
+            hidden = layer(self.embed(ahead, positions), hidden, self.rope(positions), attention[index], index)
+            readout = self.readout(hidden, index)
+            whole = (some.spread(hidden), some.spread(readout)) if j and some else (hidden, readout)
+            yield UnrolledState(*whole, self.head.weight)
+
+
+class Rows:
+    """Some rows of a batch, as a batch of one long row."""
+
+    def __init__(self, chosen: Tensor) -> None:
+        """chosen [B,T]"""
+        self.shape, self.at = chosen.shape, chosen.flatten().nonzero()[:, 0]
+
+    def of(self, x: Tensor) -> Tensor:
+        """[B,T,...] -> [1,n,...]"""
+        return x.flatten(0, 1).index_select(0, self.at)[None]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1,n,...] -> [B,T,...], 0 where no row is."""
+        whole = x.new_zeros(self.shape.numel(), *x.shape[2:])
+        return whole.index_copy(0, self.at, x[0]).unflatten(0, self.shape)
 
 
 class UnrolledAttention:
     """Attention of the unrolled layer: over the keys of the first call that `seen` [B,T,T] shows, and over each later
-    call's own row. `seen` is causal, so keys behind a block of queries are not looked at."""
+    call's own row. `seen` is causal, so keys behind a block of queries are not looked at. Later calls may come with
+    `some` of the rows only."""
 
     BLOCK = 128  # queries
 
-    def __init__(self, seen: Tensor) -> None:
+    def __init__(self, seen: Tensor, some: Rows | None = None) -> None:
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+        self.some = some
         self.bias = bias[:, None, None]  # added: unlike masked_fill, that costs the backward pass nothing
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.some is None or not self.keys:
+            return self._call(q, k, v)
+        return self.some.of(self._call(*map(self.some.spread, (q, k, v))))
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.keys.append(k)
         self.values.append(v)
         b, t, heads, dim = q.shape

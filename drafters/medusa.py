@@ -79,7 +79,9 @@ class Medusa(nn.Module):
         logits = self.guess(hidden[:, :1], level)  # the hidden state of all nodes is the root's
         return DraftState(logits.expand(-1, tokens.shape[1], -1), hidden)
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
+    def unroll(
+        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
+    ) -> Iterator[UnrolledState]:
         if steps > self.shape.heads:
             raise ValueError(f"objective.steps is {steps}, but there are {self.shape.heads} Medusa heads only")
         for level in range(steps):

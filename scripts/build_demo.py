@@ -35,7 +35,7 @@ MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
 # drafter -> the experiments of conf/ that train it, each from where the one before ended
 DRAFTERS = {
     "eagle3": ("demo", "demo_tokens"),
-    "eagle2": ("demo_eagle",),
+    "eagle2": ("demo_eagle", "demo_eagle_tokens"),
     "mtp": ("demo_mtp", "demo_mtp_tokens"),
     "medusa": ("demo_medusa",),
 }
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--target-tokens", type=int, default=15_000_000)
-    parser.add_argument("--answers", type=int, default=10_000, help="prompts that the target answers")
+    parser.add_argument("--answers", type=int, default=20_000, help="prompts that the target answers")
     parser.add_argument("--answer-tokens", type=int, default=160)
     args = parser.parse_args()
     work = args.work

@@ -171,10 +171,13 @@ class Drafter(Protocol):
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int) -> Iterator[UnrolledState]:
+    def unroll(
+        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
+    ) -> Iterator[UnrolledState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
-        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. If
-        the trainer has set `documents` [B,T], rows hold several texts, and none may see another."""
+        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
+        j > 0 nobody reads the rows that `needed` [B,T] leaves out. If the trainer has set `documents` [B,T], rows hold
+        several texts, and none may see another."""
 
 
 class TreePolicy(Protocol):

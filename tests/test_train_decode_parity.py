@@ -47,3 +47,29 @@ def test_extending_in_pieces_equals_extending_at_once(kind):
         done += count
         drafter.step(tokens[:, :1].expand(1, 2), state.hidden.expand(1, 2, -1), 1, torch.eye(2, dtype=torch.bool)[None])
     torch.testing.assert_close(state.logits, whole.logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_unrolling_only_the_needed_rows_changes_nothing_of_them(kind, recompute, documents):
+    steps, shape = 4, (3, 11)
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
+    drafter.recompute = recompute
+    drafter.documents = (torch.arange(11) >= 5).long().expand(shape) if documents else None
+    torch.manual_seed(0)
+    feats, tokens = torch.randn(*shape, len(drafter.taps) * target.config.hidden), torch.randint(17, shape)
+    needed = torch.rand(shape) < 0.4
+    needed[1] = False  # a text of which nothing is learnt
+
+    def states_and_gradients(*given: torch.Tensor) -> tuple[list, list]:
+        drafter.zero_grad()
+        states = list(drafter.unroll(feats, tokens, steps, *given))
+        readouts = [states[0].readout, *(s.readout[needed] for s in states[1:])]
+        sum(x.sin().sum() for x in readouts).backward()
+        hidden = [states[0].hidden, *(s.hidden[needed] for s in states[1:])]
+        return readouts + hidden, [p.grad for p in drafter.parameters() if p.grad is not None]
+
+    for ours, expected in zip(states_and_gradients(needed), states_and_gradients(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -105,8 +105,8 @@ class Objective:
         counted = self.positions(drafter.vocab, target_logits, labels, loss_mask)
         if weights is not None:  # the distribution at t is that of token t+1
             counted = counted * F.pad(weights[:, 1:], (0, 1), value=1.0)
-        states = list(drafter.unroll(self.noisy(feats), following, self.steps))
         batch = Positions(counted, self.steps, self.mean)
+        states = list(drafter.unroll(self.noisy(feats), following, self.steps, batch.later()))
         judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
         loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
@@ -143,6 +143,7 @@ class Positions:
     def __init__(self, counted: Tensor, steps: int, mean: str):
         """counted [B,T]: what each position weighs, 0 if it does not count. One look at the mask's values a training
         step: only what counts is computed."""
+        self.shape = counted.shape
         self.row, before = counted[:, 1:].nonzero(as_tuple=True)  # no step drafts the second token
         self.column = before + 1
         reached = self.column > torch.arange(steps, device=counted.device)[:, None]
@@ -150,6 +151,13 @@ class Positions:
         self.counts = self.mask.sum(1)
         self.divisors = self.counts if mean == "masked" else torch.full_like(self.counts, counted.numel())
         self.share = self.mask / self.divisors.clamp(min=1)[:, None]  # [steps,n], what a position weighs in its mean
+
+    def later(self) -> Tensor:
+        """[B,T], True for the rows of the unroll from which the steps after the first draft."""
+        needed = torch.zeros(self.shape, dtype=torch.bool, device=self.row.device)
+        for j in range(1, len(self.mask)):
+            needed[self.row, (self.column - 1 - j).clamp(min=0)] = True
+        return needed
 
     def rows(self, x: Tensor, j: int) -> Tensor:
         """What step j drafts from: x [B,T,.] -> [n,.]; where there is nothing, row 0, which has no weight."""

@@ -19,7 +19,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, output_folder
 from specdec.engine import Engine
 from specdec.lab.figures import COLOURS, STYLE, plt
 from specdec.lab.show import write_whole
@@ -151,10 +151,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--limit and --trials must be at least 1, got {args.limit} and {args.trials}")
     if args.target != DEMO_TARGET and args.draft is None:
         raise ValueError("a target of your own needs its drafter: give --draft")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    output_folder(args.out)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
     drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
     tree = make_tree(args.topk, args.steps, args.num_draft_tokens)

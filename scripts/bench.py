@@ -12,13 +12,12 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target, make_tree
 from specdec.checkpoint import check_device, choose_dtype
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors
 from specdec.lab.bench import Bench, header, random_prompts, read_configurations, text_prompts
 from specdec.lab.bench_table import print_rows
 from specdec.lab.compare import place
@@ -137,15 +136,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))
 
 
-@hydra.main(config_path="../conf", config_name="bench", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "bench")
 
 if __name__ == "__main__":
     main()

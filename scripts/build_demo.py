@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from drafters.formats import save_drafter
 from specdec.api import generate, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, output_folder
 from specdec.text import read_prompts
 from specdec.types import Sampling
 from training.data import Message, read_conversations
@@ -255,12 +255,8 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=20_000, help="prompts that the target answers")
     parser.add_argument("--answer-tokens", type=int, default=160)
     args = parser.parse_args()
-    work = args.work
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {error.filename}: {error.strerror}") from None
+    work = output_folder(args.work)
+    output_folder(args.out)
     if not (work / "target").exists():
         build_target(args, work / "target")
     if not (work / "answers" / "all.jsonl").exists():

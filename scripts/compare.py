@@ -9,13 +9,12 @@ import platform
 from dataclasses import asdict
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target, make_verifier
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors, output_folder
 from specdec.lab.compare import Contender, compare, place
 from specdec.lab.show import print_table, write_chart, write_csv, write_whole
 from specdec.text import read_prompts
@@ -55,11 +54,7 @@ def run(config: DictConfig) -> None:
     if not config.prompts:
         raise ValueError("no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt` or `turns`)")
     prompts = read_prompts(Path(config.prompts))[: config.limit]
-    out = Path(config.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+    out = output_folder(config.out)
     sampling = instantiate(config.sampling)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     settings = OmegaConf.to_container(config, resolve=True)
@@ -93,15 +88,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
 
 
-@hydra.main(config_path="../conf", config_name="compare", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "compare")
 
 if __name__ == "__main__":
     main()

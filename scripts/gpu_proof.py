@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, output_folder
 from specdec.lab.bench import header
 from specdec.lab.cost import machine
 from specdec.lab.show import write_whole
@@ -162,11 +162,8 @@ def main() -> None:
     for name in ("conversations", "work", "out"):  # the stages run in the repository's root
         if (path := getattr(args, name)) is not None:
             setattr(args, name, path.absolute())
-    try:
-        args.work.mkdir(parents=True, exist_ok=True)
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {error.filename}: {error.strerror}") from None
+    output_folder(args.work)
+    output_folder(args.out)
     sizes = TINY if args.tiny else Sizes()
     stages = [test_stage(sizes), *pair_stages(args, sizes), *machine_stages(args, sizes)]
     if args.stages is not None:

@@ -18,7 +18,7 @@ from build_demo import SEED, split
 from transformers import LlamaConfig
 
 from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, output_folder
 from specdec.lab.show import write_whole
 from training.data import Message
 from training.pretrain import pack, pretrain, train_tokenizer
@@ -119,10 +119,7 @@ def main() -> None:
     if args.seconds <= 0:
         raise ValueError(f"--seconds must be positive, got {args.seconds}")
     check_device(args.device)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    output_folder(args.out)
     if (args.out / "target").exists():
         raise ValueError(f"{args.out} holds a target already: give another --out")
     print(json.dumps(train(args)))

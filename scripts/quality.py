@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import training.train
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
+from specdec.cli import one_sentence_errors, output_folder
 from specdec.lab.show import write_whole
 from training.checkpoint import checkpoints
 from training.curves import read_log
@@ -169,10 +169,7 @@ def main(argv: list[str] | None = None) -> None:
             if not finished(run):  # a signal asked it to stop; the same command goes on
                 return
     measured = [measurements(run) for run in runs]
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {args.out}: {error.strerror}") from None
+    output_folder(args.out)
     write_csv([row for rows in measured for row in rows], args.out / "quality.csv")
     draw(measured, args.out / "quality.png")
     print(json.dumps({f"{rows[-1]['run']}-seed{rows[-1]['seed']}": rows[-1]["tau"] for rows in measured}))

@@ -9,12 +9,11 @@ import shlex
 import sys
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, load_target
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors
 from specdec.lab.benchmarks import load_benchmark
 from specdec.lab.points import Draft, Point, Shape, fingerprint, grid
 from specdec.lab.report import print_tables, write_report
@@ -100,15 +99,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
 
 
-@hydra.main(config_path="../conf", config_name="sweep", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "sweep")
 
 if __name__ == "__main__":
     main()

@@ -4,6 +4,9 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+CONF = Path(__file__).parents[1] / "conf"
 
 
 def one_sentence_errors(main: Callable) -> Callable:
@@ -26,13 +29,32 @@ def one_sentence_errors(main: Callable) -> Callable:
     return wrapped
 
 
-def run_hydra(hydra_main: Callable[[], None]) -> None:
-    """Call a function under `hydra.main`; what Hydra finds wrong with the settings becomes a ValueError."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
+def hydra_command(run: Callable, name: str) -> Callable[[], None]:
+    """The `main` of a command: `run`, with the settings that conf/NAME.yaml and the command line make. What Hydra finds
+    wrong with them is a user's mistake too."""
 
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
+    @one_sentence_errors
+    def main() -> None:
+        import hydra
+        from hydra.errors import HydraException
+        from omegaconf.errors import OmegaConfBaseException
+
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
+        try:
+            hydra.main(config_path=str(CONF), config_name=name, version_base="1.3")(run)()
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(str(error).strip().split("\n")[0]) from None
+
+    return main
+
+
+def output_folder(path: Path | str) -> Path:
+    """A folder for results, made if it is not there. Raises ValueError if nothing can be written there."""
+    path = Path(path)
     try:
-        hydra_main()
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error).strip().split("\n")[0]) from None
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write to {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write to {path}: no permission")
+    return path

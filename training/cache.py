@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from safetensors.torch import save_file
@@ -22,7 +21,7 @@ from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.checkpoint import read_json
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors
 from specdec.loader import load_target
 from specdec.model import Target
 from training.cached import (
@@ -205,15 +204,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(report))
 
 
-@hydra.main(config_path="../conf", config_name="cache", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "cache")
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig
 from rich.console import Console
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors
 from training.cached import STORES, Form, shard_bounds
 from training.data import Batches
 from training.features import online_features
@@ -322,15 +321,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(report))
 
 
-@hydra.main(config_path="../conf", config_name="train", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "train")
 
 if __name__ == "__main__":
     main()

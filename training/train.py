@@ -4,7 +4,6 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 """
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, one_sentence_errors, output_folder
 from specdec.loader import load_target
 from specdec.model import Target
 from training.cached import Cache
@@ -103,12 +102,7 @@ def check_folder(out: Path, resume: bool) -> None:
     """A finished or saved run is never overwritten; what a run left that never saved is."""
     if checkpoints(out) and not resume:
         raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if not os.access(out, os.W_OK):
-            raise ValueError(f"cannot write to {out}: no permission")
-    except OSError as error:
-        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+    output_folder(out)
 
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
@@ -175,15 +169,7 @@ def run(config: DictConfig) -> None:
         print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
 
 
-@hydra.main(config_path="../conf", config_name="train", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "train")
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,7 @@ from trees import Chain
 CONF = Path(__file__).parents[1] / "conf" / "shape"
 CPU = torch.device("cpu")
 # Parameters as the models' cards have them, in millions, the embedding counted once where it is tied.
-MILLIONS = {"llama_3_2_1b": 1236, "llama_3_1_8b": 8030, "qwen3_1_7b": 1721, "gemma3_1b": 1000}
+MILLIONS = {"llama_3_2_1b": 1236, "llama_3_1_8b": 8030, "qwen3_1_7b": 1721, "gemma3_1b": 1000, "mobilellm_125m": 125}
 
 
 def load(name: str) -> dict:

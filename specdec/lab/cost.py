@@ -20,7 +20,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -163,27 +163,36 @@ def measure(
     places = sorted({min(context, room) for context in contexts})
     if not text or places[0] < 1:
         raise ValueError(f"the target's context of {target.config.context} tokens is too short to measure rounds in")
-    runs: dict[tuple, list] = {}
+    runs: list[tuple[Setting | None, int, int]] = []
     for batch in batches:
         for context in places:
             middle = context == places[len(places) // 2]
-            here = settings if middle else [s for s in settings if s.steps in (1, steps) or s.file]
-            runs |= {(setting, context, batch): [] for setting in (None, *here)}
+            here = [s for s in settings if middle or s.steps in (1, steps) or s.file]
+            runs += [(setting, context, batch) for setting in (None, *here)]
     # What is timed are the parts of a round, which a graph does not tell apart.
-    engines = {None: Engine(target, graphs=False)}
-    engines |= {s: Engine(target, drafter, s.tree(), graphs=False) for s in settings}
-    order = list(runs)
+    engines = {s: Engine(target, *((drafter, s.tree()) if s else ()), graphs=False) for s in (None, *settings)}
+    return time_in_turn(engines, runs, text, sampling or Sampling(), repeats, progress)
+
+
+def time_in_turn(
+    engines: Mapping[Setting | None, Engine],
+    runs: Sequence[tuple[Setting | None, int, int]],
+    text: list[int],
+    sampling: Sampling,
+    repeats: int,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Point]:
+    """Time the rounds of each run, (setting, context, batch size), in turn; medians over all repeats."""
+    found: dict[tuple, list] = {run: [] for run in runs}
     for repeat in range(-1, repeats):  # -1 warms up
-        for done, (setting, context, batch) in enumerate(
-            order if repeat >= 0 else order[:: max(1, len(order) // 8)], 1
-        ):
-            prompt = (text * (1 + context // len(text)))[:context]
+        for done, (setting, context, batch) in enumerate(runs[:: 1 if repeat >= 0 else max(1, len(runs) // 8)], 1):
+            prompts = [(text * (1 + context // len(text)))[:context]] * batch
             new = NEW_TOKENS if setting is None else NEW_TOKENS + setting.steps
-            found = time_rounds(engines[setting], [prompt] * batch, new, sampling or Sampling())
+            rounds = time_rounds(engines[setting], prompts, new, sampling)
             if repeat >= 0:
-                runs[setting, context, batch] += found
-                progress(repeat * len(order) + done, repeats * len(order))
-    return [_median(*key, found) for key, found in runs.items()]
+                found[setting, context, batch] += rounds
+                progress(repeat * len(runs) + done, repeats * len(runs))
+    return [_median(*run, rounds) for run, rounds in found.items()]
 
 
 def _median(setting: Setting | None, context: int, batch: int, found: list[tuple[int, dict]]) -> Point:

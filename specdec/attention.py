@@ -17,10 +17,15 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
     lens [B], ancestors [B,N,M] (bool, M scratch slots) -> [B,N,slots] bool.
     """
     b, n, m = ancestors.shape
-    slot = torch.arange(slots, device=lens.device)
-    committed = (slot < lens[:, None])[:, None].expand(b, n, slots)
-    scratch = (lens[:, None] + slot[:m]).clamp_(max=slots - 1)  # a row that is finished may lie behind all slots
+    slot, end = torch.arange(slots, device=lens.device), lens[:, None]
+    committed = (slot < end)[:, None].expand(b, n, slots)
+    scratch = (end + slot[:m]).clamp_(max=slots - 1)  # a row that is finished may lie behind all slots
     return committed.scatter(2, scratch[:, None].expand(b, n, m), ancestors)
+
+
+def causal_mask(lens: Tensor, nodes: Tensor, slots: int) -> Tensor:
+    """The same where nodes [n], counted from lens, see all before them and themselves: -> [B,n,slots] bool."""
+    return torch.arange(slots, device=lens.device) <= (lens[:, None] + nodes)[..., None]
 
 
 def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
@@ -37,9 +42,8 @@ def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
 def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     """mask [B,N,S] bool -> what is added to scores, [B,1,groups*N,S]: 0 where visible, else -inf; the same for each of
     the query heads that share a key head. Given a bool mask, torch's attention makes this anew in every layer."""
-    b, n, slots = mask.shape
-    added = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    return added[:, None, None].expand(b, 1, groups, n, slots).reshape(b, 1, groups * n, slots)
+    added = torch.full(mask.shape, -torch.inf, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
+    return torch.cat([added] * groups, 1).unsqueeze(1)
 
 
 def ancestor_words(ancestors: Tensor) -> Tensor:
@@ -167,8 +171,9 @@ class CacheView:
             self.first = self.visible - (self.window or self.visible)
             return
         if ancestors is None:
-            ancestors = (nodes[:, None] >= nodes).expand(cache.batch, n, n)
-        mask = tree_mask(cache.lens, ancestors, self.visible)
+            mask = causal_mask(cache.lens, nodes, self.visible)
+        else:
+            mask = tree_mask(cache.lens, ancestors, self.visible)
         if self.window is not None:
             mask &= window_mask(cache.lens, depth, self.visible, self.window)
         self.mask = packed_mask(mask, groups, cache.layers[0].dtype)

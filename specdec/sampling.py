@@ -6,6 +6,8 @@ from torch import Tensor
 from specdec.kernels import kernel_for
 from specdec.types import Sampling, Samplings
 
+BLOCK, MANY = 64, 8192  # of `top`, on the CPU
+
 
 def filtered_probs(logits: Tensor, sampling: Sampling | Samplings) -> Tensor:
     """logits [..., V] -> probabilities [..., V] in fp32 after temperature, top-k, top-p and min-p, in this order.
@@ -87,6 +89,27 @@ def sample(logits: Tensor, sampling: Sampling | Samplings, generator: torch.Gene
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         return kernel(logits.flatten(0, -2), *filters, generator)[0].view(logits.shape[:-1])
     return draw(filtered_probs(logits, sampling), generator)
+
+
+def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """logits [..., V] -> log-probabilities and ids [..., k] of the k most likely tokens, best first, in fp32."""
+    return top(logits.float().log_softmax(-1), k)
+
+
+def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of scores [..., V], best first, and their places.
+
+    torch's `topk` on the CPU handles every element as a pair of value and place. Of many it is quicker to find the k
+    blocks with the largest maxima first: k largest lie within them (docs/log.md).
+    """
+    size = scores.shape[-1]
+    if scores.device.type != "cpu" or size % BLOCK or size < max(MANY, k * BLOCK):
+        return scores.topk(k, dim=-1)
+    blocks = scores.unflatten(-1, (-1, BLOCK))
+    chosen = blocks.amax(-1).topk(k, dim=-1).indices
+    inside = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK))
+    best, place = inside.flatten(-2).topk(k, dim=-1)
+    return best, chosen.gather(-1, place // BLOCK) * BLOCK + place % BLOCK
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
+from specdec.sampling import BLOCK, MANY, top
 from specdec.tree import ancestors_of, draw
 from specdec.types import DraftState, DraftTree
 from trees import Chain, DynamicTree
@@ -102,6 +103,20 @@ def test_topk_1_is_the_chain():
     for field in ("tokens", "parents", "depth", "ancestors"):
         assert torch.equal(getattr(trees[0], field), getattr(trees[1], field)), field
     torch.testing.assert_close(trees[0].logq, trees[1].logq)
+
+
+@pytest.mark.parametrize("size", [MANY - BLOCK, MANY, MANY + 1, 4 * MANY])
+@pytest.mark.parametrize("k", [1, 4, MANY // BLOCK + 1])
+def test_the_largest_of_many_by_blocks(size, k):
+    torch.manual_seed(size + k)
+    scores = torch.randn(2, 3, size)
+    scores[0, 0, 130 : 130 + 2 * k] += 10  # all within few blocks
+    scores[0, 1] = scores[0, 1].bfloat16().float()  # many are equal
+    scores[0, 2, 5:] = -torch.inf  # fewer than k that can be
+    best, places = top(scores, k)
+    assert torch.equal(best, scores.topk(k).values)
+    assert torch.equal(scores.gather(-1, places), best)
+    assert all(len(set(row)) == k for row in places.flatten(0, 1).tolist())
 
 
 def test_ancestors_of_deep_paths():

@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.sampling import likeliest
 from specdec.tree import ancestors_of
 from specdec.types import Drafter, DraftState, DraftTree
 
@@ -56,7 +58,7 @@ class DynamicTree:
         b = state.logits.shape[0]
         device = state.logits.device
         slots = torch.arange(w, device=device)
-        scores, draft_ids = _top_children(state.logits, w)  # [B,1,W]
+        scores, draft_ids = likeliest(state.logits, w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
         pool_tokens, pool_scores = [tokens], [scores]
         pool_parents = [torch.zeros(b, w, dtype=torch.int64, device=device)]
@@ -66,7 +68,7 @@ class DynamicTree:
         ancestors = eye
         for level in range(1, self.steps):
             state = drafter.step(tokens, hidden, level, ancestors)
-            gains, draft_ids = _top_children(state.logits, w)
+            gains, draft_ids = likeliest(state.logits, w)
             candidate_scores = (scores[..., None] + gains).flatten(1)  # [B,W*W]
             candidate_tokens = drafter.vocab.to_target(draft_ids).flatten(1)
             pool_scores.append(candidate_scores)
@@ -89,20 +91,16 @@ class DynamicTree:
         b, m = tokens.shape
         rank = torch.arange(1, self.num_draft_tokens, device=tokens.device).expand(b, -1)
         node_of = torch.zeros(b, m + 1, dtype=torch.int64, device=tokens.device).scatter(1, kept + 1, rank)
-        zero = torch.zeros_like(root[:, None])
-        tree_parents = torch.cat([zero, node_of.gather(1, parents.gather(1, kept))], 1)
+        tree_parents = F.pad(node_of.gather(1, parents.gather(1, kept)), (1, 0))
+        ancestors = ancestors_of(tree_parents, self.steps)
         return DraftTree(
             tokens=torch.cat([root[:, None], tokens.gather(1, kept)], 1),
             parents=tree_parents,
-            depth=torch.cat([zero, self._level(kept)], 1),
-            ancestors=ancestors_of(tree_parents, self.steps),
+            depth=ancestors.sum(-1) - 1,
+            ancestors=ancestors,
             steps=self.steps,
-            logq=torch.cat([zero.to(scores), scores.gather(1, kept)], 1),
+            logq=F.pad(scores.gather(1, kept), (1, 0)),
         )
-
-    def _level(self, place: Tensor) -> Tensor:
-        """Depth of a pool entry: W entries of depth 1, then W^2 of each further depth."""
-        return 2 + (place - self.topk).div(self.topk * self.topk, rounding_mode="floor").clamp_(min=-1)
 
 
 def best_first(scores: Tensor) -> Tensor:
@@ -112,9 +110,3 @@ def best_first(scores: Tensor) -> Tensor:
     precedes its parent, even among equal scores, so every selection is closed under parents.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices
-
-
-def _top_children(logits: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """logits [..., U] -> log-probabilities and draft ids [..., W] of the w most likely tokens, best first, in fp32."""
-    best, ids = logits.float().log_softmax(-1).topk(w, dim=-1)
-    return best, ids

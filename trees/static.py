@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from yaml import YAMLError
 
+from specdec.sampling import likeliest
 from specdec.types import Drafter, DraftState, DraftTree
 
 RankPath = tuple[int, ...]
@@ -52,7 +53,7 @@ class StaticTree:
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, level in enumerate(self.levels, 1):
-            gains, draft_ids = state.logits.float().log_softmax(-1).topk(self.topk, dim=-1)
+            gains, draft_ids = likeliest(state.logits, self.topk)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
             tokens.append(drafter.vocab.to_target(draft_ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:

@@ -8,8 +8,7 @@ from specdec.types import DraftTree, Verdict
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
     """hit [B,N], whatever it says of the root -> [B,N] bool: is every node on the way from the root a hit?"""
-    hit = hit.clone()
-    hit[:, 0] = True
+    hit = hit | (tree.depth == 0)
     return (hit[:, None] | ~tree.ancestors).all(-1)
 
 

@@ -17,7 +17,6 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -25,7 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdec.checkpoint import check_device, choose_dtype
-from specdec.cli import one_sentence_errors, run_hydra
+from specdec.cli import hydra_command, output_folder
 from specdec.engine import Engine
 from specdec.lab.bench import header, random_prompts
 from specdec.lab.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
@@ -213,15 +212,10 @@ def as_json(row: Row) -> dict:
     }
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
-    trees, out, tau = grid(settings), Path(settings["out"]), settings["tau"]
-    device = check_device(settings["device"])
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+    trees, tau = grid(settings), settings["tau"]
+    device, out = check_device(settings["device"]), output_folder(settings["out"])
     target, drafter = make_pair(settings, device)
     check_room(target, trees, settings)
     engines = {None: Engine(target, graphs=False)}  # of whole graphs the parts could not be told apart
@@ -247,15 +241,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(told | {"out": str(out)}))
 
 
-@hydra.main(config_path="../conf", config_name="round_cost", version_base="1.3")
-def hydra_main(config: DictConfig) -> None:
-    run(config)
-
-
-@one_sentence_errors
-def main() -> None:
-    run_hydra(hydra_main)
-
+main = hydra_command(run, "round_cost")
 
 if __name__ == "__main__":
     main()

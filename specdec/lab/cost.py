@@ -169,8 +169,9 @@ def measure(
             middle = context == places[len(places) // 2]
             here = [s for s in settings if middle or s.steps in (1, steps) or s.file]
             runs += [(setting, context, batch) for setting in (None, *here)]
-    # What is timed are the parts of a round, which a graph does not tell apart.
-    engines = {s: Engine(target, *((drafter, s.tree()) if s else ()), graphs=False) for s in (None, *settings)}
+    # What is timed are the parts of a round, which a graph does not tell apart, and of the whole batch.
+    how = {"graphs": False, "compact": False}
+    engines = {s: Engine(target, *((drafter, s.tree()) if s else ()), **how) for s in (None, *settings)}
     return time_in_turn(engines, runs, text, sampling or Sampling(), repeats, progress)
 
 

@@ -182,7 +182,7 @@ class StaticRounds:
         self.bindings: list = []  # holds what graphs read besides these and parameters, such as the tree's shape
 
     def begin(self, rows: Sequence[Row], root: Tensor, state: DraftState | None, *, eos, how: tuple, observed: bool):
-        """A call's rows behind their prefill. eos: a frozenset of ids; how: as in `late.play`; observed: somebody looks
+        """A call's rows behind their prefill. eos: a frozenset of ids; how: as in `live.play`; observed: somebody looks
         at trees, verdicts and logits."""
         self.root.copy_(root)
         if state is not None:

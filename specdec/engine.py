@@ -154,7 +154,7 @@ class Engine:
             # Exact lengths are known here; within the round the caches work with upper bounds. Rows that have ended
             # may be longer: what they compute is dropped.
             cache.bound = max(len(row.prompt) + len(row.tokens) - 1 for row in rows if row.finish is None)
-            self._conclude(rows, live.play(active).outcome(), eos, observer, *how)
+            self._conclude(rows, live.play(active).outcome(), eos, observer, how)
             known, ended = ended, live.ended()  # `shed` is told a round late, as it is when rounds are read late
 
     def _decode_late(
@@ -174,7 +174,7 @@ class Engine:
             rounds = self.graphs.begin(self, rows, root, state, cache, eos=eos, how=how, observed=observer is not None)
         path = self.policy.steps + 1 if self.policy else 1
         for outcome in read_late(rows, rounds, path, self.device):
-            self._conclude(rows, outcome, eos, observer, *how)
+            self._conclude(rows, outcome, eos, observer, how)
 
     def _conclude(
         self,
@@ -182,16 +182,15 @@ class Engine:
         outcome: Outcome,
         eos: frozenset[int],
         observer: Callable[[RoundReport], None] | None,
-        sampling: Sampling | Samplings,
-        generator: torch.Generator,
-        clock: Clock,
-        *how,
+        how: tuple,
     ) -> None:
         """Add what a round emitted to the rows, and show it."""
+        sampling, _, clock, *_ = how
         report = _report(rows, outcome, sampling, clock)
         self._record(rows, report, eos)
         clock.mark("host")
         self._observe(observer, report, clock)
+        report.logits = None  # too much for an observer to hold through the next round
 
     @staticmethod
     def _observe(observer: Callable[[RoundReport], None] | None, report: RoundReport, clock: Clock) -> None:

@@ -230,6 +230,9 @@ class RecurrentDrafter(nn.Module):
         cache.advance(n, bound)
         return DraftState(self.predict(hidden, 0), hidden)
 
+    def keep(self, index: Tensor) -> None:
+        self.cache.keep(index)
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape
         index = min(level, self.layers - 1)

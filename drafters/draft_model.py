@@ -47,6 +47,9 @@ class DraftModel(nn.Module):
         self.cache.advance(n, bound + 1)
         return self._state(logits)
 
+    def keep(self, index: Tensor) -> None:
+        self.cache.keep(index)
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         behind = TreeLevel(self.cache, (level - 1) * tokens.shape[1])
         logits, _ = self.model(tokens, behind, depth=torch.full_like(tokens, level - 1), ancestors=ancestors)

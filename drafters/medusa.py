@@ -75,6 +75,9 @@ class Medusa(nn.Module):
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))
         return DraftState(self.guess(hidden, 0), hidden)
 
+    def keep(self, index: Tensor) -> None:
+        pass
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         logits = self.guess(hidden[:, :1], level)  # the hidden state of all nodes is the root's
         return DraftState(logits.expand(-1, tokens.shape[1], -1), hidden)

@@ -60,6 +60,9 @@ class NGram(nn.Module):
         self.lens = self.lens + n
         return self._state(self._committed_matches(bound)[:, None])
 
+    def keep(self, index: Tensor) -> None:
+        self.history, self.lens = self.history[index], self.lens[index]
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""
         same = self.history[:, None, : hidden.shape[-1]] == tokens[..., None]

@@ -218,8 +218,9 @@ def run(config: DictConfig) -> None:
     device, out = check_device(settings["device"]), output_folder(settings["out"])
     target, drafter = make_pair(settings, device)
     check_room(target, trees, settings)
-    engines = {None: Engine(target, graphs=False)}  # of whole graphs the parts could not be told apart
-    engines |= {s: Engine(target, drafter, s.tree(), SimulatedTau(tau), graphs=False) for s in trees}
+    how = {"graphs": False, "compact": False}  # of graphs the parts could not be told apart; the batch stays whole
+    engines = {None: Engine(target, **how)}
+    engines |= {s: Engine(target, drafter, s.tree(), SimulatedTau(tau), **how) for s in trees}
     prompt = random_prompts(target.config.vocab, 1, settings["seed"])(0, settings["context"])[0]
     ceiling = bandwidth(device)
     plain, points = time_grid(engines, prompt, settings["repeats"])

@@ -1,5 +1,7 @@
 """The key/value cache: static, one tensor per layer, lengths on the device."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,23 +28,37 @@ class KVCache:
     def __init__(self, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
         shape = (2, batch, slots, kv_heads, head_dim)
         self.layers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
-        # The views that every forward needs, made once: on the CPU a view costs a good part of a small operator.
-        self.rows = [kv.view(2, batch * slots, kv_heads * head_dim) for kv in self.layers]
-        self.flat = [rows.unbind() for rows in self.rows]  # keys and values, each [B*S, K*Dh]
-        self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
-        self.batch, self.slots = batch, slots
+        self._views()
         self.lens = torch.zeros(batch, dtype=torch.int64, device=like.device)
-        self.row_start = torch.arange(batch, device=like.device)[:, None] * slots
         self.bound = 0
         self.move = kernel_for("commit", like)
         if self.move is not None:
             self.addresses = torch.tensor([kv.data_ptr() for kv in self.layers], device=like.device)
+
+    def _views(self) -> None:
+        """The views that every forward needs, made once: on the CPU a view costs a good part of a small operator."""
+        _, self.batch, self.slots, *_ = self.layers[0].shape
+        self.rows = [kv.view(2, self.batch * self.slots, -1) for kv in self.layers]
+        self.flat = [rows.unbind() for rows in self.rows]  # keys and values, each [B*S, K*Dh]
+        self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
+        self.row_start = torch.arange(self.batch, device=self.layers[0].device)[:, None] * self.slots
 
     def clear(self) -> "KVCache":
         """Forget all positions, in place; what the slots hold stays, unseen."""
         self.lens.zero_()
         self.bound = 0
         return self
+
+    def keep(self, index: Tensor) -> None:
+        """Go on with the rows index [B'], ascending, of which none is longer than `bound`, and forget the others. They
+        move together at the front of the same memory: beside it one layer's slots are held for a moment."""
+        for layer, kv in enumerate(self.layers):
+            moved = kv[:, :, : self.bound].index_select(1, index)
+            shape = 2, len(index), *kv.shape[2:]
+            self.layers[layer] = kv.flatten()[: math.prod(shape)].view(shape)
+            self.layers[layer][:, :, : self.bound] = moved
+        self.lens = self.lens[index]
+        self._views()
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""

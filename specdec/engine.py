@@ -10,11 +10,12 @@ from torch import Tensor
 from specdec.cache import KVCache
 from specdec.graphs import Backend, make_graphs
 from specdec.late import Rounds, read_late
+from specdec.live import Live, Outcome
 from specdec.memory import Request, check, free_bytes, plan
 from specdec.model import Target, check_taps
 from specdec.penalties import Penalties
 from specdec.rows import Row, Stop, make_rows
-from specdec.sampling import logprobs_of, sample
+from specdec.sampling import logprobs_of, sample, settings_of
 from specdec.trace import Clock
 from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings, TreePolicy, Verdict, Verifier
 from specdec.verify import SampleAndMatch, sample_and_match
@@ -29,8 +30,9 @@ class RoundReport:
     rows: list[Row]  # the same list from the prefill to the end, each row as it is by now
     emitted: list[list[int]]  # per row
     accepted: list[int]  # per row: how many of them were drafted
-    sampling: Sampling | Samplings
+    sampling: Sampling | Samplings  # of the rows in `places`
     clock: Clock
+    places: list[int]  # the rows that tree, verdict and logits hold, ascending: rows that have ended may be dropped
     tree: DraftTree | None = None
     verdict: Verdict | None = None
     logprobs: list[list[float]] | None = None  # per row, of what a round emitted before any cut; None if not asked for
@@ -55,7 +57,8 @@ class Engine:
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
-    `late` reads what a round emitted after the next was launched; None does so with graphs.
+    `late` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows that
+    have ended from rounds that are not recorded (`live.Live`); False carries them, as recorded rounds do.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         *,
         graphs: bool | Backend | None = None,
         late: bool | None = None,
+        compact: bool = True,
     ):
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
@@ -87,6 +91,7 @@ class Engine:
         if late is False and self.graphs is not None:
             raise ValueError("rounds that are replayed are read late: late=False needs graphs=False")
         self.late = self.graphs is not None if late is None else late
+        self.compact = compact
 
     @torch.inference_mode()
     def generate(
@@ -111,7 +116,7 @@ class Engine:
         eos = self.target.eos if eos is None else eos
         rows = self._rows(prompts, max_new_tokens, sampling, stop)
         samplings = [row.sampling for row in rows]
-        sampling = samplings[0] if len(set(samplings)) == 1 else Samplings(samplings, self.device)
+        sampling = settings_of(samplings, self.device)
         generator = torch.Generator(self.device) if self.graphs is None else self.graphs.generator
         generator.manual_seed(seed)
         clock = Clock(self.device)
@@ -123,7 +128,7 @@ class Engine:
         first = [[token] for token in root.tolist()]
         clock.mark("prefill")
         started = [row.add(t, eos) for row, t in zip(rows, first, strict=True)]
-        report = RoundReport(rows, started, [0] * len(rows), sampling, clock)
+        report = RoundReport(rows, started, [0] * len(rows), sampling, clock, list(range(len(rows))))
         prefill_seconds = time.perf_counter() - start
         self._observe(observer, report, clock)
         decode = self._decode_late if self.late else self._decode
@@ -141,17 +146,16 @@ class Engine:
         *how,
     ) -> None:
         """Rounds until all rows have ended."""
-        while any(row.finish is None for row in rows):
-            active = torch.tensor([row.finish is None for row in rows], device=self.device)
+        live = Live(self, rows, root, state, cache, how)
+        known = ended = live.ended()
+        while not all(ended):
+            live.shed(known)
+            active = torch.tensor([not ended[place] for place in live.places], device=self.device)
             # Exact lengths are known here; within the round the caches work with upper bounds. Rows that have ended
             # may be longer: what they compute is dropped.
             cache.bound = max(len(row.prompt) + len(row.tokens) - 1 for row in rows if row.finish is None)
-            if self.drafter is None:
-                root, report = self._reported_plain_round(rows, root, cache, active, *how)
-            else:
-                root, state, report = self._reported_round(rows, root, state, cache, active, *how)
-            self._conclude(report, eos, observer)
-            report.logits = None  # too much to hold through the next round
+            self._conclude(rows, live.play(active).outcome(), eos, observer, how)
+            known, ended = ended, live.ended()  # `shed` is told a round late, as it is when rounds are read late
 
     def _decode_late(
         self,
@@ -168,40 +172,25 @@ class Engine:
             rounds = Rounds(self, rows, root, state, cache, eos=eos, how=how)
         else:
             rounds = self.graphs.begin(self, rows, root, state, cache, eos=eos, how=how, observed=observer is not None)
-        sampling, _, clock, *_ = how
         path = self.policy.steps + 1 if self.policy else 1
         for outcome in read_late(rows, rounds, path, self.device):
-            made = outcome.made
-            report = RoundReport(rows, outcome.emitted, outcome.accepted, sampling, clock, made.tree, made.verdict)
-            report.logprobs, report.logits = outcome.logprobs, made.logits
-            self._conclude(report, eos, observer)
+            self._conclude(rows, outcome, eos, observer, how)
 
     def _conclude(
-        self, report: RoundReport, eos: frozenset[int], observer: Callable[[RoundReport], None] | None
+        self,
+        rows: list[Row],
+        outcome: Outcome,
+        eos: frozenset[int],
+        observer: Callable[[RoundReport], None] | None,
+        how: tuple,
     ) -> None:
-        self._record(report.rows, report, eos)
-        report.clock.mark("host")
-        self._observe(observer, report, report.clock)
-
-    def _reported_round(
-        self, rows: list[Row], root: Tensor, state: DraftState, cache: KVCache, active: Tensor, *how
-    ) -> tuple[Tensor, DraftState, RoundReport]:
-        """A round, and what it emitted: reading that waits for the device."""
+        """Add what a round emitted to the rows, and show it."""
         sampling, _, clock, *_ = how
-        root, state, tree, verdict, logits = self.round(root, state, cache, active, *how)
-        counts = verdict.n.tolist()
-        emitted = [t[:n] for t, n in zip(verdict.tokens.tolist(), counts, strict=True)]
-        accepted = [n - 1 for n in counts]
-        logprobs = None if verdict.logprobs is None else verdict.logprobs.tolist()
-        return root, state, RoundReport(rows, emitted, accepted, sampling, clock, tree, verdict, logprobs, logits)
-
-    def _reported_plain_round(
-        self, rows: list[Row], root: Tensor, cache: KVCache, active: Tensor, *how
-    ) -> tuple[Tensor, RoundReport]:
-        sampling, _, clock, *_ = how
-        root, logprobs = self.plain_round(root, cache, active, *how)
-        logprobs = None if logprobs is None else logprobs[:, None].tolist()
-        return root, RoundReport(rows, root[:, None].tolist(), [0] * len(rows), sampling, clock, logprobs=logprobs)
+        report = _report(rows, outcome, sampling, clock)
+        self._record(rows, report, eos)
+        clock.mark("host")
+        self._observe(observer, report, clock)
+        report.logits = None  # too much for an observer to hold through the next round
 
     @staticmethod
     def _observe(observer: Callable[[RoundReport], None] | None, report: RoundReport, clock: Clock) -> None:
@@ -353,6 +342,21 @@ class Engine:
             row.trace.emitted.append(len(kept))
             report.emitted[i] = kept
             report.accepted[i] = min(report.accepted[i], len(kept))
+
+
+def _report(rows: list[Row], outcome: Outcome, sampling: Sampling | Samplings, clock: Clock) -> RoundReport:
+    """Of a round of some of the rows; those that were dropped emitted nothing. sampling: of the call."""
+    made = outcome.made
+    places = list(range(len(rows))) if made.places is None else made.places
+    emitted, accepted = [[] for _ in rows], [0] * len(rows)
+    logprobs = None if outcome.logprobs is None else [[] for _ in rows]
+    for i, (place, count) in enumerate(zip(places, outcome.counts, strict=True)):
+        emitted[place], accepted[place] = outcome.tokens[i][:count], count - 1
+        if logprobs is not None:
+            logprobs[place] = outcome.logprobs[i]
+    report = RoundReport(rows, emitted, accepted, made.sampling or sampling, clock, places)
+    report.tree, report.verdict, report.logits, report.logprobs = made.tree, made.verdict, made.logits, logprobs
+    return report
 
 
 def _check_fit(verifier: Verifier, policy: TreePolicy) -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from specdec.cache import KVCache
 from specdec.kernels import backends
-from specdec.late import Made, Progress, play
+from specdec.late import Progress
+from specdec.live import Made, play
 from specdec.rows import Row
 from specdec.trace import Silent
 from specdec.types import Drafter, DraftState, DraftTree, Samplings, Verdict
@@ -181,7 +182,7 @@ class StaticRounds:
         self.bindings: list = []  # holds what graphs read besides these and parameters, such as the tree's shape
 
     def begin(self, rows: Sequence[Row], root: Tensor, state: DraftState | None, *, eos, how: tuple, observed: bool):
-        """A call's rows behind their prefill. eos: a frozenset of ids; how: as in `late.play`; observed: somebody looks
+        """A call's rows behind their prefill. eos: a frozenset of ids; how: as in `live.play`; observed: somebody looks
         at trees, verdicts and logits."""
         self.root.copy_(root)
         if state is not None:
@@ -228,7 +229,9 @@ class StaticRounds:
             self.cache.bound = bucket
             if self.draft_cache is not None:
                 self.draft_cache.bound = bucket + 1  # that of a draft model holds token 0 too
-            root, state, made = play(engine, self.root, self.state, self.cache, self.progress, ends, how, **plain)
+            progress = self.progress
+            root, state, made = play(engine, self.root, self.state, self.cache, progress.active, how, **plain)
+            progress.settle(made.tokens, made.n, ends)
             self.root.copy_(root)
             if state is not None:
                 self.state.logits.copy_(state.logits)

@@ -6,40 +6,14 @@ what a `Stop` ends is noticed a round late; that round of the row is void, and `
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.cache import KVCache
+from specdec.live import Live, Made, Outcome
 from specdec.rows import Row
-from specdec.types import DraftState, DraftTree, Verdict
-
-
-@dataclass
-class Made:
-    """What a round made on the device. tree, verdict and logits are None if it drafted nothing, or nobody looks."""
-
-    tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
-    n: Tensor  # [B] how many of them
-    logprobs: Tensor | None = None  # [B,P] if asked for
-    tree: DraftTree | None = None
-    verdict: Verdict | None = None
-    logits: Tensor | None = None  # [B,N,V]
-
-    def read(self) -> list[Tensor]:
-        """What the host wants to know."""
-        return [self.tokens, self.n] if self.logprobs is None else [self.tokens, self.n, self.logprobs]
-
-
-@dataclass
-class Outcome:
-    """A round as the host has read it, as in `engine.RoundReport`."""
-
-    emitted: list[list[int]]
-    accepted: list[int]
-    logprobs: list[list[float]] | None
-    made: Made
+from specdec.types import DraftState
 
 
 class Progress:
@@ -54,6 +28,10 @@ class Progress:
         self.active.copy_(torch.tensor([row.finish is None for row in rows]))
         self.left.copy_(torch.tensor([row.limit - len(row.tokens) for row in rows]))
 
+    def keep(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only."""
+        self.active, self.left = self.active[index], self.left[index]
+
     def settle(self, tokens: Tensor, n: Tensor, eos: Tensor) -> None:
         """A round emitted the first n [B] of tokens [B,P]; eos [E] end a row. Changes both tensors in place."""
         kept = torch.where(self.active, n.minimum(self.left), 0)
@@ -63,40 +41,26 @@ class Progress:
         self.active &= ~ends.any(1) & (self.left > 0)
 
 
-def play(
-    engine, root: Tensor, state: DraftState | None, cache: KVCache, progress: Progress, eos: Tensor, how: tuple, **plain
-) -> tuple[Tensor, DraftState | None, Made]:
-    """A round of an `engine.Engine` and what follows from it on the device: the next root and state, and what it made.
-
-    how: the arguments of `Engine.round` from `sampling` on; plain: further ones of `Engine.plain_round`.
-    """
-    if engine.drafter is None:
-        root, logprobs = engine.plain_round(root, cache, progress.active, *how, **plain)
-        made = Made(root[:, None], torch.ones_like(root), None if logprobs is None else logprobs[:, None])
-    else:
-        root, state, tree, verdict, logits = engine.round(root, state, cache, progress.active, *how)
-        made = Made(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits)
-    progress.settle(made.tokens, made.n, eos)
-    return root, state, made
-
-
 class Rounds:
     """The rounds of one call, one after the other, on whatever the engine allocates for each."""
 
     def __init__(
         self, engine, rows: Sequence[Row], root: Tensor, state: DraftState | None, cache: KVCache, *, eos, how
     ):
-        self.engine, self.root, self.state, self.cache, self.how = engine, root, state, cache, how
+        self.live = Live(engine, rows, root, state, cache, how)
         self.progress = Progress(len(rows), root.device)
         self.progress.begin(rows)
         self.eos = torch.tensor(sorted(eos), dtype=torch.int64, device=root.device)
 
     def launch(self, bound: int) -> Made:
         """Start the next round; no row that still decodes has committed more than `bound` tokens."""
-        self.cache.bound = bound
-        self.root, self.state, made = play(
-            self.engine, self.root, self.state, self.cache, self.progress, self.eos, self.how
-        )
+        live = self.live
+        kept = live.shed(live.ended())
+        if kept is not None:
+            self.progress.keep(kept)
+        live.cache.bound = bound
+        made = live.play(self.progress.active)
+        self.progress.settle(made.tokens, made.n, self.eos)
         return made
 
 
@@ -113,7 +77,7 @@ class Reader:
         """Copy without waiting; the number returned is for `finish`. No more than two may be under way."""
         self.turn = 1 - self.turn
         source = made.read()
-        if not self.buffers[self.turn]:
+        if [x.shape for x in self.buffers[self.turn]] != [x.shape for x in source]:  # rows may have been dropped
             self.buffers[self.turn] = [torch.empty(x.shape, dtype=x.dtype, pin_memory=self.cuda) for x in source]
         for buffer, x in zip(self.buffers[self.turn], source, strict=True):
             buffer.copy_(x, non_blocking=True)
@@ -125,9 +89,7 @@ class Reader:
         """Wait for that copy only, and not for what was launched since."""
         if self.cuda:
             self.events[number].synchronize()
-        tokens, counts, *rest = (buffer.tolist() for buffer in self.buffers[number])
-        emitted = [row[:n] for row, n in zip(tokens, counts, strict=True)]
-        return Outcome(emitted, [n - 1 for n in counts], rest[0] if rest else None, made)
+        return Outcome(made, *(buffer.tolist() for buffer in self.buffers[number]))
 
 
 def read_late(rows: Sequence[Row], rounds, path: int, device: torch.device) -> Iterator[Outcome]:

@@ -67,9 +67,12 @@ def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Re
         # The logits of a level in fp32, their log-softmax, and what a tree that samples holds beside them.
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
     round_ = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
+    target_cache = target.cache_bytes(batch, slots)
+    if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
+        round_ = max(round_, target_cache // target.config.layers, draft_cache)
     return Plan(
         weights=_weights(target, drafter),
-        target_cache=target.cache_bytes(batch, slots),
+        target_cache=target_cache,
         draft_cache=draft_cache,
         prefill=prefill,
         round=round_,

@@ -1,5 +1,7 @@
 """The target's filtered distribution, draws from it, and log-probabilities before any filter."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,11 @@ from specdec.kernels import kernel_for
 from specdec.types import Sampling, Samplings
 
 BLOCK, MANY = 64, 8192  # of `top`, on the CPU
+
+
+def settings_of(samplings: Sequence[Sampling], device: torch.device) -> Sampling | Samplings:
+    """The settings of a batch's rows: the one that all share, or a table."""
+    return samplings[0] if len(set(samplings)) == 1 else Samplings(samplings, device)
 
 
 def filtered_probs(logits: Tensor, sampling: Sampling | Samplings) -> Tensor:

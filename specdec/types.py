@@ -167,6 +167,11 @@ class Drafter(Protocol):
         `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
         (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
 
+    def keep(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only, ascending, in all that `reset` and `extend` keep, and forget the others.
+
+        With a drafter that lacks this, rows that have ended are carried along (`specdec.live`)."""
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""

@@ -1,5 +1,7 @@
 """On a GPU: replayed rounds emit what launched ones do, never wait for the device, and take no memory twice."""
 
+from functools import partial
+
 import pytest
 import test_gpu
 import torch
@@ -14,6 +16,7 @@ from specdec.verify import VERIFIERS, make_verifier
 from trees import DynamicTree, SampledTree
 
 pytestmark = test_gpu.pytestmark
+launching = partial(Engine, graphs=False, compact=False)  # rows that have ended are carried along, as in replays
 POLICIES = test_gpu.POLICIES | {"sampled": SampledTree((2, 2))}
 
 
@@ -28,7 +31,7 @@ def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:
 def test_as_without_graphs(drafter, policy, sampling):
     """With the same seed also where numbers are drawn: a replay takes those that the round would have taken."""
     pair = parts(drafter, policy)
-    replayed, launched = Engine(*pair), Engine(*pair, graphs=False)
+    replayed, launched = Engine(*pair), launching(*pair)
     assert replayed.graphs is not None
     for seed in (0, 1):  # captures, and replays from the beginning
         told = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, launched)]
@@ -39,7 +42,7 @@ def test_as_without_graphs(drafter, policy, sampling):
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_plain_decoding(rows, sampling):
     how = {"prompts": [[3, 5, 7], [1], [2, 2]][:rows], "max_new_tokens": 30, "sampling": sampling}
-    assert_same(outcome(Engine(*parts(None)), **how), outcome(Engine(*parts(None), graphs=False), **how))
+    assert_same(outcome(Engine(*parts(None)), **how), outcome(launching(*parts(None)), **how))
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -47,13 +50,13 @@ def test_every_rule(verifier):
     rule = make_verifier(verifier)
     target, drafter, _ = parts()
     policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
-    told = [outcome(Engine(target, drafter, policy, rule, graphs=g), sampling=SAMPLED) for g in (None, False)]
+    told = [outcome(make(target, drafter, policy, rule), sampling=SAMPLED) for make in (Engine, launching)]
     assert_same(*told)
 
 
 def test_penalties_and_rows_that_differ():
     pair = parts()
-    replayed, launched = Engine(*pair), Engine(*pair, graphs=False)
+    replayed, launched = Engine(*pair), launching(*pair)
     for penalty in (1.5, 2.0):
         mixed = [Sampling(0.5, repetition_penalty=penalty), SAMPLED, Sampling(frequency_penalty=penalty)]
         assert_same(*(outcome(engine, sampling=mixed, logprobs=True) for engine in (replayed, launched)))
@@ -64,7 +67,7 @@ def test_every_bucket(monkeypatch):
     pair = parts()
     replayed = Engine(*pair)
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
-    assert_same(outcome(replayed, **how), outcome(Engine(*pair, graphs=False), **how))
+    assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
     assert {key[0] for key in replayed.graphs.rounds.graphs} == {8, 16, 32, 48}
 
 
@@ -110,7 +113,7 @@ def test_weights_that_change_are_seen():
     with torch.no_grad():
         target.head.weight.mul_(-1)
     after = outcome(engine)
-    assert_same(after, outcome(Engine(target, drafter, policy, graphs=False)))
+    assert_same(after, outcome(launching(target, drafter, policy)))
     assert before[0] != after[0]
 
 

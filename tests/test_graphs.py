@@ -1,6 +1,7 @@
 """Rounds as recorded functions of static tensors: the tape of `tape.py` stands in for a CUDA graph."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ POLICIES = {
     "sampled": SampledTree((2, 2)),
 }
 CAPTURABLE = [*LEARNERS, "draft-model"]
+launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
 
 
@@ -42,7 +44,7 @@ def test_a_replay_does_what_the_round_does(policy, drafter):
     recorded = Engine(target, drafter, policy, graphs=Tape())
     assert_same(
         outcome(recorded, sampling=sampling, **SHORT),
-        outcome(Engine(target, drafter, policy), **SHORT, sampling=sampling),
+        outcome(launching(target, drafter, policy), **SHORT, sampling=sampling),
     )
     tape = recorded.graphs.backend
     assert tape.captures == 1
@@ -54,7 +56,8 @@ def test_every_rule(verifier):
     target, rule = tiny_target(), make_verifier(verifier)
     policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
     drafter = tiny_drafter(target, draft_vocab=8)
-    told = [outcome(Engine(target, drafter, policy, rule, graphs=g), sampling=SAMPLED, **SHORT) for g in (Tape(), None)]
+    parts_ = target, drafter, policy, rule
+    told = [outcome(make(*parts_), sampling=SAMPLED, **SHORT) for make in (partial(Engine, graphs=Tape()), launching)]
     assert_same(*told)
 
 
@@ -64,7 +67,7 @@ def test_plain_decoding(rows, sampling):
     """One row alone too, whose attention takes the bound for its length without graphs."""
     how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling}
     target = tiny_target()
-    assert_same(outcome(Engine(target, graphs=Tape()), **how), outcome(Engine(target), **how))
+    assert_same(outcome(Engine(target, graphs=Tape()), **how), outcome(launching(target), **how))
 
 
 def test_windows():
@@ -74,15 +77,15 @@ def test_windows():
     target.load_state_dict(plain.state_dict())
     drafter = tiny_drafter(target)
     how = {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 30, "eos": frozenset()}
-    expected = outcome(Engine(target, drafter, POLICIES["dynamic"]), **how)
+    expected = outcome(launching(target, drafter, POLICIES["dynamic"]), **how)
     assert_same(outcome(Engine(target, drafter, POLICIES["dynamic"], graphs=Tape()), **how), expected)
-    assert expected[0] != outcome(Engine(plain, drafter, POLICIES["dynamic"]), **how)[0]
+    assert expected[0] != outcome(launching(plain, drafter, POLICIES["dynamic"]), **how)[0]
 
 
 def test_one_call_after_another_on_the_same_graph():
     """Other prompts, limits, ends, seeds and noise go into the same tensors, and nothing that rounds keep moves."""
     target, drafter, policy = parts()
-    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), Engine(target, drafter, policy)
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
     outcome(recorded, sampling=SAMPLED, **SHORT)
     rounds = recorded.graphs.rounds
     places = [x.data_ptr() for x in static_tensors(recorded)]
@@ -107,7 +110,7 @@ def static_tensors(engine: Engine) -> list[torch.Tensor]:
 
 def test_penalties_and_rows_that_differ_are_inputs_too():
     target, drafter, policy = parts()
-    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), Engine(target, drafter, policy)
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
     for prompts, penalty in (([[3, 5], [1]], 1.5), ([[2, 2], [9, 1]], 3.0)):
         samplings = [Sampling(0.5, repetition_penalty=penalty), Sampling(1.0, frequency_penalty=penalty / 2)]
         how = {"prompts": prompts, "max_new_tokens": 12, "sampling": samplings, "logprobs": True}
@@ -123,7 +126,7 @@ def test_a_graph_for_each_length(monkeypatch):
     target, drafter, policy = parts()
     recorded = Engine(target, drafter, policy, graphs=Tape())
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
-    assert_same(outcome(recorded, **how), outcome(Engine(target, drafter, policy), **how))
+    assert_same(outcome(recorded, **how), outcome(launching(target, drafter, policy), **how))
     assert recorded.graphs.rounds.buckets == [8, 16, 32, 48]
     assert {key[0] for key in recorded.graphs.rounds.graphs} == {8, 16, 32, 48}
 
@@ -131,7 +134,7 @@ def test_a_graph_for_each_length(monkeypatch):
 def test_what_no_longer_fits_is_made_anew():
     """More rows; weights that have changed, or been replaced; another choice of kernels."""
     target, drafter, policy = parts()
-    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), Engine(target, drafter, policy)
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
 
     def captures_for(**how) -> int:
         before = recorded.graphs.backend.captures
@@ -158,7 +161,7 @@ def test_longer_texts_than_there_was_room_for():
     recorded = Engine(target, graphs=Tape())
     for length, room, captures in ((10, 256, 1), (300, 512, 2), (10, 512, 3)):
         how = {"prompts": [[3] * length], "max_new_tokens": 4}
-        assert_same(outcome(recorded, **how), outcome(Engine(target), **how))
+        assert_same(outcome(recorded, **how), outcome(launching(target), **how))
         assert (recorded.graphs.rounds.room, recorded.graphs.backend.captures) == (room, captures)
 
 
@@ -173,9 +176,9 @@ class Forgetful(type(tiny_drafter(tiny_target()))):
 
 def test_the_tape_tells_a_round_that_is_no_function_of_static_tensors():
     target, drafter, policy = parts()
-    expected = outcome(Engine(target, drafter, policy), **SHORT)
+    expected = outcome(launching(target, drafter, policy), **SHORT)
     drafter.__class__ = Forgetful
-    assert_same(outcome(Engine(target, drafter, policy), **SHORT), expected)
+    assert_same(outcome(launching(target, drafter, policy), **SHORT), expected)
     with pytest.raises(AssertionError):
         assert_same(outcome(Engine(target, drafter, policy, graphs=Tape()), **SHORT), expected)
 

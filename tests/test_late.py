@@ -12,7 +12,8 @@ from test_conf_matrix import NAMES, PAIRS, fresh_drafter, load
 from drafters import eagle3
 from specdec.adapter import TransformersTarget
 from specdec.engine import Engine
-from specdec.late import Made, Progress, Rounds, read_late
+from specdec.late import Progress, Rounds, read_late
+from specdec.live import Made
 from specdec.rows import Row
 from specdec.trace import Silent
 from specdec.types import Sampling
@@ -29,7 +30,7 @@ class Watcher:
         self.seen = []
 
     def __call__(self, report):
-        made = [report.emitted, report.accepted, [row.finish for row in report.rows]]
+        made = [report.places, report.emitted, report.accepted, [row.finish for row in report.rows]]
         if report.tree is not None:
             tree = report.tree
             parts = tree.tokens, tree.parents, tree.ancestors, tree.logq, report.verdict.path, report.logits
@@ -51,12 +52,13 @@ def assert_same(left: tuple, right: tuple) -> None:
     for a, b in zip(left[1], right[1], strict=True):
         assert (a is None) == (b is None)
         assert a is None or a == pytest.approx(b, abs=1e-4)
-    running = None  # what is computed for rows that have ended does not matter
+    running = left[2][0][0]  # what is computed for rows that have ended does not matter
     for a, b in zip(left[2], right[2], strict=True):
-        assert a[:3] == b[:3]
-        for x, y in zip(a[3:], b[3:], strict=True):
-            torch.testing.assert_close(x[running], y[running], rtol=0, atol=1e-4)
-        running = [i for i, finish in enumerate(a[2]) if finish is None]
+        assert a[1:4] == b[1:4]
+        ours, theirs = ([seen[0].index(row) for row in running] for seen in (a, b))
+        for x, y in zip(a[4:], b[4:], strict=True):
+            torch.testing.assert_close(x[ours], y[theirs], rtol=0, atol=1e-4)
+        running = [row for row, finish in enumerate(a[3]) if finish is None]
 
 
 @pytest.mark.parametrize(("tree", "verifier"), PAIRS)
@@ -153,8 +155,8 @@ class Script:
 
 def follow(script: Script, row: Row, eos: frozenset[int] = frozenset()) -> list[str]:
     for result in read_late([row], script, 3, torch.device("cpu")):
-        row.add(result.emitted[0], eos)
-        script.log.append(f"read {len(result.emitted[0])}")
+        row.add(result.tokens[0][: result.counts[0]], eos)
+        script.log.append(f"read {result.counts[0]}")
     return script.log
 
 

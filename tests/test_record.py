@@ -54,11 +54,12 @@ def test_a_trace_is_what_happened(target, tree, sampling):
         context = len(PROMPTS[i]) + 1
         for number, r in enumerate(row.rounds):
             report = reports[number + 1]
+            place = report.places.index(i)
             assert r.context == context
-            assert torch.equal(r.tree.tokens, report.tree.tokens[i].int())
-            assert torch.equal(r.tree.parents, report.tree.parents[i].int())
-            assert torch.equal(r.tree.logq, report.tree.logq[i])
-            assert r.path == report.verdict.path[i, : len(r.path)].tolist()
+            assert torch.equal(r.tree.tokens, report.tree.tokens[place].int())
+            assert torch.equal(r.tree.parents, report.tree.parents[place].int())
+            assert torch.equal(r.tree.logq, report.tree.logq[place])
+            assert r.path == report.verdict.path[place, : len(r.path)].tolist()
             accepted = r.tree.tokens[r.path[1:]].tolist()
             assert r.emitted[: len(accepted)] == accepted[: len(r.emitted)]
             context += len(r.emitted)

@@ -9,11 +9,13 @@ import sys
 import pytest
 
 from specdec.engine import Engine
+from specdec.live import Live
 from specdec.loader import load_target
 from specdec.text import encode_chat
+from specdec.types import Sampling
 from training import regenerate as module
 from training import shards as shards_module
-from training.regenerate import encode, main, plan
+from training.regenerate import Prompt, encode, main, plan, regenerate
 from training.shards import Shards
 
 COUNT = 23  # batches of 5, shards of 9: neither divides another
@@ -112,6 +114,26 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
                 break
         main(arguments(target_path, prompts, folder / "answers.jsonl", *SAMPLED))
         assert contents(folder) == whole["sampled"], place
+
+
+def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
+    """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
+    drops, keep = [], Live._keep
+    monkeypatch.setattr(Live, "_keep", lambda self, index: drops.append(len(index)) or keep(self, index))
+    target = load_target(target_path)
+    target.eos = frozenset(range(0, target.config.vocab, 4))
+    asked = [Prompt([7 * i % target.config.vocab, 5], [{"role": "user", "content": str(i)}]) for i in range(16)]
+    how = {"max_new_tokens": 12, "batch_size": 8, "sampling": Sampling(1.0), "seed": 3}
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    regenerate(target, asked, tmp_path / "whole" / "answers.jsonl", **how)
+    assert drops
+    whole = contents(tmp_path / "whole")
+    (tmp_path / "cut" / "answers.run.json").write_bytes(whole["answers.run.json"])
+    half = whole["answers.jsonl"][: len(whole["answers.jsonl"]) // 3]  # within the first batch
+    (tmp_path / "cut" / "answers.jsonl.partial").write_bytes(half)
+    regenerate(target, asked, tmp_path / "cut" / "answers.jsonl", **how)
+    assert contents(tmp_path / "cut") == whole
 
 
 def test_a_finished_run_is_not_run_again(target_path, prompts, tmp_path, whole, monkeypatch):

@@ -36,8 +36,9 @@ ALLOWED = {
     "specdec.screen": {f"specdec.{m}" for m in ("engine", "text", "tree")},
     "specdec.penalties": {"specdec.types"},
     "specdec.rows": {"specdec.trace", "specdec.types"},
-    "specdec.late": {f"specdec.{m}" for m in ("cache", "rows", "types")},
-    "specdec.graphs": {f"specdec.{m}" for m in ("cache", "kernels", "late", "rows", "trace", "types")},
+    "specdec.live": {f"specdec.{m}" for m in ("cache", "rows", "sampling", "types")},
+    "specdec.late": {f"specdec.{m}" for m in ("cache", "live", "rows", "types")},
+    "specdec.graphs": {f"specdec.{m}" for m in ("cache", "kernels", "late", "live", "rows", "trace", "types")},
     "specdec.memory": {f"specdec.{m}" for m in ("model", "types")},
     "specdec.engine": {
         f"specdec.{m}"
@@ -45,6 +46,7 @@ ALLOWED = {
             "cache",
             "graphs",
             "late",
+            "live",
             "memory",
             "model",
             "penalties",

@@ -169,8 +169,8 @@ def measure(
             middle = context == places[len(places) // 2]
             here = [s for s in settings if middle or s.steps in (1, steps) or s.file]
             runs += [(setting, context, batch) for setting in (None, *here)]
-    # What is timed are the parts of a round, which a graph does not tell apart.
-    engines = {s: Engine(target, *((drafter, s.tree()) if s else ()), graphs=False) for s in (None, *settings)}
+    how = {"graphs": False, "compact": False}  # a graph does not tell a round's parts apart; the batch stays whole
+    engines = {s: Engine(target, *((drafter, s.tree()) if s else ()), **how) for s in (None, *settings)}
     return time_in_turn(engines, runs, text, sampling or Sampling(), repeats, progress)
 
 

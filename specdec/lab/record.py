@@ -158,17 +158,17 @@ class Recorder:
 
     def _add(self, report: RoundReport) -> None:
         seconds = report.clock.seconds(self._mark)
-        trees, paths = [None] * len(self._rows), [[0]] * len(self._rows)
+        trees, paths = [None] * len(report.places), [[0]] * len(report.places)
         if report.tree is not None:
             values = node_values(report.tree, report.logits, report.sampling)
             trees = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
-        for i, (ours, row) in enumerate(zip(self._rows, report.rows, strict=True)):
-            emitted = report.emitted[i]
+        for place, path, tree in zip(report.places, paths, trees, strict=True):
+            ours, row, emitted = self._rows[place], report.rows[place], report.emitted[place]
             if emitted:  # else the row had ended before
                 context = len(row.prompt) + len(row.tokens) - len(emitted)
-                ours.rounds.append(TracedRound(context, paths[i], list(emitted), seconds, trees[i]))
+                ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree))
                 ours.steps = 0 if report.tree is None else report.tree.steps
 
 

@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-2: one layer that predicts the target's next feature (arXiv 2401.15077; 2406.16858 is a tree)."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
 from drafters.vocab import DraftVocab
@@ -41,9 +41,11 @@ class Eagle(RecurrentDrafter):
         return x + self.mlp(self.post_norm(x))
 
     def start_from(self, target) -> None:
-        """`fc` passes the feature through, so the first guess is the target's last prediction."""
-        h = self.shape.hidden
-        self.fc.weight.zero_()
+        """`fc` passes the feature through, so the first guess is near the target's last prediction; and, turned at
+        random, the embedding at half the feature's size: a small one would take long to be heard beside it."""
+        h, embedding = self.shape.hidden, self.embedding.float()
+        loudness = 0.5 * target.final_scale() / embedding.square().mean().sqrt()
+        self.fc.weight[:, :h] = nn.init.orthogonal_(torch.empty(h, h)) * loudness
         self.fc.weight[:, h:] = torch.eye(h)
 
 

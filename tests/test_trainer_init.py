@@ -81,3 +81,16 @@ def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
 
     attention(torch.randn(1, 60, 512), table(torch.arange(60)[None]), attend)
     assert seen[0].mean() > 0.9
+
+
+def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target_path):
+    """However small the target's embeddings are, half as loud as a feature, which itself passes through."""
+    target = load_target(target_path)
+    with torch.no_grad():
+        target.embed.weight.mul_(0.01)
+    head = build_drafter(settings("eagle", draft_vocab_size=None), target, [], 0)
+    embeddings, feature = head.embedding.float(), torch.randn(5, target.config.hidden)
+    heard = head.fc(torch.cat([embeddings, torch.zeros_like(embeddings)], dim=-1)) - head.fc.bias
+    torch.testing.assert_close(heard.square().mean().sqrt(), 0.5 * target.final_scale())
+    passed = head.fc(torch.cat([torch.zeros_like(feature), feature], dim=-1)) - head.fc.bias
+    torch.testing.assert_close(passed, feature)

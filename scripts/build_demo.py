@@ -119,8 +119,9 @@ def run_folder(work: Path, experiment: str) -> Path:
     return work / f"{experiment}-seed{SEED}"
 
 
-def train_drafters(work: Path) -> None:
-    """One run of the trainer for each part; a finished run resumes at its last step and ends at once."""
+def train_drafters(work: Path, bench: Path | None) -> None:
+    """One run of the trainer for each part; a finished run resumes at its last step and ends at once. tau on the first
+    prompts of `bench` is measured along the way."""
     for experiment in (name for parts in DRAFTERS.values() for name in parts):
         out = run_folder(work, experiment)
         settings = {
@@ -128,6 +129,7 @@ def train_drafters(work: Path) -> None:
             "data.path": work / "answers" / "all.jsonl",
             "out": out,
             "trainer.seed": SEED,
+            "trainer.prompts": "null" if bench is None else bench,
             "+experiment": experiment,
             "resume": str((out / "checkpoints").exists()).lower(),
         }
@@ -261,7 +263,7 @@ def main() -> None:
         build_target(args, work / "target")
     if not (work / "answers" / "all.jsonl").exists():
         build_answers(args, work / "answers")
-    train_drafters(work)
+    train_drafters(work, args.bench)
     publish(args, work)
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from drafters.vocab import DraftVocab
 from training.losses import DeferredLogits
 
+BLOCK = 64  # logits, of `largest`
+
 
 @dataclass
 class Truth:
@@ -54,7 +56,7 @@ class Truth:
     @cached_property
     def best(self) -> Tensor:
         """[n] the draft id that p likes best."""
-        return self.logp.max(-1).indices
+        return largest(self.logp)[1]
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """The k draft ids that p likes best, or all: their probabilities and ids [n,k]."""
@@ -62,7 +64,7 @@ class Truth:
 
     def cross_entropy(self, draft: "Drafted") -> Tensor:
         """[n,J] -sum p log q, as mass log sum exp(x) - sum p x, which needs no log q."""
-        along = torch.matmul(draft.logits, self.p[..., None]).squeeze(-1)
+        along = (draft.logits * self.p[:, None]).sum(-1)  # on the CPU a quarter of the time of a matrix product
         return self.mass[:, None] * draft.log_mass - along
 
 
@@ -139,7 +141,7 @@ TargetLogits = Tensor | DeferredLogits | TopTokens
 
 def read_choice(logits: TargetLogits, here: tuple[Tensor, Tensor]) -> Tensor:
     """The target's likeliest tokens [n] at rows and columns [n]."""
-    return logits.choice[here] if isinstance(logits, TopTokens) else logits[here].max(-1).indices
+    return logits.choice[here] if isinstance(logits, TopTokens) else largest(logits[here])[1]
 
 
 def read_truth(
@@ -161,7 +163,7 @@ def read_truth(
     if vocab.ids is not None:
         whole = found.logsumexp(-1, keepdim=True)
         mass, log_share = (mass, mass - whole) if renormalise else (whole, None)
-    return Truth(chosen - mass, log_share, found.max(-1).indices, labels[here])
+    return Truth(chosen - mass, log_share, largest(found)[1], labels[here])
 
 
 class Drafted:
@@ -171,7 +173,7 @@ class Drafted:
     def __init__(self, logits: Tensor):
         """logits [n,J,U]"""
         self.logits = logits
-        self.top, self.best = logits.max(-1)  # [n,J]; on the CPU several times faster than argmax
+        self.top, self.best = largest(logits)  # [n,J]
 
     @cached_property
     def q(self) -> Tensor:
@@ -187,3 +189,15 @@ class Drafted:
     def logq(self) -> Tensor:
         """[n,J,U]"""
         return self.logits - self.log_mass[..., None]
+
+
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """As max(-1). On the CPU a maximum takes a tenth of the time if its place is not asked for, so that is asked for in
+    one block only."""
+    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
+        return logits.max(-1)
+    blocks = logits.unflatten(-1, (-1, BLOCK))
+    block = blocks.amax(-1).max(-1).indices
+    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, BLOCK)).squeeze(-2)
+    value, place = inside.max(-1)
+    return value, block * BLOCK + place

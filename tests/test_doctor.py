@@ -55,27 +55,15 @@ def swap_halves(tensors):
         tensors[f"{name}.weight"] = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1).contiguous()
 
 
-def exchange_norms(tensors):
-    a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
-    tensors[a], tensors[b] = tensors[b], tensors[a]
-
-
 def absolute_ids(tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
+# Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
+# neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
 LIES = {
-    "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
-    "the list read as inputs": (
-        {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
-    ),
     "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
-    "post-norm feedback": (
-        {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
-    ),
-    "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
-    "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
     "absolute ids": ({}, absolute_ids, "d2t as target ids"),
 }  # fmt: skip
 
@@ -88,6 +76,13 @@ def test_a_mis_declared_checkpoint_is_caught(demo, falsified, lie):
     assert reading.startswith(expected)
     assert next(o for o in outcomes if o.name == reading).tau == demo.tau
     assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < demo.tau
+
+
+def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
+    """Two readings norm it again: after the layer, or where the residual starts."""
+    reading, outcomes = best(demo, falsified(norm_output=False))
+    assert reading in ("norm_before_residual True", "feedback after the final norm")
+    assert outcomes[0].tau < demo.tau
 
 
 def test_the_demo_is_declared_as_it_was_trained(demo):
@@ -167,9 +162,9 @@ def test_check_prints_a_verdict(run, falsified, tmp_path):
     prompts = tmp_path.parent / "prompts.txt"
     prompts.write_text(check.PROMPTS[0] + "\n" + check.PROMPTS[2] + "\n")
     arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
-    code, out, _ = run("check", "--draft", falsified(norm_before_residual=True), *arguments)
+    code, out, _ = run("check", "--draft", falsified(norm_output=False), *arguments)
     assert code == 0
-    assert "Another reading does better: 'norm_before_residual False'" in out
+    assert "Another reading does better: '" in out
     code, out, _ = run("check", "--draft", specdec.DEMO_DRAFTER, *arguments, "--json")
     assert json.loads(out)["better_reading"] is None
     code, _, err = run("check", "--draft", tmp_path / "nowhere", *arguments)

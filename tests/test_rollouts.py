@@ -89,7 +89,7 @@ def test_the_weights_are_what_the_rounds_of_a_chain_miss(demo, steps):
         assert sample.weights.tolist() == [3.0 if i in missed else 1.0 for i in range(len(sample.ids))]
         found += len(missed)
     assert not by_prompt
-    assert found > 20
+    assert found > 10
     assert measured["new_tokens"] == sum(s.mask.sum() for s in run.samples)
     assert measured["rejected"] == found / measured["new_tokens"]
     assert 1 < measured["tau"] < steps + 1

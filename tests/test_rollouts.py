@@ -66,6 +66,7 @@ def misses_of_a_chain(target, drafter, prompt: list[int], text: list[int], steps
 def demo():
     target = load_target(DEMO_TARGET)
     questions = ["What is a tree?", "Write a short story about a dragon.", "How do I make tea?", "Name three animals."]
+    questions += ["Why is the sky blue?", "What should I cook today?", "Explain how rain forms.", "Tell me about music."]
     prompts = [target.tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True)
                ["input_ids"] for q in questions]  # fmt: skip
     data = [Sample(np.array([*p, 5, 6], np.int32), np.arange(len(p) + 2) >= len(p)) for p in prompts]
@@ -89,7 +90,7 @@ def test_the_weights_are_what_the_rounds_of_a_chain_miss(demo, steps):
         assert sample.weights.tolist() == [3.0 if i in missed else 1.0 for i in range(len(sample.ids))]
         found += len(missed)
     assert not by_prompt
-    assert found > 10
+    assert found > 20
     assert measured["new_tokens"] == sum(s.mask.sum() for s in run.samples)
     assert measured["rejected"] == found / measured["new_tokens"]
     assert 1 < measured["tau"] < steps + 1

@@ -14,14 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target, make_verifier
-from specdec.cli import hydra_command, one_sentence_errors, output_folder
+from specdec.cli import CONF, hydra_command, one_sentence_errors, output_folder
 from specdec.lab.compare import Contender, compare, place
 from specdec.lab.show import print_table, write_chart, write_csv, write_whole
 from specdec.text import read_prompts
 from specdec.types import TreePolicy
 from training.train import instantiate
-
-CONF = Path(__file__).parents[1] / "conf"
 
 
 def tree_of(setting: str | dict) -> TreePolicy:

@@ -18,18 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 import training.train
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors, output_folder
+from specdec.cli import CONF, one_sentence_errors, output_folder, settings_errors
 from specdec.lab.show import write_whole
 from training.checkpoint import checkpoints
 from training.curves import read_log
 
-CONF = Path(__file__).parents[1] / "conf"
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 
 
@@ -53,11 +50,8 @@ def experiment(name: str, seed: int, args: argparse.Namespace) -> Run:
         raise ValueError(f"to train {name} give --data, conversations to learn, and --prompts, to measure tau on")
     given = {"target.path": args.target, "data.path": args.data, "trainer.prompts": args.prompts}
     given |= {"trainer.seed": seed, "out": folder, "resume": str(bool(checkpoints(folder))).lower()}
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        try:
-            config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
-        except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(str(error).strip().split("\n")[0]) from None
+    with initialize_config_dir(str(CONF), version_base="1.3"), settings_errors():
+        config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
     check_same(config, folder)
     return Run(name, folder, config)
 

@@ -156,12 +156,16 @@ class Positions:
         """[B,T], True for the rows of the unroll from which the steps after the first draft."""
         needed = torch.zeros(self.shape, dtype=torch.bool, device=self.row.device)
         for j in range(1, len(self.mask)):
-            needed[self.row, (self.column - 1 - j).clamp(min=0)] = True
+            needed[self.source(j)] = True
         return needed
 
     def rows(self, x: Tensor, j: int) -> Tensor:
-        """What step j drafts from: x [B,T,.] -> [n,.]; where there is nothing, row 0, which has no weight."""
-        return x[self.row, (self.column - 1 - j).clamp(min=0)]
+        """What step j drafts from: x [B,T,.] -> [n,.]."""
+        return x[self.source(j)]
+
+    def source(self, j: int) -> tuple[Tensor, Tensor]:
+        """Where that stands in the unroll, row and column [n]; column 0 if there is nothing, which has no weight."""
+        return self.row, (self.column - 1 - j).clamp(min=0)
 
 
 class _Terms:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
+from specdec.sampling import largest
 from training.losses import DeferredLogits
-
-BLOCK = 64  # logits, of `largest`
 
 
 @dataclass
@@ -189,15 +188,3 @@ class Drafted:
     def logq(self) -> Tensor:
         """[n,J,U]"""
         return self.logits - self.log_mass[..., None]
-
-
-def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """As max(-1). On the CPU a maximum takes a tenth of the time if its place is not asked for, so that is asked for in
-    one block only."""
-    if logits.device.type != "cpu" or logits.shape[-1] % BLOCK:
-        return logits.max(-1)
-    blocks = logits.unflatten(-1, (-1, BLOCK))
-    block = blocks.amax(-1).max(-1).indices
-    inside = blocks.gather(-2, block[..., None, None].expand(*block.shape, 1, BLOCK)).squeeze(-2)
-    value, place = inside.max(-1)
-    return value, block * BLOCK + place

@@ -66,7 +66,7 @@ def misses_of_a_chain(target, drafter, prompt: list[int], text: list[int], steps
 def demo():
     target = load_target(DEMO_TARGET)
     questions = ["What is a tree?", "Write a short story about a dragon.", "How do I make tea?", "Name three animals."]
-    questions += ["Why is the sky blue?", "What should I cook today?", "Explain how rain forms.", "Tell me about music."]
+    questions += ["Why is the sky blue?", "What should I cook today?", "Explain how rain forms.", "Sing of a river."]
     prompts = [target.tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True)
                ["input_ids"] for q in questions]  # fmt: skip
     data = [Sample(np.array([*p, 5, 6], np.int32), np.arange(len(p) + 2) >= len(p)) for p in prompts]

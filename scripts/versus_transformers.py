@@ -6,8 +6,8 @@
 
 Side by side in one run: for each prompt transformers' greedy `generate` in the setting that a short trial finds
 fastest, plain decoding, speculative decoding, in turn; of a prompt's trials the fastest counts, for all alike. The
-share of the memory bandwidth is that of the weights, read once a token, in what the machine moves in a buffer that fits
-no cache: weights that fit one can exceed it.
+share of the memory bandwidth is that of the weights, as the engine keeps them, read once a token, in what the machine
+moves in a buffer that fits no cache: weights that fit one can exceed it.
 `--baseline-tree` runs the same with another checkout of this repository, in a process of its own. On a machine that
 others use, `--threads 1 --clock cpu` counts processor time. The last line is one JSON object.
 """
@@ -29,8 +29,12 @@ from transformers import AutoModelForCausalLM
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.checkpoint import DTYPES
 from specdec.cli import one_sentence_errors
-from specdec.lab.memory import bandwidth, read_bytes
 from specdec.text import encode_prompt, read_prompts
+
+try:
+    from specdec.lab.memory import bandwidth, read_bytes
+except ImportError:  # in an older checkout, as `--baseline-tree`
+    bandwidth = None
 
 SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -196,9 +200,11 @@ def main() -> None:
             how["dtype"] = DTYPES[args.draft_dtype]
         drafter = load_drafter(draft, target, **how)
         runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
-    ceiling = bandwidth(target.embed.weight.device)
+    ceiling = bandwidth and bandwidth(target.embed.weight.device)
     texts, seconds = run_in_turn(runs, prompts, args)
-    out = report(args, runs, texts, seconds) | share_of_bandwidth(target, ceiling, texts, seconds)
+    out = report(args, runs, texts, seconds)
+    if ceiling:
+        out |= share_of_bandwidth(target, ceiling, texts, seconds)
     if args.baseline_tree:
         out["baseline_tree"] = report_baseline(run_baseline(args.baseline_tree, args), out)
     print(json.dumps(out))

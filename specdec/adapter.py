@@ -101,7 +101,8 @@ class TransformersTarget(nn.Module):
                 raise ValueError(
                     f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place"
                 )
-            return cls(model.to(device))
+            fast_layout(model.to(device))
+            return cls(model)
         except Exception as error:  # of any type: they come from the modules of any family
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{name}: {reason}") from None
@@ -286,3 +287,15 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
+
+
+def fast_layout(model: nn.Module) -> None:
+    """On the CPU, keep each weight of a linear map transposed in memory, for modules that multiply by `F.linear`.
+
+    The product of 4 to 16 rows, a tree, with a matrix stored input-major costs 0.4 to 0.7 of the usual layout in torch
+    2.13 (MKL), and one row costs the same; see docs/log.md. Values and shapes do not change.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

@@ -27,6 +27,11 @@ class Bound(nn.Module):
     def bind(self) -> Callable[..., Tensor]:
         raise NotImplementedError
 
+    def __call__(self, *inputs) -> Tensor:
+        if self.held is None:
+            return super().__call__(*inputs)
+        return self.forward(*inputs)  # without a look for hooks
+
     def forward(self, *inputs) -> Tensor:
         return (self.held or self.bind())(*inputs)
 
@@ -81,7 +86,13 @@ class RMSNorm(Bound):
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         weight, inverse_rms = self.weight, self.bind_inverse_rms()
-        return lambda x: (x * inverse_rms(x)).to(x.dtype) * weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+
+        def norm(x: Tensor) -> Tensor:
+            widened = x.to(wide)  # once, not for the length and again for the product
+            return (widened * inverse_rms(widened)).to(x.dtype) * weight
+
+        return norm
 
     def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)

@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.archs import ModelConfig, NotNative, read_config
 from specdec.archs.tensors import set_aside, text_name
 from specdec.checkpoint import StrictFill, check_device, choose_dtype, fused, read_json, read_tensors, resolve, whole
-from specdec.model import Target, fast_layout
+from specdec.model import Target
 
 if TYPE_CHECKING:
     from specdec.adapter import TransformersTarget
@@ -73,7 +73,6 @@ def load_target(
             print(note, file=sys.stderr)
     else:
         target = load_native(folder, str(path), raw, config, weights, place)
-    fast_layout(target)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
     if tokenizer:

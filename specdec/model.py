@@ -233,15 +233,3 @@ def check_taps(taps: Sequence[int], layers: int) -> None:
     bad = [tap for tap in taps if not 0 <= tap <= layers]
     if bad:
         raise ValueError(f"the drafter taps hidden state {bad[0]}, but the target has hidden states 0 to {layers} only")
-
-
-def fast_layout(model: nn.Module) -> None:
-    """On the CPU, keep each weight of a linear map transposed in memory.
-
-    The product of 4 to 16 rows, a tree, with a matrix stored input-major costs 0.4 to 0.7 of the usual layout in torch
-    2.13 (MKL), and one row costs the same; see docs/log.md. Values and shapes do not change.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
-            weight = module.weight.detach()
-            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

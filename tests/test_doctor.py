@@ -5,13 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import LEARNERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
 import specdec
+from drafters import eagle3
 from drafters.formats import __main__ as command
 from drafters.formats import check, open_checkpoint, save_drafter
 from drafters.formats.eagle3 import PROJECTIONS
+from drafters.vocab import DraftVocab
 from specdec.checkpoint import read_tensors
 from specdec.engine import Engine
 from specdec.text import encode_prompt
@@ -28,13 +31,45 @@ def demo():
     return SimpleNamespace(target=target, answers=answers, outcomes=outcomes, tau=outcomes[0].tau)
 
 
+@pytest.fixture(scope="module")
+def plain(demo, tmp_path_factory):
+    """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
+    folder = tmp_path_factory.mktemp("plain") / "eagle3"
+    save_drafter(learn(demo.target, demo.answers, rounds=50), folder, demo.target)
+    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return SimpleNamespace(**vars(demo) | {"folder": folder, "outcomes": outcomes, "tau": outcomes[0].tau})
+
+
+def learn(target, answers, rounds):
+    torch.manual_seed(0)
+    known = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
+    vocab = DraftVocab(target.config.vocab, known)
+    drafter = eagle3.create(target, vocab=vocab, taps=(2, 5, 8), intermediate_size=256)
+    with torch.no_grad():  # the norms of heads that have learnt for long are not alike
+        drafter.embed_norm.weight.fill_(3.0)
+        drafter.hidden_norm.weight.fill_(0.3)
+    drafter.embed_norm.requires_grad_(False), drafter.hidden_norm.requires_grad_(False)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    for answer in answers * rounds:
+        with torch.no_grad():
+            _, feats = target(answer.tokens[None, :-1], None, taps=drafter.taps, logits=False)
+        following, loss = answer.tokens[1:], 0.0
+        for j, state in enumerate(drafter.unroll(feats, following[None], 5)):
+            true = drafter.vocab.from_target(following[1 + j :])
+            loss = loss + F.cross_entropy(state.logits[0, : len(true)], true)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter
+
+
 @pytest.fixture
 def falsified(tmp_path):
-    """falsified(config fields, change of tensors) -> the demo drafter's folder with lies in it."""
+    """falsified(change of tensors, folder, config fields) -> the drafter's folder with lies in it."""
 
-    def make(tensors=None, **fields):
-        config = json.loads((specdec.DEMO_DRAFTER / "config.json").read_text())
-        found = load_file(specdec.DEMO_DRAFTER / "model.safetensors")
+    def make(tensors=None, folder=specdec.DEMO_DRAFTER, **fields):
+        config = json.loads((folder / "config.json").read_text())
+        found = load_file(folder / "model.safetensors")
         if tensors:
             tensors(found)
         (tmp_path / "config.json").write_text(json.dumps(config | fields))
@@ -55,22 +90,52 @@ def swap_halves(tensors):
         tensors[f"{name}.weight"] = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1).contiguous()
 
 
+def exchange_norms(tensors):
+    a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
 def absolute_ids(tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
+LIES = {
+    "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
+    "the list read as inputs": (
+        {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
+    ),
+    "post-norm feedback": (
+        {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
+    ),
+    "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
+    "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
+    "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
+    "absolute ids": ({}, absolute_ids, "d2t as target ids"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_mis_declared_checkpoint_is_caught(plain, falsified, lie):
+    fields, change, expected = LIES[lie]
+    reading, outcomes = best(plain, falsified(change, plain.folder, **fields))
+    assert reading is not None
+    assert reading.startswith(expected)
+    assert next(o for o in outcomes if o.name == reading).tau == plain.tau
+    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < plain.tau
+
+
 # Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
 # neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
-LIES = {
+DEMO_LIES = {
     "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
     "absolute ids": ({}, absolute_ids, "d2t as target ids"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_mis_declared_checkpoint_is_caught(demo, falsified, lie):
-    fields, change, expected = LIES[lie]
+@pytest.mark.parametrize("lie", DEMO_LIES)
+def test_a_mis_declared_demo_is_caught(demo, falsified, lie):
+    fields, change, expected = DEMO_LIES[lie]
     reading, outcomes = best(demo, falsified(change, **fields))
     assert reading is not None
     assert reading.startswith(expected)
@@ -85,10 +150,12 @@ def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified)
     assert outcomes[0].tau < demo.tau
 
 
-def test_the_demo_is_declared_as_it_was_trained(demo):
-    assert check.as_json(demo.outcomes)["better_reading"] is None
-    assert demo.tau > 2
-    assert {o.refused for o in demo.outcomes} == {None}
+@pytest.mark.parametrize("which", ["demo", "plain"])
+def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
+    truth = request.getfixturevalue(which)
+    assert check.as_json(truth.outcomes)["better_reading"] is None
+    assert truth.tau > 2
+    assert {o.refused for o in truth.outcomes} == {None}
 
 
 def test_tau_is_that_of_decoding_with_a_chain(demo):

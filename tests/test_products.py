@@ -11,24 +11,28 @@ from helpers import DRAFTERS, tiny_target
 from specdec import products
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.layers import Linear
-from specdec.products import linear, pack
+from specdec.products import Half, linear, pack, size_of
 
 with torch.no_grad():
-    PACKS = pack(torch.zeros(16, 16)) is not None
+    PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
+    HALVES = isinstance(pack(torch.zeros(16, 16)), Half)
 needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
+needs_halves = pytest.mark.skipif(not HALVES, reason="this torch has no FBGEMM")
 
 
-def random_weight(dtype: torch.dtype, *, input_major: bool = False) -> torch.Tensor:
-    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(dtype)
+def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
+    """of: all its values are ones of this dtype, those of a checkpoint."""
+    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of).to(dtype)
     return weight.t().contiguous().t() if input_major else weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("of", [None, torch.bfloat16])
 @pytest.mark.parametrize("input_major", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 @torch.no_grad()
-def test_linear_is_the_product(dtype, input_major, biased):
-    weight = random_weight(dtype, input_major=input_major)
+def test_linear_is_the_product(dtype, of, input_major, biased):
+    weight = random_weight(dtype, input_major=input_major, of=of)
     bias = torch.linspace(-1, 1, 96).to(dtype) if biased else None
     product = linear(weight, bias)
     for rows in (1, 2, 5, 16, 33):
@@ -48,6 +52,55 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
     whole = product(x)
     for rows in (2, 3, 6, 16) if dtype == torch.float32 else (1, 2, 3, 6, 16):
         assert torch.equal(product(x[:rows]), whole[:rows])
+
+
+@needs_halves
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
+    """Every weight comes back as it is, and each row of a product is the same whatever stands beside it."""
+    weight = random_weight(torch.float32, of=of)
+    weight[0, :3] = torch.tensor([3e-9, -7e-8, 2e-5]).to(of)  # for fp16 too small in bf16, unless they are scaled
+    half, product = pack(weight), linear(weight, None)
+    assert isinstance(half, Half)
+    assert (half.scale == 1) == (of == torch.float16)
+    assert size_of(weight) == weight.nbytes // 2
+    assert torch.equal(product(torch.eye(48)), weight.t())
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+    whole, threads = product(x), torch.get_num_threads()
+    try:
+        for torch_threads in (1, 2):
+            torch.set_num_threads(torch_threads)
+            assert all(torch.equal(product(x[at : at + rows]), whole[at : at + rows])
+                       for rows in (1, 2, 3, 6, 16) for at in (0, 5))  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("spoil", [1 / 3, float("inf"), float("nan"), 2.0**40])
+@torch.no_grad()
+def test_what_fp16_does_not_hold_is_not_halved(spoil):
+    """One value that has too many digits, none at all, or is too large to be scaled together with the others."""
+    weight = random_weight(torch.float32, of=torch.bfloat16)
+    weight[5, 7] = spoil
+    assert not isinstance(pack(weight), Half)
+    assert size_of(weight) == weight.nbytes
+    got, x = linear(weight, None), torch.ones(3, 48)
+    torch.testing.assert_close(got(x), F.linear(x, weight), equal_nan=True)
+
+
+@needs_halves
+@torch.no_grad()
+def test_changed_weights_are_halved_anew():
+    weight = random_weight(torch.float32, of=torch.bfloat16)
+    x = torch.ones(4, 48)
+    before = linear(weight, None)(x)
+    weight.mul_(2)
+    assert torch.equal(linear(weight, None)(x), 2 * before)
+    weight.div_(3)
+    assert not isinstance(pack(weight), Half)
+    torch.testing.assert_close(linear(weight, None)(x), 2 / 3 * before)
+    assert torch.equal(linear(weight.zero_(), None)(x), torch.zeros(4, 96))
 
 
 @needs_packing

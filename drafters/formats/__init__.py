@@ -19,7 +19,6 @@ from drafters.formats.token_map import read_token_map
 from drafters.medusa import Medusa
 from drafters.mtp import Mtp
 from specdec.checkpoint import read_headers, read_json, read_tensors, resolve
-from specdec.model import fast_layout
 from specdec.types import Drafter
 
 # A family's layouts in the order in which they are recognised: of two that fit, the more special comes first.
@@ -111,7 +110,6 @@ def load_drafter(
         restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
     drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval().requires_grad_(False)
-    fast_layout(drafter)
     return drafter
 
 

@@ -197,7 +197,7 @@ class Bench:
         }
         if steps:
             rate = _median_rate(trials, lambda run: len(run.tokens) - 1, lambda run: sum(run.steps))
-            moved = read_bytes(self.target, configuration.prompt + configuration.new / 2)
+            moved = read_bytes(self.target, configuration.prompt + configuration.new / 2, packed=self.made[name].ours)
             p50, p95 = np.percentile(steps, [50, 95])
             out |= {
                 "decode_tokens_per_second": rate,

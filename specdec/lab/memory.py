@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from specdec import products
+
 CPU_BYTES, GPU_BYTES = 1 << 28, 1 << 30
 
 
@@ -47,13 +49,15 @@ def weight_bytes(model: nn.Module) -> int:
     return size_of({id(p): p for p in model.parameters()}.values())
 
 
-def read_bytes(target, context: float) -> float:
+def read_bytes(target, context: float, *, packed: bool = True) -> float:
     """Bytes that plain decoding of one row must read for a token behind `context` tokens: every weight, the embedding
-    only if it is the head too (on the CPU a tied head is a copy in another layout), and the keys and values that the
-    layers see."""
+    only if it is the head too, and the keys and values that the layers see. packed: as this engine reads weights that
+    it has packed (`specdec.products`), and not as they are held."""
     config, table = target.config, target.embed.weight
-    is_head = target.head.weight is table
-    weights, item = weight_bytes(target) - (0 if is_head else table.nbytes), table.element_size()
+    read = {id(p): products.size_of(p) if packed else p.nbytes for p in target.parameters()}
+    if target.head.weight is not table:
+        del read[id(table)]
+    weights, item = sum(read.values()), table.element_size()
     sliding = getattr(config, "sliding", ()) or (False,) * config.layers
     seen = sum(min(context, config.window) if slides else context for slides in sliding)
     return weights + 2 * seen * config.kv_heads * config.head_dim * item

@@ -1,5 +1,6 @@
 """Random weights in the shape of a real model, made where they are needed and stored nowhere: only their speed means
-anything. conf/shape/*.yaml holds the public config of each."""
+anything. conf/shape/*.yaml holds the public config of each. As in the checkpoints of these models all values are bf16
+ones, whatever the dtype: on the CPU the speed of fp32 depends on it (`specdec.products`)."""
 
 import torch
 from torch import nn
@@ -8,7 +9,7 @@ from drafters import eagle3
 from drafters.vocab import DraftVocab
 from specdec.archs import read_config
 from specdec.layers import RMSNorm
-from specdec.model import Target, fast_layout
+from specdec.model import Target
 
 STD = 0.02
 
@@ -22,7 +23,7 @@ def random_target(config: dict, name: str, dtype: torch.dtype, device: torch.dev
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.ndim > 1:
-                parameter.normal_(std=STD, generator=generator)
+                parameter.copy_(parameter.normal_(std=STD, generator=generator).bfloat16())
             else:
                 parameter.zero_()
         for module in target.modules():
@@ -30,7 +31,6 @@ def random_target(config: dict, name: str, dtype: torch.dtype, device: torch.dev
                 module.weight.fill_(1)
     if target.config.tied:
         target.head.weight = target.embed.weight
-    fast_layout(target)
     target.eval().name = name
     return target
 
@@ -41,8 +41,7 @@ def random_head(target: Target, draft_vocab_size: int | None = None, seed: int =
     vocab = target.config.vocab
     ids = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, vocab))
     drafter = eagle3.create(target, vocab=DraftVocab(vocab, ids), init="random", **settings)
-    drafter.to(target.embed.weight).eval().requires_grad_(False)
-    fast_layout(drafter)
+    drafter.bfloat16().to(target.embed.weight).eval().requires_grad_(False)
     return drafter
 
 

@@ -6,7 +6,8 @@ RUN := $(VENV)/bin/python
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.installed
-	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare
+	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
+		--draft specdec/demo/mtp --topk 2 --steps 3 --num-draft-tokens 6
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

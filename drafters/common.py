@@ -107,7 +107,7 @@ class DraftAttention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q_rows = self.heads * (2 if self.gate else 1)
         rows = self.qkv(x).view(*x.shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
-        q, k, v = rows.split([q_rows, self.kv_heads, self.kv_heads], dim=2)
+        q, k, v = rows.split_with_sizes([q_rows, self.kv_heads, self.kv_heads], dim=2)
         if self.gate:
             q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
         if self.q_norm is not None:
@@ -116,7 +116,7 @@ class DraftAttention(nn.Module):
         turned = rotate(qk[..., : self.rotary_dim], *rope)
         if self.rotary_dim < self.head_dim:
             turned = torch.cat([turned, qk[..., self.rotary_dim :]], dim=-1)
-        q, k = turned.split([self.heads, self.kv_heads], dim=2)
+        q, k = turned.split_with_sizes([self.heads, self.kv_heads], dim=2)
         out = attend(q, k, v)
         return self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
 

@@ -42,11 +42,11 @@ class Attention(Bound):
             if write is not None and isinstance(view, CacheView):
                 return o(view.attend_rows(layer, heads.flatten(0, 1), rope, write).flatten(0, 1))
             if q_norm is None:
-                qk, v = heads.split([q_heads + kv_heads, kv_heads], dim=2)
+                qk, v = heads.split_with_sizes([q_heads + kv_heads, kv_heads], dim=2)
             else:
-                q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=2)
+                q, k, v = heads.split_with_sizes([q_heads, kv_heads, kv_heads], dim=2)
                 qk = torch.cat([q_norm(q), k_norm(k)], dim=2)
-            q, k = rotate(qk, *rope).split([q_heads, kv_heads], dim=2)
+            q, k = rotate(qk, *rope).split_with_sizes([q_heads, kv_heads], dim=2)
             return o(view.attend(layer, q, k, v).flatten(0, 1))
 
         return attention

@@ -125,7 +125,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_blocks(scores: Tensor, best: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """best: some largest and their places; those lie within the blocks with the largest maxima."""
-    blocks = scores.unflatten(-1, (-1, BLOCK))
+    blocks = scores.view(*scores.shape[:-1], -1, BLOCK)
     chosen = best(blocks.amax(-1))[1]
     inside = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK))
     values, place = best(inside.flatten(-2))

@@ -82,7 +82,7 @@ ALLOWED = {
     | {"trees.optimal"},
     "specdec.lab.shapes": {f"specdec.{m}" for m in ("archs", "layers", "model")}
     | {"drafters.eagle3", "drafters.vocab"},
-    "specdec.lab.memory": set(),
+    "specdec.lab.memory": {"specdec.products"},
     "specdec.lab.contenders": {f"specdec.{m}" for m in ("engine", "lab.memory", "trace", "types", "verify")},
     "specdec.lab.bench": {"specdec.types"}
     | {f"specdec.lab.{m}" for m in ("contenders", "memory", "record", "simulated")},

@@ -88,10 +88,8 @@ class DynamicTree:
         """The tree of the root and the best candidates."""
         tokens, scores, parents = pool
         kept = best_first(scores)[:, : self.num_draft_tokens - 1].sort(dim=1).values  # breadth first again
-        b, m = tokens.shape
-        rank = torch.arange(1, self.num_draft_tokens, device=tokens.device).expand(b, -1)
-        node_of = torch.zeros(b, m + 1, dtype=torch.int64, device=tokens.device).scatter(1, kept + 1, rank)
-        tree_parents = F.pad(node_of.gather(1, parents.gather(1, kept)), (1, 0))
+        nodes = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a place is a search
+        tree_parents = F.pad(torch.searchsorted(nodes, parents.gather(1, kept)), (1, 0))
         ancestors = ancestors_of(tree_parents, self.steps)
         return DraftTree(
             tokens=torch.cat([root[:, None], tokens.gather(1, kept)], 1),

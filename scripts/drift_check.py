@@ -4,16 +4,19 @@
 
 Plain and speculative, greedy and sampled, batches of one to three, random prompts. Every output is compared with that
 of an engine, with its drafter, made for it alone, and --fresh of them, evenly spread, with that of a process that does
-nothing else. Memory is the resident set (on a GPU also what torch has allocated) after every 50 generations, garbage
-collected; from the 50th on it may grow by --allow-mib, and the objects that Python knows by --allow-objects. Ends with
-1 if anything fails; the last line is one JSON object.
+nothing else, forked from one that has imported all modules and done nothing: each takes a second. Memory is the
+resident set (on a GPU also what torch has allocated) after every 50 generations, garbage collected; from the 50th on it
+may grow by --allow-mib, and the objects that Python knows by --allow-objects. Ends with 1 if anything fails; the last
+line is one JSON object.
 """
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +30,10 @@ from specdec.lab.cost import machine
 from specdec.lab.drift import Case, Growth, decode_all, different
 from specdec.lab.memory import resident_bytes
 from specdec.lab.show import write_whole
+from specdec.model import Target
 
 MIB = 2**20
+IMPORTED = "tqdm", "specdec.api", "specdec.lab.bench", "specdec.lab.cost", "specdec.lab.drift"  # and with them the rest
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +44,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument(
         "--every", type=int, default=50, help="generations between two looks at memory; the first is the base"
     )
-    p.add_argument("--fresh", type=int, default=20, help="generations repeated in a process of their own")
+    p.add_argument("--fresh", type=int, help="generations repeated in a process of their own; default: every tenth")
     p.add_argument("--prompt-tokens", type=int, default=128, help="at most")
     p.add_argument("--new-tokens", type=int, default=32, help="at most")
     p.add_argument("--allow-mib", type=float, default=16.0)
@@ -47,8 +52,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", default="cpu")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--out", type=Path, help="a JSON file")
-    p.add_argument("--only", type=int, help="print the digest of this generation alone")
     args = p.parse_args()
+    args.fresh = args.generations // 10 if args.fresh is None else args.fresh
     for name in ("generations", "every", "prompt_tokens", "new_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -59,39 +64,44 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def fresh_digest(number: int) -> str:
-    """What this very command gives for one generation in a process of its own."""
-    command = [sys.executable, *sys.argv, "--only", str(number)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        raise ValueError(f"the process for generation {number} failed: {done.stderr.strip().splitlines()[-1:]}")
-    return lines[-1]
+def make_engine(target: Target, draft: str, speculative: bool) -> Engine:
+    return Engine(target, load_drafter(draft, target), make_tree()) if speculative else Engine(target)
+
+
+def draw_case(args: argparse.Namespace, target: Target, number: int) -> Case:
+    return Case.draw(args.seed, number, target.config.vocab, args.prompt_tokens, args.new_tokens)
+
+
+def decode_alone(args: argparse.Namespace, number: int) -> str:
+    """What a process gives for one generation that has done nothing before."""
+    target = load_target(args.target, device=args.device, tokenizer=False)
+    case = draw_case(args, target, number)
+    return case.decode(make_engine(target, args.draft, case.speculative))
+
+
+def fresh_digests(args: argparse.Namespace, numbers: list[int]) -> Iterator[str]:
+    if not numbers:
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED])
+    with context.Pool(1, maxtasksperchild=1) as pool:
+        yield from pool.imap(partial(decode_alone, args), numbers)
 
 
 @one_sentence_errors
 def main() -> None:
     args = arguments()
     target = load_target(args.target, device=args.device, tokenizer=False)
-    tree = make_tree()
-
-    def make(speculative: bool) -> Engine:
-        return Engine(target, load_drafter(args.draft, target), tree) if speculative else Engine(target)
-
-    numbers = range(args.generations) if args.only is None else [args.only]
-    sizes = target.config.vocab, args.prompt_tokens, args.new_tokens
-    cases = [Case.draw(args.seed, number, *sizes) for number in numbers]
-    if args.only is not None:
-        print(cases[0].decode(make(cases[0].speculative)))
-        return
+    make = partial(make_engine, target, args.draft)
+    cases = [draw_case(args, target, number) for number in range(args.generations)]
     memory = resident_bytes if args.device == "cpu" else lambda: resident_bytes() + torch.cuda.memory_allocated()
     with tqdm(total=2 * len(cases) + args.fresh, desc="generations", mininterval=5) as bar:
         digests, marks = decode_all(make, cases, args.every, memory, bar.update)
         other = different(make, cases, digests, bar.update)
         sample = [i * args.generations // args.fresh for i in range(args.fresh)]
         strange = []
-        for number in sample:
-            if fresh_digest(number) != digests[number]:
+        for number, digest in zip(sample, fresh_digests(args, sample), strict=True):
+            if digest != digests[number]:
                 strange.append(number)
             bar.update()
     growth = Growth.of(marks)

@@ -85,28 +85,24 @@ class RMSNorm(Bound):
         return add_norm
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        weight, inverse_rms = self.weight, self.bind_inverse_rms()
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        weight, normalise = self.weight, self.bind_normalise()
+        return lambda x: normalise(x).to(x.dtype) * weight
 
-        def norm(x: Tensor) -> Tensor:
-            widened = x.to(wide)  # once, not for the length and again for the product
-            return (widened * inverse_rms(widened)).to(x.dtype) * weight
-
-        return norm
-
-    def bind_inverse_rms(self) -> Callable[[Tensor], Tensor]:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+    def bind_normalise(self) -> Callable[[Tensor], Tensor]:
+        """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
         device, share = self.weight.device, 1 / len(self.weight)
         # On a GPU it is filled there, each time: a copy would synchronise, and a kept one might belong to a CUDA graph.
         on_cpu = device.type == "cpu"
-        epsilon = constant(self.eps, dtype) if on_cpu else torch.full((), self.eps, dtype=dtype, device=device)
+        epsilon = constant(self.eps, wide) if on_cpu else torch.full((), self.eps, dtype=wide, device=device)
 
-        def inverse_rms(x: Tensor) -> Tensor:
+        def normalise(x: Tensor) -> Tensor:
+            x = x.to(wide)
             # On the CPU `F.rms_norm` is made of more operators than these.
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-            return torch.addcmul(epsilon, length, length, value=share).rsqrt_()
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * torch.addcmul(epsilon, length, length, value=share).rsqrt_()
 
-        return inverse_rms
+        return normalise
 
     def gain(self) -> Tensor:
         """[size], what a normalised vector is multiplied by."""
@@ -123,8 +119,8 @@ class OffsetRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        gain, inverse_rms = self.gain(), self.bind_inverse_rms()
-        return lambda x: (x * inverse_rms(x) * gain).to(x.dtype)
+        gain, normalise = self.gain(), self.bind_normalise()
+        return lambda x: (normalise(x) * gain).to(x.dtype)
 
     def gain(self) -> Tensor:
         return 1 + self.weight.float()

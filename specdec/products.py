@@ -6,7 +6,7 @@ read them. In the order of preference, with shares of the time of torch's `mm` o
 - fp32 weights that fp16 holds exactly once they are scaled by a power of two, as it does those of a checkpoint in bf16
   or fp16: FBGEMM multiplies fp32 rows with them, in fp32, and reads half as many bytes. 0.2 to 0.4.
 - oneDNN's product with a weight packed into its own layout, in fp32 and in bf16. 0.3 to 0.6.
-- a single row of fp32 as a batch of blocks of the weight. 0.2 to 0.4.
+- a single row of fp32 as a batch of blocks of the weight. 0.4.
 
 With the first two each row of the product is the same to the last bit however many rows stand beside it, which no other
 product of torch promises.
@@ -42,16 +42,21 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     packed = pack(weight)
     if isinstance(packed, Half):
         return _half_product(packed, bias)
-    matrix = weight.t()
-    direct = (lambda x: torch.mm(x, matrix)) if bias is None else (lambda x: torch.addmm(bias, x, matrix))
-    many = direct
-    if packed is not None:
-        product = torch.ops.mkldnn._linear_pointwise.default._op  # 1 us less than with what is wrapped around it
-        many = lambda x: product(x, packed, bias, "none", [], "")  # noqa: E731
+    many = _direct_product(weight, bias) if packed is None else _packed_product(packed, bias)
     if not _blocked(weight):
         return many
     single = _single_row(weight, bias)
     return lambda x: single(x) if x.shape[0] == 1 else many(x)
+
+
+def _direct_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    matrix = weight.t()
+    return (lambda x: torch.mm(x, matrix)) if bias is None else (lambda x: torch.addmm(bias, x, matrix))
+
+
+def _packed_product(packed: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    product = torch.ops.mkldnn._linear_pointwise.default._op  # 1 us less than with what is wrapped around it
+    return lambda x: product(x, packed, bias, "none", [], "")
 
 
 def _half_product(half: Half, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -94,7 +99,7 @@ def pack(weight: Tensor) -> Tensor | Half | None:
     return packed
 
 
-def size_of(weight: Tensor) -> int:
+def bytes_read(weight: Tensor) -> int:
     """Bytes that a product with the weight reads, as it is packed by now."""
     _, packed = _packs.get(weight.untyped_storage(), {}).get(_place(weight), (None, None))
     return 2 * weight.numel() if isinstance(packed, Half) else weight.nbytes

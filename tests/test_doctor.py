@@ -28,7 +28,8 @@ def demo():
     target = specdec.load_target(specdec.DEMO_TARGET)
     answers = check.answer(target, check.PROMPTS, 32)
     outcomes = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
-    return SimpleNamespace(target=target, answers=answers, outcomes=outcomes, tau=outcomes[0].tau)
+    folder, tau = specdec.DEMO_DRAFTER, outcomes[0].tau
+    return SimpleNamespace(target=target, answers=answers, folder=folder, outcomes=outcomes, tau=tau)
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,8 @@ def learn(target, answers, rounds):
     known = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
     vocab = DraftVocab(target.config.vocab, known)
     drafter = eagle3.create(target, vocab=vocab, taps=(2, 5, 8), intermediate_size=256)
-    with torch.no_grad():  # the norms of heads that have learnt for long are not alike
-        drafter.embed_norm.weight.fill_(3.0)
-        drafter.hidden_norm.weight.fill_(0.3)
-    drafter.embed_norm.requires_grad_(False), drafter.hidden_norm.requires_grad_(False)
+    for norm, gain in ((drafter.embed_norm, 3.0), (drafter.hidden_norm, 0.3)):
+        norm.requires_grad_(False).weight.fill_(gain)  # as those of heads that have learnt for long, they are not alike
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     for answer in answers * rounds:
         with torch.no_grad():
@@ -99,48 +98,38 @@ def absolute_ids(tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
-LIES = {
-    "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
-    "the list read as inputs": (
-        {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
-    ),
-    "post-norm feedback": (
-        {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
-    ),
-    "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
+HARMFUL = {
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
-    "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
     "absolute ids": ({}, absolute_ids, "d2t as target ids"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("lie", LIES)
-def test_a_mis_declared_checkpoint_is_caught(plain, falsified, lie):
-    fields, change, expected = LIES[lie]
-    reading, outcomes = best(plain, falsified(change, plain.folder, **fields))
-    assert reading is not None
-    assert reading.startswith(expected)
-    assert next(o for o in outcomes if o.name == reading).tau == plain.tau
-    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < plain.tau
-
-
+}
 # Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
 # neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
-DEMO_LIES = {
-    "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
-    "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
-    "absolute ids": ({}, absolute_ids, "d2t as target ids"),
+LIES = {
+    "demo": HARMFUL | {
+        "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
+    },
+    "plain": HARMFUL | {
+        "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
+        "the list read as inputs": (
+            {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
+        ),
+        "post-norm feedback": (
+            {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
+        ),
+        "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
+        "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
+    },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", DEMO_LIES)
-def test_a_mis_declared_demo_is_caught(demo, falsified, lie):
-    fields, change, expected = DEMO_LIES[lie]
-    reading, outcomes = best(demo, falsified(change, **fields))
+@pytest.mark.parametrize(("head", "lie"), [(head, lie) for head in LIES for lie in LIES[head]])
+def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
+    (fields, change, expected), truth = LIES[head][lie], request.getfixturevalue(head)
+    reading, outcomes = best(truth, falsified(change, truth.folder, **fields))
     assert reading is not None
     assert reading.startswith(expected)
-    assert next(o for o in outcomes if o.name == reading).tau == demo.tau
-    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < demo.tau
+    assert next(o for o in outcomes if o.name == reading).tau == truth.tau
+    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < truth.tau
 
 
 def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
@@ -225,13 +214,13 @@ def test_inspect_reads_headers_only(run, monkeypatch):
     assert "2.36 M" in out
 
 
-def test_check_prints_a_verdict(run, falsified, tmp_path):
+def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     prompts = tmp_path.parent / "prompts.txt"
     prompts.write_text(check.PROMPTS[0] + "\n" + check.PROMPTS[2] + "\n")
     arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
-    code, out, _ = run("check", "--draft", falsified(norm_output=False), *arguments)
+    code, out, _ = run("check", "--draft", falsified(None, plain.folder, norm_before_residual=True), *arguments)
     assert code == 0
-    assert "Another reading does better: '" in out
+    assert "Another reading does better: 'norm_before_residual False'" in out
     code, out, _ = run("check", "--draft", specdec.DEMO_DRAFTER, *arguments, "--json")
     assert json.loads(out)["better_reading"] is None
     code, _, err = run("check", "--draft", tmp_path / "nowhere", *arguments)

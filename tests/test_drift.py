@@ -2,12 +2,14 @@
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from helpers import tiny_drafter, tiny_target
 
-from scripts.drift_check import main
+from scripts.drift_check import arguments, draw_case, main, make_engine
+from specdec.api import load_target
 from specdec.engine import Engine
 from specdec.lab.drift import Case, Growth, Mark, decode_all, different
 from specdec.lab.memory import resident_bytes
@@ -67,8 +69,11 @@ def test_growth_needs_two_marks():
 def test_the_command(monkeypatch, tmp_path, capsys):
     out = tmp_path / "drift.json"
     words = ["--generations", "6", "--every", "3", "--fresh", "2", "--new-tokens", "4", "--prompt-tokens", "9"]
-    words += ["--allow-objects", "2000", "--allow-mib", "64"]  # three generations warm nothing up
-    monkeypatch.setattr(sys, "argv", ["drift_check.py", *words, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["drift_check.py", *words, "--allow-objects", "2000", "--out", str(out)])
+    args = arguments()
+    target = load_target(args.target, tokenizer=False)
+    cases = [draw_case(args, target, number) for number in range(6)]
+    decode_all(partial(make_engine, target, args.draft), cases, 6, resident_bytes)  # three generations warm nothing up
     main()
     result = json.loads(out.read_text())
     assert result["ok"]

@@ -11,7 +11,7 @@ from helpers import DRAFTERS, tiny_target
 from specdec import products
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.layers import Linear
-from specdec.products import Half, linear, pack, size_of
+from specdec.products import Half, bytes_read, linear, pack
 
 with torch.no_grad():
     PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
@@ -22,7 +22,7 @@ needs_halves = pytest.mark.skipif(not HALVES, reason="this torch has no FBGEMM")
 
 def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
     """of: all its values are ones of this dtype, those of a checkpoint."""
-    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of).to(dtype)
+    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of or torch.float32).to(dtype)
     return weight.t().contiguous().t() if input_major else weight
 
 
@@ -64,7 +64,7 @@ def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
     half, product = pack(weight), linear(weight, None)
     assert isinstance(half, Half)
     assert (half.scale == 1) == (of == torch.float16)
-    assert size_of(weight) == weight.nbytes // 2
+    assert bytes_read(weight) == weight.nbytes // 2
     assert torch.equal(product(torch.eye(48)), weight.t())
     x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
     whole, threads = product(x), torch.get_num_threads()
@@ -84,7 +84,7 @@ def test_what_fp16_does_not_hold_is_not_halved(spoil):
     weight = random_weight(torch.float32, of=torch.bfloat16)
     weight[5, 7] = spoil
     assert not isinstance(pack(weight), Half)
-    assert size_of(weight) == weight.nbytes
+    assert bytes_read(weight) == weight.nbytes
     got, x = linear(weight, None), torch.ones(3, 48)
     torch.testing.assert_close(got(x), F.linear(x, weight), equal_nan=True)
 

@@ -54,7 +54,7 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     only if it is the head too, and the keys and values that the layers see. packed: as this engine reads weights that
     it has packed (`specdec.products`), and not as they are held."""
     config, table = target.config, target.embed.weight
-    read = {id(p): products.size_of(p) if packed else p.nbytes for p in target.parameters()}
+    read = {id(p): products.bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
         del read[id(table)]
     weights, item = sum(read.values()), table.element_size()

@@ -6,23 +6,20 @@ It reads tokens only, and keeps its own conventions: token t has position t, and
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.cache import KVCache
-from specdec.checkpoint import resolve
-from specdec.loader import load_target
-from specdec.model import Target
-from specdec.types import DraftState
+from specdec.contracts import Drafter, DraftState
+from specdec.model.cache import KVCache
+from specdec.model.checkpoint import resolve
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-class DraftModel(nn.Module):
+class DraftModel(Drafter):
     """Any model that can be a target, run over a cache of its own: committed tokens and, behind them, the tree."""
-
-    taps = ()
-    max_steps = None
 
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
         super().__init__()
@@ -39,16 +36,13 @@ class DraftModel(nn.Module):
     def cache_bytes(self, batch: int, slots: int) -> int:
         return self.model.cache_bytes(batch, slots + 1)
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        if self.cache.bound == 0:  # token 0 goes in with the first ones: the whole prompt is one causal prefill
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        if self.cache.max_len == 0:  # token 0 goes in with the first ones: the whole prompt is one causal prefill
             tokens, n = torch.cat([self.first[:, None], tokens], 1), n + 1
         last = (n - 1).clamp(min=0)  # n is 0 for rows that are finished: their state does not matter
         logits, _ = self.model(tokens, self.cache, last=last)
-        self.cache.advance(n, bound + 1)
+        self.cache.advance(n, max_len + 1)
         return self._state(logits)
-
-    def keep(self, index: Tensor) -> None:
-        self.cache.keep(index)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         behind = TreeLevel(self.cache, (level - 1) * tokens.shape[1])
@@ -57,7 +51,7 @@ class DraftModel(nn.Module):
 
     def _state(self, logits: Tensor) -> DraftState:
         nothing = logits.new_empty(*logits.shape[:2], 0)  # all that is remembered lies in the cache
-        return DraftState(self.vocab.select(logits), nothing)
+        return DraftState(nothing, self.vocab.select(logits))
 
 
 class TreeLevel:
@@ -68,7 +62,7 @@ class TreeLevel:
 
     def __init__(self, cache: KVCache, offset: int):
         self.cache, self.offset = cache, offset
-        self.bound = cache.bound + offset
+        self.max_len = cache.max_len + offset
 
     def __getattr__(self, name: str):
         return getattr(self.cache, name)

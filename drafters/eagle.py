@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 
 class Eagle(RecurrentDrafter):

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Linear, RMSNorm
-from specdec.model import check_taps
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.target import check_taps
 
 
 @dataclass(frozen=True)

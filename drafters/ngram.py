@@ -8,16 +8,16 @@ of, for all places at once. The tokens that followed the matches are the candida
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.types import DraftState
+from specdec.contracts import Drafter, DraftState
 
 MODES = {"lookup": 3, "suffix": 16}  # and how many committed tokens of a match each of them counts
 BASE = 4.0  # 2 to 8 draft alike
 
 
-class NGram(nn.Module):
+class NGram(Drafter):
     """A drafter without weights. A match of n tokens weighs BASE^n, at least `min_ngram` and at most `max_ngram`
     committed ones counted; all tokens together weigh 1, evenly, so that without a match the draft is uniform.
 
@@ -27,8 +27,6 @@ class NGram(nn.Module):
     suffixes counting more (after SuffixDecoding, arXiv 2411.04975).
     """
 
-    taps = ()
-    max_steps = None
     capturable = False  # what it remembers of a position grows with the text
 
     def __init__(
@@ -54,13 +52,13 @@ class NGram(nn.Module):
     def cache_bytes(self, batch: int, slots: int) -> int:
         return 8 * batch * (slots + 1)
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         places = self.lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.history.scatter_(1, places, tokens)
         self.lens = self.lens + n
-        return self._state(self._committed_matches(bound)[:, None])
+        return self._state(self._committed_matches(max_len)[:, None])
 
-    def keep(self, index: Tensor) -> None:
+    def compact(self, index: Tensor) -> None:
         self.history, self.lens = self.history[index], self.lens[index]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
@@ -92,7 +90,7 @@ class NGram(nn.Module):
         scores = weights.new_zeros(b, w, self.vocab.target_size)
         scores.scatter_reduce_(2, candidates, weights, "amax" if self.mode == "lookup" else "sum")
         even = (BASE ** -longest.float() / self.vocab.target_size).clamp_(min=torch.finfo(torch.float32).tiny)
-        return DraftState(self.vocab.select((scores + even).log()), lengths)
+        return DraftState(lengths, self.vocab.select((scores + even).log()))
 
 
 def create(target, *, vocab: DraftVocab | None = None, **settings) -> NGram:

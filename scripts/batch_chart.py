@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from lab.sweep.figures import COLOURS, STYLE, plt
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.engine import Engine
-from specdec.lab.figures import COLOURS, STYLE, plt
-from specdec.lab.show import write_whole
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_whole
+from specdec.engine.engine import Engine
 from specdec.text import encode_prompt, read_prompts
 
 PLAIN, SPECULATIVE = "plain", "speculative"

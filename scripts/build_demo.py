@@ -20,7 +20,8 @@ from transformers import LlamaConfig
 
 from drafters.formats import save_drafter
 from specdec.api import generate, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors, output_folder
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder
 from specdec.text import read_prompts
 from specdec.types import Sampling
 from training.data import Message, read_conversations
@@ -140,7 +141,15 @@ def train_drafters(work: Path, bench: Path | None) -> None:
 
 
 def count_map(work: Path, out: Path) -> None:
-    command = [sys.executable, "scripts/count_tokens.py", "--target", str(work / "target"), "--size", str(MAP_SIZE)]
+    command = [
+        sys.executable,
+        "-m",
+        "training.count",
+        "--target",
+        str(work / "target"),
+        "--size",
+        str(MAP_SIZE),
+    ]
     subprocess.run([*command, "--data", str(work / "answers" / "all.jsonl"), "--out", str(out)], check=True)
 
 

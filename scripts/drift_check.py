@@ -22,18 +22,18 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from lab.bench.bench import header
+from lab.bench.drift import Case, Growth, decode_all, different
+from lab.cost.cost import machine
+from lab.cost.hardware import resident_bytes
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.lab.bench import header
-from specdec.lab.cost import machine
-from specdec.lab.drift import Case, Growth, decode_all, different
-from specdec.lab.memory import resident_bytes
-from specdec.lab.show import write_whole
-from specdec.model import Target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_whole
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
 
 MIB = 2**20
-IMPORTED = "tqdm", "specdec.api", "specdec.lab.bench", "specdec.lab.cost", "specdec.lab.drift"  # and with them the rest
+IMPORTED = "tqdm", "specdec.api", "lab.bench.bench", "lab.cost.cost", "lab.bench.drift"  # and with them the rest
 
 
 def arguments() -> argparse.Namespace:

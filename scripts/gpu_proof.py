@@ -21,12 +21,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.lab.bench import header
-from specdec.lab.cost import machine
-from specdec.lab.show import write_whole
-from specdec.lab.stages import Stage, run_stages
+from lab.bench.bench import header
+from lab.bench.stages import Stage, run_stages
+from lab.cost.cost import machine
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_whole
+from specdec.model.checkpoint import check_device
 
 ROOT = Path(__file__).parents[1]
 TREE = ["topk=8", "steps=6", "num_draft_tokens=32"]  # a GPU verifies many nodes for the price of one
@@ -61,7 +61,7 @@ TINY = Sizes(
     pair="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative,sdpa]",
     shapes=("tiny",),
     shape="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative]",
-    tests="tests/test_gpu.py",
+    tests="tests/engine/test_gpu.py",
 )
 
 
@@ -76,7 +76,13 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     train += [f"out={work / 'draft'}", f"device={args.device}", "drafter=eagle3_1", "drafter.draft_vocab_size=null"]
     train += ["drafter.train_head=false", "objective.terms={tokens: 1.0}"]  # as the demo's
     generate = ["-m", "specdec.generate", "--target", target, "--draft", draft, "--prompt-file", heldout, *on_device]
-    bench = ["scripts/bench.py", f"target.path={target}", f"draft={draft}", f"device={args.device}", f"out={result}"]
+    bench = [
+        "lab/bench/bench_command.py",
+        f"target.path={target}",
+        f"draft={draft}",
+        f"device={args.device}",
+        f"out={result}",
+    ]
     return [
         Stage(
             "target",
@@ -115,12 +121,14 @@ def machine_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     """What needs no training: kernels, and random weights."""
     gpu = None if args.device.startswith("cuda") else "the kernels' benchmark needs a GPU"
     kernels = args.out / "kernels.json"
-    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
+    stages = [Stage("kernels", python("-m", "lab.bench.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
     for shape in sizes.shapes:
         out = args.out / f"bench_{shape}.json"
         words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]
         words += [f"out={out}", *TREE]
-        stages.append(Stage(f"bench {shape}", python("scripts/bench.py", *words, *sizes.shape.split()), result=out))
+        stages.append(
+            Stage(f"bench {shape}", python("lab/bench/bench_command.py", *words, *sizes.shape.split()), result=out)
+        )
     return stages
 
 

@@ -17,9 +17,9 @@ import torch
 from build_demo import SEED, split
 from transformers import LlamaConfig
 
-from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.lab.show import write_whole
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_whole
+from specdec.model.checkpoint import check_device
 from training.data import Message
 from training.pretrain import pack, pretrain, train_tokenizer
 

@@ -22,10 +22,11 @@ from omegaconf import DictConfig, OmegaConf
 
 import training.train
 from specdec.api import DEMO_TARGET
-from specdec.cli import CONF, one_sentence_errors, output_folder, settings_errors
-from specdec.lab.show import write_whole
-from training.checkpoint import checkpoints
-from training.curves import read_log
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_whole
+from specdec.cli.hydra_entry import CONF, settings_errors
+from training.loop.checkpoint import checkpoints
+from training.loop.curves import read_log
 
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 

@@ -16,13 +16,14 @@ from statistics import mean, stdev
 
 import torch
 
+from lab.replay.recording import Superset, record
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree, make_verifier
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.lab.replay import Superset, record
+from specdec.cli.errors import one_sentence_errors
+from specdec.contracts import TreePolicy
+from specdec.engine.engine import Engine
+from specdec.engine.trace import RowTrace, tau
 from specdec.text import encode_prompt, read_prompts
-from specdec.trace import RowTrace, tau
-from specdec.types import Sampling, TreePolicy
+from specdec.types import Sampling
 from trees import DynamicTree, SampledTree
 from trees.dynamic import Pool
 

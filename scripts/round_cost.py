@@ -4,7 +4,7 @@
     python scripts/round_cost.py shape=llama_3_2_1b device=cuda 'num_draft_tokens=[4,16,64]'
 
 Random weights in a real model's shape, and a random EAGLE-3 head for it, decode one row: plainly, and with every tree
-of the grid, in turn. Rounds emit `tau` tokens whatever is drafted (`specdec.lab.simulated`), so costs are measured and
+of the grid, in turn. Rounds emit `tau` tokens whatever is drafted (`lab.cost.simulated_tau`), so costs are measured and
 speeds SIMULATED. The cost of a round in plain tokens is the tau at which its tree breaks even. A given tau is the same
 for all trees, so the cheapest of them wins; larger ones have a greater tau in truth, and `tau to equal` says how great
 it must be. Then the winner and plain decoding take turns in whole decodings: the ratio of their speeds.
@@ -23,16 +23,16 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.checkpoint import check_device, choose_dtype
-from specdec.cli import hydra_command, output_folder
-from specdec.engine import Engine
-from specdec.lab.bench import header, random_prompts
-from specdec.lab.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
-from specdec.lab.figures import PARTS, STYLE, plt
-from specdec.lab.memory import bandwidth, read_bytes
-from specdec.lab.shapes import random_head, random_target
-from specdec.lab.show import write_whole
-from specdec.lab.simulated import MARK, SimulatedTau
+from lab.bench.bench import header, random_prompts
+from lab.bench.shapes import random_head, random_target
+from lab.cost.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
+from lab.cost.hardware import bandwidth, read_bytes
+from lab.cost.simulated_tau import MARK, SimulatedTau
+from lab.sweep.figures import PARTS, STYLE, plt
+from specdec.cli.files import output_folder, write_whole
+from specdec.cli.hydra_entry import hydra_command
+from specdec.engine.engine import Engine
+from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.types import Sampling
 
 COUNTS = ("steps", "context", "repeats", "trials", "new_tokens")

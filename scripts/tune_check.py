@@ -2,7 +2,7 @@
 
     python scripts/tune_check.py --prompt-file questions.jsonl --out check.json
 
-Tunes on every other prompt as `python -m specdec.tune` does. Then decodes the prompts between with 24 settings, the
+Tunes on every other prompt as `specdec tune` does. Then decodes the prompts between with 24 settings, the
 tuned one and plainly, in turn, and compares tokens/s with what was predicted for these prompts. Prints a table, writes
 JSON; the last line is one JSON object. The tuned setting should be within 5 % of the best of the 24, and predictions
 within 15 % of measurements at the median: exit code 1 if not.
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from lab.cost.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
+from lab.cost.tune import measure_rates, predict_all, tune
+from lab.replay.recording import record
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target
-from specdec.cli import one_sentence_errors
-from specdec.lab.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
-from specdec.lab.record import versions
-from specdec.lab.replay import record
-from specdec.lab.show import write_whole
-from specdec.lab.tune import measure_rates, predict_all, tune
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_whole
+from specdec.engine.recorder import versions
 from specdec.text import encode_prompt, read_prompts
 
 STEPS = 6

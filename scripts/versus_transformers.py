@@ -27,12 +27,12 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
-from specdec.checkpoint import DTYPES
-from specdec.cli import one_sentence_errors
+from specdec.cli.errors import one_sentence_errors
+from specdec.model.checkpoint import DTYPES
 from specdec.text import encode_prompt, read_prompts
 
 try:
-    from specdec.lab.memory import bandwidth, read_bytes
+    from lab.cost.hardware import bandwidth, read_bytes
 except ImportError:  # in an older checkout, as `--baseline-tree`
     bandwidth = None
 

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.formats import load_drafter
-from specdec.engine import Engine, Result, RoundReport, Row
-from specdec.loader import load_target
-from specdec.model import Target
-from specdec.rows import per_row
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.engine import Engine, Result, RoundReport, Row
+from specdec.engine.sequence import per_row
+from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
-from specdec.trace import acceptance_by_depth, tau
-from specdec.types import Drafter, Sampling, TreePolicy, Verifier
+from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier, sample_and_match
 from trees import Chain, DynamicTree, SampledTree
 from trees.static import load_tree
@@ -45,7 +46,7 @@ class Generation:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per round; see `specdec.trace.tau`."""
+        """Emitted tokens per round; see `specdec.engine.trace.tau`."""
         return tau([row.trace for row in self.rows])
 
     @property

@@ -3,7 +3,7 @@
 Only the entry: from Python, `specdec.generate` is the function of `specdec.api`; importing this module would hide it.
 """
 
-from specdec.command import main
+from specdec.cli.generate import main
 
 if __name__ == "__main__":
     main()

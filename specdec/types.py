@@ -1,4 +1,4 @@
-"""Shapes, value types and contracts of the whole project.
+"""Shapes and value types of the whole project.
 
     B batch rows   N tree nodes (root included)   D depth (steps)   P = D+1 path slots   W beam width (topk)
     T prompt tokens   S cache slots   L layers   H hidden size   F = len(taps)*H   K kv heads   Dh head size
@@ -7,7 +7,7 @@
 Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,29 +32,6 @@ class DraftTree:
     # gives nothing were not drawn: they followed when it was used up.
     q: Tensor | None = None
     topk: int | None = None  # no node has more children; beside q, so that a verifier knows it without reading a tensor
-
-
-@dataclass
-class DraftState:
-    """What a drafter hands to a tree policy: W positions that can be expanded."""
-
-    logits: Tensor  # [B, W, U]
-    hidden: Tensor  # [B, W, any], what the drafter keeps of each position: the policy hands it back to `step`
-
-
-@dataclass
-class UnrolledState:
-    """One step of the training unroll. Its logits are not made before they are asked for: a loss makes them from
-    `readout` and `head` in pieces, so that no [B,T,U] tensor need exist."""
-
-    hidden: Tensor  # [B,T,any], as in DraftState
-    readout: Tensor  # [B,T,H], what the head reads
-    head: Tensor  # [U,H], the head's weight
-
-    @property
-    def logits(self) -> Tensor:
-        """[B,T,U], all at once."""
-        return self.readout @ self.head.T
 
 
 @dataclass
@@ -110,8 +87,8 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-class Samplings:
-    """The `Sampling` of each row of a batch whose rows differ. `specdec.sampling` takes it in the place of a `Sampling`
+class SamplingBatch:
+    """The `Sampling` of each row of a batch whose rows differ. `sampling.filters` takes it in the place of a `Sampling`
     for logits [B, ..., V]."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
@@ -130,87 +107,12 @@ class Samplings:
         self.any_min_p = any(s.min_p for s in rows)
 
 
-class Vocabulary(Protocol):
-    """The tokens that a drafter can propose."""
-
-    size: int  # U
-    target_size: int  # V
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft vocabulary ids -> target vocabulary ids, any shape."""
-
-
-class Drafter(Protocol):
-    """A draft model. Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2,
-    and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
-    continuation up, fit too: what they remember of a position is their `hidden`."""
-
-    taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
-    vocab: "Vocabulary"
-    max_steps: int | None  # no tree may be deeper; None: any may
-    # All that `extend` and `step` keep is `cache`, a KVCache or None, its tensors stay where they are, and shapes
-    # depend on its `bound` only: then CUDA graphs can hold them (docs/graphs.md). Without the attribute: false.
-    capturable: bool
-
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        """Forget everything; make room for `slots` positions of `batch` rows.
-
-        first [B]: token 0 of each row, the only one that no `extend` brings."""
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        """Bytes of what `reset` keeps, for `specdec.memory`; a drafter without this counts as keeping nothing."""
-
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
-        [B,P] one further on.
-
-        `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
-        (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
-
-    def keep(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only, ascending, in all that `reset` and `extend` keep, and forget the others.
-
-        With a drafter that lacks this, rows that have ended are carried along (`specdec.live`)."""
-
-    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
-        level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
-
-    def unroll(
-        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
-    ) -> Iterator[UnrolledState]:
-        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
-        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
-        j > 0 nobody reads the rows that `needed` [B,T] leaves out. If the trainer has set `documents` [B,T], rows hold
-        several texts, and none may see another."""
-
-
-class TreePolicy(Protocol):
-    num_draft_tokens: int  # N
-    steps: int  # D
-    topk: int  # the most children a node can have
-    samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
-
-    def draft_slots(self) -> int:
-        """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
-
-    def grow(
-        self,
-        drafter: Drafter,
-        root: Tensor,
-        state: DraftState,
-        sampling: Sampling | Samplings | None = None,
-        generator: torch.Generator | None = None,
-    ) -> DraftTree:
-        """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""
-
-
 class Verifier(Protocol):
     lossless: bool  # the output is distributed as the target's own
     needs_q: bool  # works on trees of policies that sample only
     chains_only: bool
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
     ) -> Verdict:
         """logits [B,N,V] of the target at each node, penalties taken off -> what is emitted."""

@@ -20,11 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
-from specdec.checkpoint import read_json
-from specdec.cli import hydra_command, one_sentence_errors
-from specdec.loader import load_target
-from specdec.model import Target
-from training.cached import (
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.hydra_entry import hydra_command
+from specdec.model.checkpoint import read_json
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+from training.data import Batches, Sample, hold_out, load_samples
+from training.features.feature_cache import (
     MANIFEST,
     Form,
     check_same,
@@ -36,10 +38,9 @@ from training.cached import (
     shard_path,
     wanted,
 )
-from training.checkpoint import put_in_place
-from training.data import Batches, Sample, hold_out, load_samples
-from training.features import online_features
-from training.losses import pieces
+from training.features.online import online_features
+from training.loop.checkpoint import put_in_place
+from training.objectives.losses import pieces
 from training.objectives.truth import read_truth
 from training.train import all_settings, build_drafter
 

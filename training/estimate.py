@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from specdec.cli import hydra_command, one_sentence_errors
-from training.cached import STORES, Form, shard_bounds
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.hydra_entry import hydra_command
 from training.data import Batches
-from training.features import online_features
-from training.losses import PIECE
-from training.parallel import join_processes
+from training.features.feature_cache import STORES, Form, shard_bounds
+from training.features.online import online_features
+from training.loop.parallel import join_processes
+from training.loop.trainer import Trainer
+from training.objectives.losses import PIECE
 from training.train import assemble
-from training.trainer import Trainer
 
 SHARD_TOKENS = 65536  # as in conf/cache.yaml
 KEEPS = (None, 8, 64)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from training.optim import Optimizers
+from training.loop.optim import Optimizers
 
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 END = "<|end|>"

@@ -18,14 +18,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.loader import load_target
-from specdec.model import Target
+from specdec.cli.errors import one_sentence_errors
+from specdec.engine.engine import Engine
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 from specdec.text import encode_chat, read_prompts
 from specdec.types import Sampling
 from training.data import Message, Record, Tally, preset, read_messages, read_records
-from training.shards import Shards
+from training.data.shards import Shards
 
 
 @dataclass

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
-from specdec.loader import load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.model.loader import load_target
 from training.data import Sample, Tally, preset, read_records, read_samples
 
 LEARNT = "black on bright_green"

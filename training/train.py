@@ -16,16 +16,18 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
-from specdec.cli import hydra_command, one_sentence_errors, output_folder
-from specdec.loader import load_target
-from specdec.model import Target
-from training.cached import Cache
-from training.checkpoint import checkpoints, put_in_place
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder
+from specdec.cli.hydra_entry import hydra_command
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
-from training.features import online_features
-from training.parallel import Processes, join_processes
-from training.settings import OnPolicy, TrainerConfig
-from training.trainer import Trainer, meaning
+from training.features.feature_cache import Cache
+from training.features.online import online_features
+from training.loop.checkpoint import checkpoints, put_in_place
+from training.loop.parallel import Processes, join_processes
+from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.trainer import Trainer, meaning
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
@@ -71,7 +73,7 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
         vocab = given.vocab
     torch.manual_seed(seed)
     drafter = instantiate(settings, target=target, vocab=vocab)
-    if not hasattr(drafter, "unroll"):
+    if not drafter.learns:
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
     drafter.recipe = settings  # with it a drafter without a published layout is saved
     if given is not None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.sampling import likeliest
-from specdec.types import Drafter, DraftState
+from specdec.contracts import Drafter, DraftState
 from trees.static import RankPath
 
 Table = Sequence[
@@ -92,7 +91,7 @@ def _follow_text(
     alive = torch.ones_like(root, dtype=torch.bool)
     for depth in range(1, steps + 1):
         token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
-        ids = drafter.vocab.to_target(likeliest(state.logits, topk)[1][:, 0])
+        ids = drafter.vocab.to_target(state.top(topk)[1][:, 0])
         alive = alive & (root + depth < end)
         found = (ids == token) & alive[:, None]
         hits[depth - 1] += found.sum(0)

@@ -7,9 +7,11 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from specdec.sampling import filtered_probs, race
-from specdec.tree import ancestors_of
-from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings
+from specdec.contracts import Drafter, DraftState
+from specdec.sampling.draws import race
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch
+from trees.ancestors import ancestors_of
 
 
 class SampledTree:
@@ -48,7 +50,7 @@ class SampledTree:
         drafter: Drafter,
         root: Tensor,
         state: DraftState,
-        sampling: Sampling | Samplings,
+        sampling: Sampling | SamplingBatch,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         b, n = len(root), self.num_draft_tokens
@@ -96,7 +98,7 @@ class SampledTree:
 
 
 def _draw_children(
-    logits: Tensor, count: int, sampling: Sampling | Samplings, generator: torch.Generator | None
+    logits: Tensor, count: int, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """logits [..., U] -> the filtered probabilities [..., U], and `count` draft ids drawn from them without
     replacement in order; the most likely other tokens follow where the filters leave fewer."""

@@ -10,8 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from yaml import YAMLError
 
-from specdec.sampling import likeliest
-from specdec.types import Drafter, DraftState, DraftTree
+from specdec.contracts import Drafter, DraftState
+from specdec.types import DraftTree
 
 RankPath = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class StaticTree:
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, level in enumerate(self.levels, 1):
-            gains, draft_ids = likeliest(state.logits, self.topk)
+            gains, draft_ids = state.top(self.topk)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
             tokens.append(drafter.vocab.to_target(draft_ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:
@@ -133,7 +133,7 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
 
 def load_tree(path: str | os.PathLike) -> StaticTree:
     """A static tree from a YAML or JSON file with a list `paths`, such as those of conf/tree and of
-    scripts/optimal_tree.py. Raises ValueError, one sentence, for anything else."""
+    lab/replay/optimal_tree.py. Raises ValueError, one sentence, for anything else."""
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"no such tree file: {path}")

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from drafters import draft_model, ngram
-from drafters.common import restrict
 from drafters.eagle import Eagle
 from drafters.eagle3 import Eagle3
 from drafters.formats import eagle, eagle3, medusa, modelopt, mtp, mtp_inside, recipe, speculators
 from drafters.formats.base import Layout, Tensors
 from drafters.formats.token_map import read_token_map
+from drafters.layers import restrict
 from drafters.medusa import Medusa
 from drafters.mtp import Mtp
-from specdec.checkpoint import read_headers, read_json, read_tensors, resolve
-from specdec.types import Drafter
+from specdec.contracts import Drafter
+from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve
 
 # A family's layouts in the order in which they are recognised: of two that fit, the more special comes first.
 FAMILIES: dict[ModuleType, tuple[Layout, ...]] = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from drafters.formats import FAMILIES, check, inspect
 from drafters.formats.convert import SERVERS, convert, export
-from specdec.cli import one_sentence_errors
-from specdec.loader import load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.model.loader import load_target
 from specdec.text import read_prompts
 
 

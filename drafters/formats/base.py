@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
+from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.layers import Rope
+from specdec.model.layers import Rope
 
 Tensors = dict[str, Tensor]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafters.formats import Checkpoint, open_checkpoint
 from drafters.formats.base import Reading
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
 from specdec.text import encode_prompt
 
 PROMPTS = [

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafters.common import SharedHead
 from drafters.formats import FAMILIES, Checkpoint, eagle, eagle3, open_checkpoint
 from drafters.formats.base import Layout, TargetFacts, differences, read_vocab
-from specdec.checkpoint import read_json, read_tensors, resolve, write_folder
+from drafters.layers import SharedHead
+from specdec.model.checkpoint import read_json, read_tensors, resolve, write_folder
 
 EMBEDDING = "embed_tokens.weight"
 HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # of a tied target, its embedding

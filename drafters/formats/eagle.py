@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
 from drafters.eagle import Eagle
 from drafters.formats.base import (
     Layout,
@@ -38,8 +37,9 @@ from drafters.formats.fields import (
     shape_fields,
 )
 from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
+from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
+from specdec.model.checkpoint import whole, write_folder
 
 TITLE = "EAGLE-1/2"
 ASIDE = ("embed_tokens.weight", "draft_ids")

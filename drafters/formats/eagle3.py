@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from drafters.common import DraftShape, SharedHead
 from drafters.eagle3 import Eagle3, Eagle3Forward
 from drafters.formats.base import (
     Layout,
@@ -33,9 +32,10 @@ from drafters.formats.base import (
     rope_readings,
 )
 from drafters.formats.fields import dtype_name, fill, layer_parameters, read_shape, rows_of, shape_fields
+from drafters.layers import DraftShape, SharedHead
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
-from specdec.model import check_taps
+from specdec.model.checkpoint import whole, write_folder
+from specdec.model.target import check_taps
 
 TITLE = "EAGLE-3"
 MAPS = ("d2t", "t2d")

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.common import DraftShape
+from drafters.layers import DraftShape
 from drafters.moe import MoE
 from drafters.vocab import DraftVocab
-from specdec.archs import read_rope, rope_fields
-from specdec.checkpoint import StrictFill, fused, whole
-from specdec.layers import GatedMLP
+from specdec.model.archs import read_rope, rope_fields
+from specdec.model.checkpoint import StrictFill, fused, whole
+from specdec.model.layers import GatedMLP
 
 
 def read_shape(config: dict, name: str) -> DraftShape:

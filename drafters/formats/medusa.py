@@ -13,7 +13,7 @@ from drafters.formats.base import Layout, Reading, TargetFacts, Tensors, check_t
 from drafters.formats.fields import dtype_name, fill, held, read_ids, rows_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
+from specdec.model.checkpoint import whole, write_folder
 
 TITLE = "Medusa"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
 from drafters.formats.base import (
     Layout,
     Reading,
@@ -32,9 +31,10 @@ from drafters.formats.fields import (
     rows_of,
     shape_fields,
 )
+from drafters.layers import DraftShape
 from drafters.mtp import Mtp, MtpForward
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
+from specdec.model.checkpoint import whole, write_folder
 
 TITLE = "MTP"
 PREFIX = "model.mtp_layers"

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
 from drafters.formats.base import (
     Layout,
     Reading,
@@ -22,10 +21,11 @@ from drafters.formats.base import (
     describe_shape,
 )
 from drafters.formats.fields import fill, layer_parameters, read_shape
+from drafters.layers import DraftShape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole
+from specdec.model.checkpoint import whole
 
 TITLE = "MTP heads inside a target"
 MIMO, QWEN = "model.mtp_layers.", "mtp."

@@ -15,7 +15,7 @@ from torch import nn
 from drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from drafters.formats.fields import fill, read_ids
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import write_folder
+from specdec.model.checkpoint import write_folder
 
 TITLE = "a recipe"
 IDS = "draft_ids"
@@ -79,7 +79,7 @@ def readings(meaning: RecipeMeaning, tensors: Tensors, target) -> list[Reading]:
 
 def save(drafter: nn.Module, folder: Path, target) -> None:
     """Write the recipe, which whoever made the drafter left in `drafter.recipe`, and the parameters."""
-    recipe = getattr(drafter, "recipe", None)
+    recipe = drafter.recipe
     if recipe is None:
         raise ValueError(f"{type(drafter).__name__} has no published layout and no recipe: set drafter.recipe")
     tensors = dict(drafter.named_parameters())

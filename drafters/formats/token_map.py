@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import read_pickle
+from specdec.model.checkpoint import read_pickle
 
 
 def read_token_map(path: Path, target_size: int) -> DraftVocab:

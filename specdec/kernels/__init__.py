@@ -35,7 +35,7 @@ _backend = dict.fromkeys(KERNELS, "auto")
 
 def use(backend: str, *names: str) -> None:
     """Take `backend` for the kernels called `names`, or for all: 'triton', 'torch', or 'auto', which is Triton for
-    tensors on a GPU and torch for others. What is bound already (`layers.Bound`) keeps what it has."""
+    tensors on a GPU and torch for others. What is bound already (`layers.Freezable`) keeps what it has."""
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
     for name in names:

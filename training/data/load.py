@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
-from specdec.model import Target
+from specdec.model.target import Target
 from training.data.render import Sample, check_tokenizer, render
 from training.data.sources import Message, Record, read_records
 

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.types import Drafter, UnrolledState
-from training.losses import head_loss, pieces
+from specdec.contracts import Drafter, DraftState
 from training.objectives import divergences, hass, lk
 from training.objectives.divergences import Value
+from training.objectives.losses import head_loss, pieces
 from training.objectives.truth import CoarseTruth, Drafted, TargetLogits, Truth, read_choice, read_truth
 
 Term = Callable[[Drafted, Truth], Value]  # see `divergences`
@@ -108,7 +108,8 @@ class Objective:
         batch = Positions(counted, self.steps, self.mean)
         states = list(drafter.unroll(self.noisy(feats), following, self.steps, batch.later()))
         judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
-        loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
+        readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
+        loss = head_loss(judge, readouts, [state.head.weight for state in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.beside(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
@@ -131,7 +132,7 @@ class Objective:
             known[here] = contains[read_choice(target_logits, here)].to(known.dtype)
         return (loss_mask * known).float()
 
-    def beside(self, states: list[UnrolledState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
+    def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
         """What a subclass adds to the loss, and to the metrics."""
         return 0.0, {}
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.eagle import Eagle
-from specdec.types import Drafter, UnrolledState
+from specdec.contracts import Drafter, DraftState
 from training.objectives.base import Objective, Positions, Weight
 
 
@@ -42,7 +42,7 @@ class EagleObjective(Objective):
             )
         return super().__call__(drafter, **inputs)
 
-    def beside(self, states: list[UnrolledState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
+    def beside(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
         wanted = feats[batch.row, batch.column]
         losses = torch.stack([
             (F.smooth_l1_loss(batch.rows(state.hidden, j).float(), wanted, reduction="none").mean(-1) * share).sum()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.sampling import largest
-from training.losses import DeferredLogits
+from specdec.sampling.likely import largest
+from training.objectives.losses import DeferredLogits
 
 
 @dataclass

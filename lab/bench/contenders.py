@@ -1,0 +1,178 @@
+"""Ways to decode that a benchmark compares: our engine, and `generate` of transformers in its several settings."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from lab.cost.hardware import size_of, wait, weight_bytes
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.clock import Clock
+from specdec.engine.engine import Engine, RoundReport
+from specdec.types import Sampling, Verifier
+from specdec.verify import sample_and_match
+
+
+@dataclass
+class Run:
+    """One decoding of one prompt. A step is a round, or a token without drafts; the first token is the prefill's."""
+
+    tokens: list[int]
+    seconds: float
+    prefill_seconds: float  # time to the first token
+    steps: list[float]  # seconds of each
+    cache_bytes: int  # keys and values, as allocated
+
+
+class NotAvailable(ValueError):
+    """A contender that cannot take part, and why."""
+
+
+class Contender:
+    """Decodes one prompt: token ids, so many new ones, whatever they are: no end-of-text token ends it."""
+
+    ours = False
+    drafts = False  # its speed depends on what is accepted
+    weights: int  # bytes, of the drafter or the assistant too
+
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+        raise NotImplementedError
+
+
+class Ours(Contender):
+    ours = True
+
+    def __init__(
+        self,
+        target,
+        drafter: Drafter | None = None,
+        tree: TreePolicy | None = None,
+        verifier: Verifier = sample_and_match,
+    ):
+        self.engine, self.drafts = Engine(target, drafter, tree, verifier), drafter is not None
+        models = [model for model in (target, drafter) if isinstance(model, nn.Module)]
+        self.weights = weight_bytes(nn.ModuleList(models))
+
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+        marks: list[float] = []
+
+        def observe(_: RoundReport) -> None:
+            marks.append(time.perf_counter())
+
+        with _Caches(self.engine) as caches:
+            wait(self.engine.device)
+            start = time.perf_counter()
+            result = self.engine.generate(
+                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=observe
+            )
+            seconds = time.perf_counter() - start
+        steps = [now - before for before, now in pairwise(marks)]
+        return Run(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
+
+
+class _Caches:
+    """Sees which cache the target is called with, once, and the drafter's."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.target = engine, None
+
+    def __enter__(self) -> "_Caches":
+        self.hook = self.engine.target.register_forward_pre_hook(self._keep)
+        return self
+
+    def _keep(self, _, args: tuple) -> None:
+        self.target = args[1]
+        self.hook.remove()
+
+    def __exit__(self, *_) -> None:
+        self.hook.remove()
+
+    def bytes(self) -> int:
+        caches = [self.target, getattr(self.engine.drafter, "cache", None)]
+        return sum(size_of(cache.layers) for cache in caches if cache is not None)
+
+
+class Transformers(Contender):
+    """`generate` of a model of transformers. how: further arguments of it; attention: eager or sdpa."""
+
+    def __init__(self, model: nn.Module, attention: str = "sdpa", assistant: nn.Module | None = None, **how):
+        self.model, self.attention, self.how = model, attention, how
+        self.weights, self.drafts = weight_bytes(model), "prompt_lookup_num_tokens" in how or assistant is not None
+        model.generation_config.eos_token_id = None
+        if assistant is not None:
+            self.how = how | {"assistant_model": assistant}
+            self.weights += weight_bytes(assistant)
+            assistant.generation_config.eos_token_id = None
+
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+        device = self.model.device
+        self.model.set_attn_implementation(self.attention)
+        ids = torch.tensor([prompt], device=device)
+        torch.manual_seed(seed)
+        wait(device)
+        clock, start = Clock(device), time.perf_counter()
+
+        def step(*_) -> torch.Tensor:  # asked after every step whether to stop
+            clock.mark("step")
+            return torch.zeros(1, dtype=torch.bool, device=device)
+
+        out = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            pad_token_id=0,
+            stopping_criteria=[step],
+            return_dict_in_generate=True,
+            **of_transformers(sampling),
+            **self.how,
+        )
+        wait(device)
+        seconds = time.perf_counter() - start
+        times = [taken for _, taken in clock.intervals()]
+        tokens = out.sequences[0, len(prompt) :].tolist()
+        return Run(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
+
+
+def of_transformers(sampling: Sampling) -> dict:
+    """Our settings in transformers' words. Raises NotAvailable for what it has no words for."""
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        raise NotAvailable("transformers has no presence and frequency penalties")
+    penalty = {"repetition_penalty": sampling.repetition_penalty}
+    if sampling.greedy:
+        return {"do_sample": False} | penalty
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return {"do_sample": True} | {name: getattr(sampling, name) for name in names} | penalty
+
+
+def cache_size(cache) -> int:
+    """Bytes of a cache of transformers."""
+    return sum(size_of(x for x in (layer.keys, layer.values) if x is not None) for layer in cache.layers)
+
+
+def of_transformers_by_name(
+    model: Callable[[], nn.Module], assistant: Callable[[], nn.Module] | None
+) -> dict[str, Callable[[], Contender]]:
+    """transformers' settings by name; the models are made when they are first needed."""
+
+    def compiled() -> Contender:
+        from transformers import CompileConfig
+
+        config = CompileConfig()
+        config._compile_all_devices = True  # else `generate` compiles on GPUs only, and leaves the cache at that
+        return Transformers(model(), cache_implementation="static", compile_config=config)
+
+    def assisted() -> Contender:
+        if assistant is None:
+            raise NotAvailable("assisted generation needs a smaller model of the same tokens: give assistant=MODEL")
+        return Transformers(model(), assistant=assistant())
+
+    return {
+        "eager": lambda: Transformers(model(), "eager"),
+        "sdpa": lambda: Transformers(model(), "sdpa"),
+        "static-compile": compiled,
+        "prompt-lookup": lambda: Transformers(model(), prompt_lookup_num_tokens=10),
+        "assisted": assisted,
+    }

@@ -1,0 +1,338 @@
+"""What if: the speed-up of speculative decoding on hardware that is given by numbers.  A simulation, not a measurement.
+
+    python -m lab.cost.simulate --hardware h100 --target llama-3.1-8b --out h100.png
+
+A forward of R = B n rows over contexts of C tokens takes, with W the bytes of the weights that it reads,
+
+    max(W / bandwidth, 2 (W / bytes per weight) R / flops)                  linear maps: all weights once
+  + max(B C kv / bandwidth, 4 layers heads Dh C R / flops)                  attention: keys and values once per sequence
+  + kernels * launch                                                        what no kernel is too small for
+
+(the roofline of Williams et al., CACM 2009, for each of the two). A plain token is a forward of n = 1; a round is the
+target's forward of n = N, steps - 1 forwards of a one-layer drafter with n = topk, one with n = steps + 1 that absorbs
+what was accepted, small operators at every level, and one reading by the host. tau comes from acceptance by rank,
+taken as equal at every depth, and the best tree of N nodes for it (`trees.optimal`). Nothing overlaps, nothing is
+quantised, one device. Bandwidth and FLOP/s are the vendor's peaks times the shares that kernels are assumed to reach.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from lab.cost.cost import NODES, WIDTHS, Costs, Setting, grid
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_whole
+from specdec.model.archs import read_config
+from specdec.model.checkpoint import read_json, resolve
+from trees.optimal import expected_tau, optimal_paths
+
+SIMULATED = "SIMULATED: formulas and assumed numbers, no measurement"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """bandwidth in bytes/s, flops in dense 16-bit FLOP/s, memory in bytes, all peaks; launch in seconds per kernel."""
+
+    bandwidth: float
+    flops: float
+    memory: float
+    launch: float = 2e-6  # within a CUDA graph; some 5e-6 without
+    bandwidth_share: float = 0.8  # of the peak, reached
+    flops_share: float = 0.6
+
+
+# NVIDIA's data sheets: dense bf16 with fp32 accumulation.
+HARDWARE = {
+    "h100": Hardware(3.35e12, 989e12, 80e9),  # SXM
+    "h200": Hardware(4.8e12, 989e12, 141e9),
+    "a100": Hardware(2.04e12, 312e12, 80e9),  # SXM, 80 GB
+    "4090": Hardware(1.01e12, 165e12, 24e9),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a forward reads and computes; `weights` without the embedding, of which only rows are read."""
+
+    weights: float  # parameters
+    layers: int
+    kv: float  # elements that one token adds to the cache
+    heads_dim: int  # query heads * head size
+    bytes_each: float = 2.0
+
+    @property
+    def bytes(self) -> float:
+        return self.weights * self.bytes_each
+
+
+def decoder(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> Shape:
+    """The shape of a dense decoder from the numbers of its config."""
+    attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
+    weights = layers * (attention + 3 * hidden * intermediate) + vocab * hidden
+    return Shape(weights, layers, 2 * layers * kv_heads * head_dim, heads * head_dim)
+
+
+def eagle3_of(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, draft_vocab: int) -> Shape:
+    """An EAGLE-3 head for such a decoder: `fc` over three taps, one layer that attends over two inputs, a head."""
+    one = decoder(1, hidden, intermediate, heads, kv_heads, head_dim, draft_vocab)
+    more = hidden * (heads + 2 * kv_heads) * head_dim + 3 * hidden * hidden
+    return replace(one, weights=one.weights + more)
+
+
+CONFIGS = {
+    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256),
+    "llama-3.3-70b": (80, 8192, 28672, 64, 8, 128, 128256),
+    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936),
+}
+
+
+@dataclass(frozen=True)
+class Roofline(Costs):
+    """`Costs` by the formulas above."""
+
+    hardware: Hardware
+    target: Shape
+    drafter: Shape
+    kernels_a_layer: int = 10
+    kernels_a_level: int = 25  # the bookkeeping of a dynamic tree
+    host: float = 30e-6  # one reading of the emitted tokens
+
+    def forward(self, shape: Shape, nodes: float, context: np.ndarray, batch: float) -> np.ndarray:
+        """Seconds of one forward of `nodes` rows for each of `batch` sequences."""
+        h, rows = self.hardware, nodes * batch
+        bandwidth, flops = h.bandwidth * h.bandwidth_share, h.flops * h.flops_share
+        context = np.asarray(context, dtype=float)
+        linear = max(shape.bytes / bandwidth, 2 * shape.weights * rows / flops)
+        read = batch * context * shape.kv * shape.bytes_each / bandwidth
+        computed = 4 * shape.layers * shape.heads_dim * context * rows / flops
+        return linear + np.maximum(read, computed) + self.kernels_a_layer * shape.layers * h.launch
+
+    def plain(self, context: np.ndarray, batch: float = 1) -> np.ndarray:
+        return self.forward(self.target, 1, context, batch) + self.host
+
+    def round(self, setting: Setting, context: np.ndarray, batch: float = 1) -> np.ndarray:
+        level = self.forward(self.drafter, setting.topk, context, batch)
+        absorb = self.forward(self.drafter, setting.steps + 1, context, batch)
+        verify = self.forward(self.target, setting.num_draft_tokens, context, batch)
+        small = setting.steps * self.kernels_a_level * self.hardware.launch
+        return (setting.steps - 1) * level + absorb + verify + small + self.host
+
+    def fits(self, context: float, batch: float) -> bool:
+        """Do weights (but for the embedding) and caches fit into the memory?"""
+        caches = sum(batch * context * s.kv * s.bytes_each for s in (self.target, self.drafter))
+        return self.target.bytes + self.drafter.bytes + caches <= self.hardware.memory
+
+
+def tau_of(setting: Setting, accept: Sequence[float]) -> float:
+    """Tokens a round if the child of rank r is right with probability accept[r], at every depth."""
+    ranks = list(accept[: setting.topk])
+    most = sum(len(ranks) ** depth for depth in range(setting.steps + 1))
+    table = [ranks] * setting.steps
+    return expected_tau(optimal_paths(table, min(setting.num_draft_tokens, most)), table)
+
+
+def speed_up(costs: Costs, setting: Setting, tau: float, context: float, batch: float) -> float:
+    """Tokens/s of rounds of tau tokens against plain decoding's."""
+    return tau * float(costs.plain(context, batch)) / float(costs.round(setting, context, batch))
+
+
+def sweep(costs: Roofline, taus: dict[Setting, float], batches: Sequence[int], contexts: Sequence[int]) -> list[dict]:
+    """For each batch size and context the best setting, and what it gains; None where the memory is too small."""
+    found = []
+    for batch, context in itertools.product(batches, contexts):
+        row = {"simulated": True, "batch": batch, "context": context, "fits": costs.fits(context, batch)}
+        if row["fits"]:
+            gains = {s: speed_up(costs, s, tau, context, batch) for s, tau in taus.items()}
+            best = max(gains, key=gains.get)
+            plain = float(costs.plain(context, batch))
+            row |= {
+                "setting": str(best),
+                "tau": taus[best],
+                "plain_ms": 1e3 * plain,
+                "round_ms": 1e3 * float(costs.round(best, context, batch)),
+                "plain_tokens_per_second": batch / plain,
+                "speed_up": gains[best],
+            }
+        found.append(row)
+    return found
+
+
+# Shown
+
+
+def print_sweep(rows: list[dict], name: str) -> None:
+    table = Table(title=f"{name}\n{SIMULATED}")
+    for column in ("batch", "context", "best topk/steps/nodes", "tau", "ms plain", "ms a round", "plain tokens/s",
+                   "speed-up"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        at = str(row["batch"]), str(row["context"])
+        if not row["fits"]:
+            table.add_row(*at, "does not fit", *[""] * 5)
+            continue
+        advice = f"{row['speed_up']:.2f}" + ("" if row["speed_up"] > 1 else " (decode plainly)")
+        table.add_row(*at, row["setting"], f"{row['tau']:.2f}", f"{row['plain_ms']:.2f}", f"{row['round_ms']:.2f}",
+                      f"{row['plain_tokens_per_second']:.0f}", advice)  # fmt: skip
+    Console(width=120).print(table)
+
+
+def write_plot(
+    costs: Roofline,
+    taus: dict[Setting, float],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    nodes: Sequence[int],
+    name: str,
+    path: Path,
+) -> None:
+    """Speed-up against batch size, context, and N, each with the best setting of those that remain."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    def best(context: float, batch: float, nodes: int | None = None) -> float:
+        if not costs.fits(context, batch):
+            return np.nan
+        some = ((s, tau) for s, tau in taus.items() if nodes in (None, s.num_draft_tokens))
+        return max(speed_up(costs, s, tau, context, batch) for s, tau in some)
+
+    nodes = [n for n in nodes if any(s.num_draft_tokens == n for s in taus)]
+    few_contexts, few_batches = contexts[:: max(1, len(contexts) // 3)], batches[:: max(1, len(batches) // 4)]
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure.suptitle(f"{name}\n{SIMULATED}")
+    lines = (
+        ("batch size", batches, "context", few_contexts, lambda x, c: best(c, x)),
+        ("context, tokens", contexts, "batch", few_batches, lambda x, b: best(x, b)),
+        ("N, nodes verified", nodes, "batch", few_batches, lambda x, b: best(contexts[0], b, x)),
+    )
+    for axis, (label, xs, kind, each, value) in zip(axes, lines, strict=True):
+        for of in each:
+            axis.plot(xs, [value(x, of) for x in xs], marker=".", label=f"{kind} {of}")
+        axis.axhline(1, color="grey", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel(label)
+        axis.set_ylabel("speed-up over plain decoding")
+        axis.text(0.5, 0.5, "SIMULATED", transform=axis.transAxes, fontsize=28, color="grey", alpha=0.25,
+                  ha="center", va="center", rotation=25)  # fmt: skip
+        axis.legend()
+    axes[2].set_title(f"context {contexts[0]}")
+    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+    plt.close(figure)
+
+
+# The command
+
+
+def numbers(text: str) -> list[float]:
+    """'0.7,0.1' -> [0.7, 0.1], all positive."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wants numbers with commas between them, and not {text!r}") from None
+    if min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"wants positive numbers, got {min(found):g}")
+    return found
+
+
+def counts(text: str) -> list[int]:
+    return sorted({int(number) for number in numbers(text)})
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m lab.cost.simulate", description=f"{SIMULATED}.")
+    hard = p.add_argument_group("hardware: peaks")
+    hard.add_argument("--hardware", choices=sorted(HARDWARE), help="a preset, which the numbers below override")
+    hard.add_argument("--bandwidth", type=float, help="GB/s")
+    hard.add_argument("--flops", type=float, help="TFLOP/s, dense, in the dtype of the weights")
+    hard.add_argument("--memory", type=float, help="GB")
+    hard.add_argument("--launch", type=float, help="microseconds a kernel takes at least (default 2: CUDA graphs)")
+    hard.add_argument("--bandwidth-share", type=float, help="of the peak that is reached (default 0.8)")
+    hard.add_argument("--flops-share", type=float, help="of the peak that is reached (default 0.6)")
+    pair = p.add_argument_group("pair")
+    pair.add_argument(
+        "--target", default="llama-3.1-8b", help=f"{', '.join(CONFIGS)}, or a folder or hub name with a config.json"
+    )
+    pair.add_argument("--target-bytes", type=float, help="GB of weights that a forward reads, instead of the config's")
+    pair.add_argument("--bytes-each", type=float, default=2.0, help="bytes a weight and a cache element take")
+    pair.add_argument("--draft-vocab", type=int, default=32000, help="of an EAGLE-3 head of the target's width")
+    pair.add_argument(
+        "--accept",
+        type=numbers,
+        default=[0.7, 0.12, 0.06, 0.03, 0.02, 0.01, 0.01, 0.01],
+        help="how often the child of rank 1, 2, ... is right; default: near the bundled EAGLE-3 head's",
+    )
+    swept = p.add_argument_group("what is swept")
+    swept.add_argument("--batch", type=counts, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    swept.add_argument("--context", type=counts, default=[512, 2048, 8192, 32768])
+    swept.add_argument("--topk", type=counts, default=list(WIDTHS))
+    swept.add_argument("--steps", type=int, default=8)
+    swept.add_argument("--num-draft-tokens", type=counts, default=list(NODES))
+    p.add_argument("--out", type=Path, help="a chart, PNG")
+    p.add_argument("--json", action="store_true", help="everything as one JSON object in the last line")
+    return p
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    units = {"bandwidth": 1e9, "flops": 1e12, "memory": 1e9, "launch": 1e-6, "bandwidth_share": 1, "flops_share": 1}
+    given = {name: getattr(args, name) * unit for name, unit in units.items() if getattr(args, name) is not None}
+    for name, value in given.items():
+        if value <= 0 or (name.endswith("share") and value > 1):
+            limit = "lie in (0, 1]" if name.endswith("share") else "be positive"
+            raise ValueError(f"--{name.replace('_', '-')} must {limit}, got {getattr(args, name):g}")
+    if args.hardware is not None:
+        return replace(HARDWARE[args.hardware], **given)
+    missing = [name for name in ("bandwidth", "flops") if name not in given]
+    if missing:
+        raise ValueError(f"give --hardware ({', '.join(HARDWARE)}), or --{missing[0]} too")
+    return Hardware(**{"memory": float("inf")} | given)
+
+
+def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
+    """Target and drafter."""
+    dims = CONFIGS.get(args.target)
+    if dims is None:
+        c = read_config(read_json(resolve(args.target) / "config.json"), args.target)
+        dims = (c.layers, c.hidden, c.intermediate, c.heads, c.kv_heads, c.head_dim, c.vocab)
+    if args.bytes_each <= 0 or args.draft_vocab < 1:
+        raise ValueError("--bytes-each and --draft-vocab must be positive")
+    shapes = decoder(*dims), eagle3_of(*dims[1:-1], min(args.draft_vocab, dims[-1]))
+    target, drafter = (replace(shape, bytes_each=args.bytes_each) for shape in shapes)
+    if args.target_bytes is not None:
+        if args.target_bytes <= 0:
+            raise ValueError(f"--target-bytes must be positive, got {args.target_bytes:g}")
+        target = replace(target, weights=args.target_bytes * 1e9 / args.bytes_each)
+    return target, drafter
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if sum(args.accept) > 1:
+        raise ValueError(f"--accept are the chances of different tokens: their sum {sum(args.accept):g} exceeds 1")
+    if args.steps < 1 or min(args.topk + args.batch + args.context) < 1:
+        raise ValueError("--steps, --topk, --batch and --context must be at least 1")
+    topks = [k for k in args.topk if k <= len(args.accept)]
+    settings = grid(topks, args.steps, args.num_draft_tokens)
+    if not settings:
+        raise ValueError("there is no setting with these --topk, --steps, --num-draft-tokens and ranks of --accept")
+    costs = Roofline(hardware_of(args), *shapes_of(args))
+    taus = {setting: tau_of(setting, args.accept) for setting in settings}
+    rows = sweep(costs, taus, args.batch, args.context)
+    name = f"{args.target} on {args.hardware or 'the given hardware'}, acceptance {args.accept[0]:g} at rank 1"
+    print_sweep(rows, name)
+    if args.out is not None:
+        write_plot(costs, taus, args.batch, args.context, args.num_draft_tokens, name, args.out)
+    if args.json:
+        print(json.dumps({"note": SIMULATED, "assumed": asdict(costs), "accept": args.accept, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

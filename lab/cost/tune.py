@@ -1,0 +1,241 @@
+"""The best setting of a pair on this machine: costs measured once, acceptance replayed, the best few tried for real."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from lab.cost.cost import Costs, Setting
+from specdec.cli.files import write_whole
+from specdec.cli.settings import REPORT
+from specdec.contracts import TreePolicy
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
+
+
+class Replayed(Protocol):
+    accepted: list[list[int]]  # per question, the tokens that each round emitted
+
+
+class Acceptance(Protocol):
+    """What rounds emit under each tree; `lab.replay.superset.Superset` is one."""
+
+    def replay_many(self, trees: Sequence[TreePolicy]) -> list[Replayed]: ...
+
+
+@dataclass(frozen=True)
+class Prediction:
+    setting: Setting | None  # None: plain decoding
+    tokens_per_second: float
+    tau: float
+    seconds_a_round: float
+
+
+def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> Iterator[tuple[int, np.ndarray]]:
+    """For each batch of consecutive questions its size, and the tokens that the longest row holds before each round.
+
+    emitted: tokens by question and round. prompts: lengths in tokens. A batch goes on until its last row has ended."""
+    for start in range(0, len(emitted), batch):
+        rows, lengths = emitted[start : start + batch], prompts[start : start + batch]
+        most = max(map(len, rows))
+        filled = [np.pad(row, (0, most - len(row))) for row in rows]
+        before = np.cumsum(filled, axis=1) - filled
+        yield len(rows), (before + np.array(lengths)[:, None]).max(0)
+
+
+def predict(
+    costs: Costs, setting: Setting | None, emitted: list[list[int]], prompts: list[int], batch: int = 1
+) -> Prediction:
+    """Tokens/s of decoding, the prefill with the first token left out, as `Generation.tokens_per_second` counts.
+
+    emitted: tokens by question and round under this setting; for plain decoding under any."""
+    tokens, taken = sum(map(sum, emitted)), sum(map(len, emitted))
+    if not tokens:
+        raise ValueError("no question was decoded beyond its first token: nothing can be predicted")
+    if setting is None:
+        emitted, taken = [[1] * sum(row) for row in emitted], tokens
+    seconds, rounds = 0.0, 0
+    for size, contexts in round_contexts(emitted, prompts, batch):
+        times = costs.plain(contexts, size) if setting is None else costs.round(setting, contexts, size)
+        seconds += float(np.sum(times))
+        rounds += len(contexts)
+    return Prediction(setting, tokens / seconds, tokens / taken, seconds / rounds)
+
+
+def predict_all(
+    costs: Costs, acceptance: Acceptance, settings: Sequence[Setting], prompts: list[int], batch: int = 1
+) -> tuple[Prediction, list[Prediction]]:
+    """Plain decoding, and every setting, fastest first."""
+    replays = acceptance.replay_many([s.tree() for s in settings])
+    plain = predict(costs, None, replays[0].accepted, prompts, batch)
+    found = [predict(costs, s, r.accepted, prompts, batch) for s, r in zip(settings, replays, strict=True)]
+    return plain, sorted(found, key=lambda p: -p.tokens_per_second)
+
+
+def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> list[Prediction]:
+    """The settings to try for real: the best of every topk, and of static trees, that is predicted `within` that share
+    of the best, so that an error common to one width is found out; then the best of the rest."""
+    least = (1 - within) * ranking[0].tokens_per_second
+    firsts = {}
+    for p in ranking:
+        if p.tokens_per_second >= least:
+            firsts.setdefault("static" if p.setting.file else p.setting.topk, p)
+    first = list(firsts.values())
+    return [*first, *(p for p in ranking if p not in first)][:count]
+
+
+# Real runs
+
+
+@dataclass(frozen=True)
+class Measured:
+    setting: Setting | None
+    tokens_per_second: float
+    tau: float
+    texts: list[list[int]]
+
+
+def measure_rates(
+    target,
+    drafter,
+    prompts: list[list[int]],
+    settings: Sequence[Setting | None],
+    *,
+    batch: int = 1,
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Measured]:
+    """Decode every batch of prompts under every setting, in turn, `repeats` times after one batch of warm-up.
+
+    prompts: token ids. The time of a batch is the median of its repeats. Settings take turns on each batch, and begin
+    with another one each time, so that whatever else the machine does hits all of them."""
+    engines = [Engine(target) if s is None else Engine(target, drafter, s.tree()) for s in settings]
+    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    times = [[[] for _ in groups] for _ in settings]
+    rows = [[] for _ in settings]
+    for engine in engines:
+        engine.generate(groups[0], max_new_tokens=8, sampling=sampling, seed=seed)
+    for repeat in range(repeats):
+        for place, group in enumerate(groups):
+            first = (repeat + place) % len(engines)
+            for i in (*range(first, len(engines)), *range(first)):
+                result = engines[i].generate(group, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+                times[i][place].append(result.decode_seconds)
+                if repeat == 0:
+                    rows[i] += result.rows
+            progress(repeat * len(groups) + place + 1, repeats * len(groups))
+    found = []
+    for setting, by_group, its_rows in zip(settings, times, rows, strict=True):
+        tokens = sum(len(row.tokens) - 1 for row in its_rows)
+        rounds = sum(row.trace.rounds for row in its_rows)
+        seconds = sum(statistics.median(group) for group in by_group)
+        texts = [row.tokens for row in its_rows]
+        found.append(Measured(setting, tokens / seconds, tokens / max(rounds, 1), texts))
+    return found
+
+
+# The result
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found: predictions of every setting, and what the best few and plain decoding did for real."""
+
+    plain: Prediction
+    ranking: list[Prediction]
+    measured: list[tuple[Prediction, Measured]]  # plain decoding first
+
+    @property
+    def best(self) -> tuple[Prediction, Measured]:
+        """The fastest of what was tried, plain decoding included."""
+        return max(self.measured, key=lambda both: both[1].tokens_per_second)
+
+    @property
+    def best_draft(self) -> tuple[Prediction, Measured]:
+        """The fastest of the settings that draft."""
+        return max(self.measured[1:], key=lambda both: both[1].tokens_per_second)
+
+    @property
+    def verdict(self) -> str:
+        """One plain sentence."""
+        _, draft = self.best_draft
+        plain = self.measured[0][1].tokens_per_second
+        words = ", ".join(f"{name} {value}" for name, value in shape_entries(draft.setting).items())
+        ratio = draft.tokens_per_second / plain
+        if self.best[0].setting is None:
+            return (
+                f"decode plainly: no setting beats plain decoding ({plain:.1f} tokens/s) here; the best one that "
+                f"drafts, {words}, reaches {ratio:.2f} of it"
+            )
+        return f"{words}: {draft.tokens_per_second:.1f} tokens/s, {ratio:.2f} times plain decoding"
+
+
+def tune(
+    costs: Costs,
+    acceptance: Acceptance,
+    settings: Sequence[Setting],
+    target,
+    drafter,
+    prompts: list[list[int]],
+    *,
+    batch: int = 1,
+    tries: int = 4,
+    **how,
+) -> Tuned:
+    """Predict every setting, and decode with the best `tries` of them and plainly.
+
+    prompts: token ids; `acceptance` has a row for each. `how` as in `measure_rates`."""
+    plain, ranking = predict_all(costs, acceptance, settings, [len(p) for p in prompts], batch)
+    tried = [plain, *finalists(ranking, tries)]
+    found = measure_rates(target, drafter, prompts, [p.setting for p in tried], batch=batch, **how)
+    return Tuned(plain, ranking, list(zip(tried, found, strict=True)))
+
+
+def shape_entries(setting: Setting | None) -> dict:
+    """The entries of a settings file that say how to draft, or not to."""
+    if setting is None:
+        return {"no_draft": True}
+    if setting.file:
+        return {"tree": str(Path(setting.file).resolve())}
+    return {name: value for name, value in asdict(setting).items() if name != "file"}
+
+
+def report_of(tuned: Tuned) -> dict:
+    """Predicted against measured, in values that YAML has."""
+    tried = [
+        {
+            "setting": "plain" if p.setting is None else str(p.setting),
+            "predicted_tokens_per_second": round(p.tokens_per_second, 2),
+            "measured_tokens_per_second": round(m.tokens_per_second, 2),
+            "predicted_tau": round(p.tau, 4),
+            "measured_tau": round(m.tau, 4),
+        }
+        for p, m in tuned.measured
+    ]
+    best, measured = tuned.best
+    return {
+        "verdict": tuned.verdict,
+        "predicted_tokens_per_second": round(best.tokens_per_second, 2),
+        "measured_tokens_per_second": round(measured.tokens_per_second, 2),
+        "plain_tokens_per_second": round(tuned.measured[0][1].tokens_per_second, 2),
+        "best_draft": str(tuned.best_draft[0].setting),
+        "settings_predicted": len(tuned.ranking),
+        "tried": tried,
+    }
+
+
+def write_settings(path: Path, entries: dict, report: dict) -> None:
+    """A file for `python -m specdec.generate --settings`. An entry that is None is left out."""
+    entries = {name: value for name, value in entries.items() if value is not None}
+    report = json.loads(json.dumps(report))  # plain types: versions are of a type of their own
+    text = "# Written by python -m lab.cost.tune_command; the report is not read.\n"
+    text += OmegaConf.to_yaml(OmegaConf.create(entries | {REPORT: report}))
+    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))

@@ -1,0 +1,159 @@
+"""Verifiers against exact laws: a target and a drafter that are tables, so that the law of several tokens is known.
+
+p and q of the next token depend on the token before. What a verifier emits on trees drawn from the drafter, followed by
+draws from the target where fewer than three tokens were emitted, must have the target's joint law of three tokens.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.vocab import DraftVocab
+from specdec.contracts import DraftState, TreePolicy
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, Verifier
+from trees.ancestors import ancestors_of
+
+VOCAB = 6
+LEAST_EXPECTED = 5.0  # cells with a smaller expected count are counted together
+
+
+class TableDrafter:
+    """A drafter whose distribution depends on the last token alone; it takes any tree policy."""
+
+    max_steps = None
+
+    def __init__(self, logits: Tensor):
+        """logits [V,V], of the token after the row's."""
+        self.logits, self.vocab = logits, DraftVocab(len(logits))
+
+    def state(self, tokens: Tensor) -> DraftState:
+        return DraftState(torch.zeros(*tokens.shape, 1), self.logits[tokens])
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        return self.state(tokens)
+
+
+def tables(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
+    """Logits [V,V] of a target, and of a drafter that knows it badly enough to draft what the target never says."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(vocab, vocab, generator=generator) * 1.5
+    return target, target + torch.randn(vocab, vocab, generator=generator) * 1.5
+
+
+@dataclass
+class LawProof:
+    """Three tokens, emitted many times, against their law."""
+
+    draws: int
+    emitted: float  # tokens a round, so that a rule that accepts nothing is seen
+    impossible: int  # of the draws: what the law gives no probability
+    pvalue: float  # chi-square
+    distance: float  # total variation between the law and what was seen
+    noise: float  # the distance that 99 % of samples of the law itself stay below
+
+
+def target_law(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[V,V,V], the joint probabilities of the three tokens after token 0, fp64."""
+    p = filtered_probs(logits, sampling).double()
+    return torch.einsum("a,ab,bc->abc", p[0], p, p)
+
+
+def three_tokens(
+    policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """What follows token 0: tokens [draws,3], filled up with draws from the target; how many were emitted [draws]."""
+    target, drafter = tables()[0], TableDrafter(tables()[1])
+    generator = torch.Generator().manual_seed(seed)
+    root = torch.zeros(draws, dtype=torch.int64)
+    tree = policy.grow(drafter, root, drafter.state(root[:, None]), sampling, generator)
+    verdict = verifier(tree, target[tree.tokens], sampling, generator)
+    tokens = torch.zeros(draws, max(4, verdict.tokens.shape[1]), dtype=torch.int64)
+    tokens[:, : verdict.tokens.shape[1]] = verdict.tokens
+    for i in range(3):
+        before = tokens[:, i - 1] if i else root
+        fresh = draw(filtered_probs(target[before], sampling), generator)
+        tokens[:, i] = torch.where(verdict.n > i, tokens[:, i], fresh)
+    return tokens[:, :3], verdict.n
+
+
+def prove_law(
+    policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int = 100_000, seed: int = 0
+) -> LawProof:
+    tokens, n = three_tokens(policy, verifier, sampling, draws, seed)
+    law = target_law(tables()[0], sampling).flatten()
+    place = (tokens * VOCAB ** torch.arange(3).flip(0)).sum(1)
+    seen = place.bincount(minlength=law.numel()).double()
+    return LawProof(
+        draws=draws,
+        emitted=n.double().mean().item(),
+        impossible=int(seen[law == 0].sum()),
+        pvalue=chi_square(seen, law * draws),
+        distance=(seen / draws - law).abs().sum().item() / 2,
+        noise=_noise(law, draws, seed),
+    )
+
+
+def chi_square(seen: Tensor, expected: Tensor) -> float:
+    """The p-value of counts [K] against expected counts [K] of the same sum; 0 where the impossible happened, NaN where
+    there are too few to tell."""
+    if seen[expected == 0].sum() > 0:
+        return 0.0
+    rare = expected < LEAST_EXPECTED
+    if expected[rare].sum() >= LEAST_EXPECTED:
+        seen, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, expected))
+    else:
+        seen, expected = seen[~rare], expected[~rare]
+    if len(seen) < 2:
+        return math.nan
+    expected = expected * (seen.sum() / expected.sum())
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+def _noise(law: Tensor, draws: int, seed: int, samples: int = 500) -> float:
+    p = (law / law.sum()).numpy()
+    counts = np.random.default_rng(seed).multinomial(draws, p, size=samples)
+    return float(np.quantile(np.abs(counts / draws - p).sum(1) / 2, 0.99))
+
+
+def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | None = None) -> float:
+    """Total variation between a rule's law of two tokens on one fixed tree and the target's, without sampling.
+
+    For rules whose only chance is the target's token at every node, as `match`: every outcome of those draws is given
+    to the rule as logits that have one likeliest token, and weighs the product of its tokens' probabilities.
+    """
+    tree = tree or small_tree()
+    p = filtered_probs(tables()[0], sampling).double()
+    nodes = tree.tokens.shape[1]
+    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=nodes)))  # [V^N,N]
+    weights = p[tree.tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
+    outcomes, weights = outcomes[weights > 0], weights[weights > 0]
+    parts = (tree.tokens, tree.parents, tree.depth, tree.ancestors)
+    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), tree.steps)
+    logits = F.one_hot(outcomes, VOCAB).float()
+    verdict = verifier(rows, logits, Sampling())
+    law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    first, second, alone = verdict.tokens[:, 0], verdict.tokens[:, 1], verdict.n == 1
+    law.index_put_((first[~alone], second[~alone]), weights[~alone], accumulate=True)
+    ended = torch.zeros(VOCAB, dtype=torch.float64).index_put_((first[alone],), weights[alone], accumulate=True)
+    law += ended[:, None] * p  # the second token is drawn in the next round
+    return (law - p[0][:, None] * p).abs().sum().item() / 2
+
+
+def small_tree() -> DraftTree:
+    """A root (token 0), two children, and one child of the first: tokens 2, 4 and 1."""
+    parents = torch.tensor([[0, 0, 0, 1]])
+    return DraftTree(torch.tensor([[0, 2, 4, 1]]), parents, torch.tensor([[0, 1, 1, 2]]), ancestors_of(parents, 2), 2)
+
+
+def significance(tests: int, level: float = 1e-3) -> float:
+    """p-values below this are no accident among so many tests (Bonferroni)."""
+    return level / max(tests, 1)

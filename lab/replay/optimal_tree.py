@@ -1,0 +1,79 @@
+"""Measure how often a drafter's children are right, by depth and rank, and write the best static tree for it.
+
+    specdec tree --prompt-file questions.jsonl --out tree.yaml
+    python -m specdec.generate --prompt-file others.jsonl --tree tree.yaml
+
+The target answers the prompts plainly; the drafter is asked along these answers. Test on other prompts than these.
+"""
+
+import argparse
+from pathlib import Path
+
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, generate, load_drafter, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.text import read_prompts
+from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--target", default=DEMO_TARGET)
+    p.add_argument("--draft", default=None, help="default: the demo's")
+    p.add_argument("--prompt-file", type=Path, required=True)
+    p.add_argument("--limit", type=int, default=20, help="prompts")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, default=0.0, help="of the answers; 0 is greedy")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, root counted")
+    p.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes")
+    p.add_argument("--topk", type=int, default=8, help="no node has more children")
+    p.add_argument("--out", type=Path, required=True, help="a YAML file for `python -m specdec.generate --tree`")
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--device", default="cpu")
+    p.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if args.target != DEMO_TARGET and args.draft is None:
+        raise ValueError("a target of your own needs its drafter: give --draft")
+    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
+    if args.topk > drafter.vocab.size:
+        raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+    steps = min(args.steps, drafter.max_steps or args.steps)
+    prompts = read_prompts(args.prompt_file)[: args.limit]
+    answers = generate(
+        target,
+        prompts,
+        sampling=Sampling(args.temperature),
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        raw=args.raw,
+    ).rows
+    accept = measure_acceptance(
+        target, drafter, [row.prompt for row in answers], [row.tokens for row in answers], steps, args.topk
+    ).tolist()
+    paths = optimal_paths(accept, args.num_draft_tokens)
+    for depth, row in enumerate(accept, 1):
+        print(f"depth {depth}: " + "  ".join(f"{share:6.1%}" for share in row))
+    print(
+        f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau {expected_tau(paths, accept):.3f}"
+    )
+    write_tree(args.out, paths, f"Of {len(prompts)} prompts of {args.prompt_file.name}: see lab/replay/optimal_tree.py")
+
+
+def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:
+    """A file for `--tree`, which is one for conf/tree too."""
+    lines = [f"# {comment}", "_target_: trees.StaticTree", "paths:"]
+    lines += [f"  - {list(path)}" for path in sorted(paths, key=lambda path: (len(path), path))]
+    try:
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {file}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Benchmarks: questions of one turn or more, from files and data sets, and the conversations that a target has on them.
+
+Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's sets); the fields that the format string
+`form` names (GSM8K, HumanEval, Alpaca, CNN/DM); `prompt` (a text, or a list of turns); `messages` (OpenAI) and
+`conversations` (ShareGPT), whose answers are left out: the target gives its own.
+"""
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+
+from specdec.engine.engine import Engine, Result
+from specdec.model.target import Target
+from specdec.text import clean, encode_chat
+from specdec.types import Sampling
+from training.data.sources import Record, read_records
+
+IDS = ("question_id", "prompt_id", "task_id", "id")
+TURN_BREAK = "\n\n"  # between an answer and the next turn where there is no chat template
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    category: str | None
+    turns: tuple[str, ...]  # what the user says, one after the other
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    name: str
+    questions: list[Question]
+    skipped: int = 0  # records that could not be used
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([asdict(q) for q in self.questions]).encode()).hexdigest()[:16]
+
+
+# Reading
+
+
+def load_benchmark(
+    name: str,
+    path: str | None,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    streaming: bool = False,
+    form: str | None = None,
+    category: str | None = None,
+    turns: int | None = None,
+    bad: str = "error",
+    limit: int | None = None,
+    pick: str = "spread",
+) -> Benchmark:
+    """Read a benchmark; path, split, subset and streaming as `training.data.read_records` takes them.
+
+    form: a format string over a record's fields, such as "{instruction} {input}", for records that are no questions
+    yet. category: of records that name none. turns: at most so many of each question. bad: a record that cannot be used
+    is an 'error', or is left out and counted ('skip'). limit: so many questions, 'spread' evenly over the set or its
+    'first'.
+
+    Raises ValueError for what cannot be read, and for settings that make no sense.
+    """
+    if not path:
+        raise ValueError(f"the benchmark {name} has no path: give benchmark.path=FILE (or a data set of the hub)")
+    for key, value in (("limit", limit), ("turns", turns)):
+        if value is not None and value < 1:
+            raise ValueError(f"benchmark.{key} must be at least 1, got {value}")
+    for key, value, known in (("bad", bad, ("error", "skip")), ("pick", pick, ("spread", "first"))):
+        if value not in known:
+            raise ValueError(f"benchmark.{key} must be {known[0]} or {known[1]}, got {value!r}")
+    _fields_of(form)
+    records = read_records(path, split=split, subset=subset, streaming=streaming)
+    questions, skipped = [], 0
+    wanted = _questions(records, form, category, turns, skip=bad == "skip")
+    for question in wanted if pick == "spread" or limit is None else _until(wanted, limit):
+        if question is None:
+            skipped += 1
+        else:
+            questions.append(question)
+    if not questions:
+        raise ValueError(f"{path} holds no question that can be used: {skipped} records were skipped")
+    if limit is not None and limit < len(questions):
+        questions = [questions[i * len(questions) // limit] for i in range(limit)]
+    return Benchmark(name, _with_own_ids(questions), skipped)
+
+
+def _until(questions: Iterator[Question | None], limit: int) -> Iterator[Question | None]:
+    """Up to the `limit`th that can be used: no more of the source is read."""
+    for question in questions:
+        yield question
+        limit -= question is not None
+        if not limit:
+            return
+
+
+def _questions(
+    records: Iterator[Record], form: str | None, category: str | None, turns: int | None, skip: bool
+) -> Iterator[Question | None]:
+    for number, record in enumerate(records):
+        try:
+            yield _question(record, str(number), form, category, turns)
+        except ValueError as error:
+            if not skip:
+                raise ValueError(
+                    f"{record.where}: {error}; benchmark.bad=skip leaves such records out and counts them"
+                ) from None
+            yield None
+
+
+def _question(record: Record, number: str, form: str | None, category: str | None, limit: int | None) -> Question:
+    row = record.fields()
+    turns, system = _turns(row, form, record)
+    turns = tuple(clean(turn) for turn in turns[:limit])
+    if not turns or not all(turn.strip() for turn in turns):
+        raise ValueError("a turn of the question is empty")
+    name = next((row[key] for key in IDS if row.get(key) is not None), number)
+    return Question(str(name), str(row.get("category") or category or "") or None, turns, system)
+
+
+def _turns(row: dict, form: str | None, record: Record) -> tuple[Sequence[str], str | None]:
+    """The user's turns, and the system's message if there is one."""
+    if _texts(row.get("turns")):
+        return row["turns"], None
+    fields = _fields_of(form)
+    if fields and all(isinstance(row.get(name), str) for name in fields):
+        return [form.format_map(row).strip()], None
+    prompt = row.get("prompt")
+    if isinstance(prompt, str) or _texts(prompt):
+        return [prompt] if isinstance(prompt, str) else prompt, None
+    if "conversations" in row or "messages" in row:
+        messages = record.messages()
+        system = next((m["content"] for m in messages if m["role"] == "system"), None)
+        return [m["content"] for m in messages if m["role"] == "user"], system
+    wanted = f", nor the fields of benchmark.form: {', '.join(fields)}" if fields else "; say with benchmark.form how"
+    raise ValueError(f"no question: neither 'turns', 'prompt', 'messages' nor 'conversations'{wanted}")
+
+
+def _fields_of(form: str | None) -> list[str]:
+    try:
+        return [name for _, name, _, _ in string.Formatter().parse(form or "") if name]
+    except ValueError as error:
+        raise ValueError(f"benchmark.form={form!r} is no format string: {error}") from None
+
+
+def _texts(value) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
+
+
+def _with_own_ids(questions: list[Question]) -> list[Question]:
+    """Ids that occur once; intervals resample by id."""
+    seen: dict[str, int] = {}
+    out = []
+    for q in questions:
+        seen[q.id] = seen.get(q.id, 0) + 1
+        out.append(q if seen[q.id] == 1 else Question(f"{q.id} ({seen[q.id]})", q.category, q.turns, q.system))
+    return out
+
+
+# Conversations
+
+
+@dataclass
+class Dialogue:
+    """One question while it is answered: with the target's chat template, or raw, turns and answers one text."""
+
+    target: Target
+    question: Question
+    raw: bool
+    template: dict  # further variables of the chat template
+    messages: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # raw: the text so far
+
+    def ask(self) -> list[int]:
+        """The next turn -> the prompt's ids, everything before included."""
+        turn = self.question.turns[self.asked]
+        if self.raw:
+            first = [self.question.system] if self.question.system and not self.ids else []
+            text = TURN_BREAK.join([*first, turn])
+            new = self.target.tokenizer(TURN_BREAK + text if self.ids else text, add_special_tokens=not self.ids)
+            self.ids = self.ids + new["input_ids"]
+            self.messages.append({"role": "user", "content": turn})
+            return self.ids
+        if not self.messages and self.question.system:
+            self.messages.append({"role": "system", "content": self.question.system})
+        self.messages.append({"role": "user", "content": turn})
+        return encode_chat(self.target, self.messages, **self.template)
+
+    def hear(self, tokens: list[int]) -> None:
+        """The target's answer, its end-of-text token included."""
+        if self.raw:
+            self.ids = self.ids + [t for t in tokens if t not in self.target.eos]
+        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+
+    @property
+    def asked(self) -> int:
+        return sum(m["role"] == "user" for m in self.messages)
+
+    @property
+    def over(self) -> bool:
+        return self.asked == len(self.question.turns)
+
+
+def template_settings(target: Target, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
+    """(raw, variables of the chat template). Raises ValueError if the target's template knows nothing of thinking."""
+    template = target.tokenizer.chat_template
+    raw = raw or not template
+    if thinking is None:
+        return raw, {}
+    if raw or "enable_thinking" not in str(template):
+        raise ValueError(
+            "thinking was set, but "
+            + ("the prompts are raw" if raw else "the target's chat template has no switch enable_thinking")
+            + ": leave thinking=null"
+        )
+    return raw, {"enable_thinking": thinking}
+
+
+def converse(
+    engine: Engine,
+    questions: list[Question],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    batch_size: int = 1,
+    raw: bool = False,
+    template: dict | None = None,
+    name: Callable[[list[str], list[str | None]], None] = lambda ids, categories: None,
+    observer: Callable | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[Result], int]:
+    """Hold every conversation: a turn's prompt holds the turns before with the target's own answers.
+
+    `batch_size` questions are decoded together, turn by turn; `name` is told before each call of the engine which
+    questions it decodes (`Recorder.name`), `progress` after each batch. A conversation ends early where its next prompt
+    and max_new_tokens do not fit into the target's context. Returns the engine's results in order, and the number of
+    turns that were left out so.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    results, left_out = [], 0
+    remaining = iter(questions)
+    while batch := list(islice(remaining, batch_size)):
+        dialogues = [Dialogue(engine.target, question, raw, template or {}) for question in batch]
+        while dialogues:
+            prompts = [(d, d.ask()) for d in dialogues]
+            fitting = [(d, ids) for d, ids in prompts if len(ids) + max_new_tokens <= engine.target.config.context]
+            left_out += sum(1 + len(d.question.turns) - d.asked for d, _ in prompts)
+            left_out -= sum(1 + len(d.question.turns) - d.asked for d, _ in fitting)
+            if not fitting:
+                break
+            dialogues = [d for d, _ in fitting]
+            name([d.question.id for d in dialogues], [d.question.category for d in dialogues])
+            result = engine.generate(
+                [ids for _, ids in fitting],
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                seed=seed,
+                observer=observer,
+            )
+            results.append(result)
+            for dialogue, row in zip(dialogues, result.rows, strict=True):
+                dialogue.hear(row.tokens)
+            dialogues = [d for d in dialogues if not d.over]
+        progress()
+    return results, left_out

@@ -1,0 +1,103 @@
+"""The folder of a sweep: what its points measured, put together in a fixed order.
+
+points/KEY/ is a folder for each point, written whole or not at all:
+    result.json   what was decoded: settings, metrics with intervals, diagnostics; the same in every run
+    times.json    how long it took, and on what machine
+    trace/        the trace (docs/trace.md)
+results.jsonl and timings.jsonl hold the first two, a line a point.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lab.sweep.points import Point, code_version
+from specdec.cli.files import write_whole
+from specdec.engine.recorder import Recorder, write_trace
+from specdec.model.checkpoint import read_json, replace_folder
+
+POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
+RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
+
+
+def point_folder(out: Path, key: str) -> Path:
+    return out / "points" / key
+
+
+def done(out: Path, point: Point) -> bool:
+    return (point_folder(out, point.key) / RESULT).is_file()
+
+
+def write_point(out: Path, point: Point, found: dict, took: dict, recorder: Recorder | None = None) -> None:
+    head = {"kind": point.kind, "key": point.key, "names": point.names, "settings": point.settings}
+
+    def fill(aside: Path) -> None:
+        if recorder is not None:
+            write_trace(recorder.trace, aside / TRACE)
+        (aside / TIMES).write_text(json.dumps({"key": point.key} | took) + "\n", encoding="utf-8")
+        (aside / RESULT).write_text(json.dumps(head | found) + "\n", encoding="utf-8")
+
+    replace_folder(point_folder(out, point.key), fill, POINT, "a sweep's point")
+
+
+def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
+    """(results in a fixed order, times by key, points left out) of all points in a sweep's folder.
+
+    Points that another version of the code made are left out: they do not compare. `identical` is how many answers are
+    those of plain decoding on the same questions, where that is there and decoding is greedy."""
+    folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
+    results = [read_json(folder / RESULT) for folder in folders]
+    now = code_version()
+    current = [r for r in results if r["settings"]["code"] == now]
+    plain = {_conditions(r): r["answers"] for r in current if r["names"]["draft"] == "none"}
+    for r in current:
+        answers = r.pop("answers", None)
+        base = plain.get(_conditions(r))
+        if answers is not None and base is not None and r["settings"]["sampling"]["temperature"] == 0:
+            r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
+    current.sort(key=_order)
+    timings = {r["key"]: read_json(point_folder(out, r["key"]) / TIMES) for r in current}
+    return current, timings, len(results) - len(current)
+
+
+def _conditions(result: dict) -> str:
+    """What two points share if they answer the same questions in the same way, by whatever drafter and tree."""
+    own = ("draft", "tree", "probe", "best_tree")
+    return json.dumps({k: v for k, v in result["settings"].items() if k not in own}, sort_keys=True)
+
+
+def groups(results: list[dict]) -> list[list[dict]]:
+    """The results of one target, benchmark and way to decode together, in order."""
+    found: dict[str, list[dict]] = {}
+    for r in results:
+        found.setdefault(_conditions(r), []).append(r)
+    return list(found.values())
+
+
+def _order(result: dict) -> tuple:
+    tree = result["settings"].get("tree") or {}
+    names = result["names"]
+    shape = [tree.get(name) or 0 for name in ("topk", "steps", "num_draft_tokens")]
+    return (names["target"], names["benchmark"], _conditions(result), names["draft"] != "none", names["draft"],
+            result["kind"] == "best_tree", shape, result["key"])  # fmt: skip
+
+
+def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
+    """Put all points of the folder together: results.jsonl, the same however often the sweep was interrupted, and
+    timings.jsonl, a line each. Safe with several sweeps in one folder: the last one to finish writes all."""
+    with locked(out):
+        results, timings, old = collect(out)
+        for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            write_whole(out / name, lambda aside, text=text: aside.write_text(text, encoding="utf-8"))
+    return results, timings, old
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

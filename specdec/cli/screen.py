@@ -1,0 +1,41 @@
+"""Text on the terminal while it is decoded, and the trees it came from."""
+
+import sys
+from collections.abc import Sequence
+
+from specdec.cli.drawing import draw
+from specdec.engine.engine import RoundReport
+from specdec.text import TextStream
+
+DRAFTED = "\033[32m"
+PLAIN = "\033[0m"
+
+
+class Screen:
+    """Shows text as it is accepted; drafted tokens coloured on a terminal. Quiet unless it shows a single row."""
+
+    def __init__(self, target, *, quiet: bool, trees: bool, stops: Sequence[str] = ()):
+        self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
+        self.stream = TextStream(target.tokenizer, stops)
+        self.colour = sys.stdout.isatty()
+
+    def __call__(self, report: RoundReport) -> None:
+        if self.trees and report.tree is not None and report.places[0] == 0:  # the first row has not been dropped
+            path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
+            print("\n" + draw(report.tree, path, lambda token: self.tokenizer.decode([token])))
+        if self.quiet:
+            return
+        emitted, accepted = report.emitted[0], report.accepted[0]
+        self._show(emitted[:accepted], DRAFTED)
+        self._show(emitted[accepted:], "")
+
+    def end(self) -> None:
+        """Show what was held back, and end the line."""
+        if not self.quiet:
+            print(self.stream.end())
+
+    def _show(self, ids: list[int], colour: str) -> None:
+        text = self.stream.feed(ids) if ids else ""
+        if text:
+            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self.colour else text)
+            sys.stdout.flush()

@@ -1,0 +1,87 @@
+"""Count tokens and write the most frequent ones as an FR-Spec token map (arXiv 2502.14856).
+
+    specdec count --data answers.jsonl --size 4096 --out map.json
+    specdec count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
+
+--data are conversations (ShareGPT or OpenAI form), of which the answers count: best the target's own, from
+`training.regenerate`. --text are plain text files, which count whole. Special tokens that end a text are always in the
+map. The map is a list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from specdec.api import DEMO_TARGET
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_whole
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+from training.data import count_tokens, read_conversations, tokenise
+
+
+def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
+    """[V] how often each token stands in an answer of `data` or anywhere in `text`."""
+    vocab = target.config.vocab
+    counts = torch.zeros(vocab, dtype=torch.int64)
+    if data:
+        conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
+        counts += count_tokens(tokenise(target.tokenizer, conversations, target.config.context), vocab)
+    for path in text:
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path} as text: {error}") from None
+        ids = target.tokenizer(content, add_special_tokens=False)["input_ids"]
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
+    return counts
+
+
+def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> list[int]:
+    """`size` token ids, `always` among them, by falling count."""
+    ranked = counts.sort(descending=True, stable=True).indices.tolist()
+    room = size - len(always)
+    kept = set(itertools.islice((i for i in ranked if i not in always), room)) | always
+    return [i for i in ranked if i in kept]
+
+
+def write(ids: list[int], path: Path) -> None:
+    def fill(aside: Path) -> None:
+        if path.suffix == ".pt":
+            torch.save(ids, aside)
+        else:
+            aside.write_text(json.dumps(ids) + "\n")
+
+    write_whole(path, fill)
+
+
+@one_sentence_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
+    parser.add_argument("--data", type=Path, nargs="*", default=[])
+    parser.add_argument("--text", type=Path, nargs="*", default=[])
+    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    if not args.data and not args.text:
+        raise ValueError("nothing to count: give --data with conversations or --text with text files")
+    if args.out.suffix not in (".json", ".pt"):
+        raise ValueError(f"--out must end in .json or .pt, got {args.out}")
+    target = load_target(args.target)
+    if not len(target.eos) < args.size <= target.config.vocab:
+        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.config.vocab}, got {args.size}")
+    counts = counts_of(target, args.data, args.text)
+    ids = most_frequent(counts, args.size, target.eos)
+    write(ids, args.out)
+    share = counts[ids].sum().item() / counts.sum().clamp(min=1).item()
+    print(
+        json.dumps({"out": str(args.out), "tokens": int(counts.sum()), "size": len(ids), "coverage": round(share, 5)})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -184,7 +184,7 @@ def run(config: DictConfig) -> None:
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
-    autocast = settings.autocasting(target.embed.weight.device)
+    autocast = settings.autocasting(target.device)
     writer = CacheWriter(
         out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
     )

@@ -26,7 +26,7 @@ from training.loop.checkpoint import save_state
 
 def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
     """[V] how often each token stands in an answer of `data` or anywhere in `text`."""
-    vocab = target.config.vocab
+    vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:
         conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
@@ -73,8 +73,8 @@ def main() -> None:
     if args.out.suffix not in (".json", ".pt"):
         raise ValueError(f"--out must end in .json or .pt, got {args.out}")
     target = load_target(args.target)
-    if not len(target.eos) < args.size <= target.config.vocab:
-        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.config.vocab}, got {args.size}")
+    if not len(target.eos) < args.size <= target.vocab:
+        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")
     counts = counts_of(target, args.data, args.text)
     ids = most_frequent(counts, args.size, target.eos)
     write(ids, args.out)

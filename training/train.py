@@ -32,7 +32,7 @@ from training.loop.trainer import Trainer, meaning
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
     """The `size` most frequent tokens of what is to be learnt; the whole vocabulary if size is null."""
-    vocab = target.config.vocab
+    vocab = target.vocab
     if size is None or size >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)
@@ -64,7 +64,7 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     given = stored_drafter(init_from, target) if init_from is not None else None
     if given is None:
         vocab = draft_vocabulary(size, samples, target)
-    elif given.vocab.size != (size or target.config.vocab):
+    elif given.vocab.size != (size or target.vocab):
         raise ValueError(
             f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
             f"set drafter.draft_vocab_size={given.vocab.size}"

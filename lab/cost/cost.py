@@ -358,7 +358,7 @@ def identity(target, drafter, **how) -> dict:
     trees = [Path(s.file).read_text(encoding="utf-8") for s in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": dict(drafter.conventions), **shapes}
     return {
-        "machine": machine(target.embed.weight.device),
+        "machine": machine(target.device),
         "versions": versions(),
         "source": source.hexdigest(),
         "pair": hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest(),

@@ -192,8 +192,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBa
 
 def describe(target, drafter: Drafter | None, tree: TreePolicy | None, verifier: Verifier) -> dict:
     """What the pieces of an engine are, as settings of a trace."""
-    weight = target.embed.weight
-    settings = {"target": target.name, "dtype": str(weight.dtype), "device": str(weight.device)}
+    settings = {"target": target.name, "dtype": str(target.dtype), "device": str(target.device)}
     if drafter is None:
         return settings
     shape = {"steps": tree.steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}

@@ -186,7 +186,7 @@ class Trainer:
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
-        return self.config.autocasting(self.target.embed.weight.device)
+        return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
         """The objective's arguments; where a row's conversations end is told the drafter."""

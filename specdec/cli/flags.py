@@ -5,6 +5,7 @@ A field says its help as `field(default=..., metadata={"help": "..."})`; `choice
 
 import argparse
 import shutil
+import textwrap
 import types
 from collections.abc import Collection
 from dataclasses import MISSING, Field, fields
@@ -12,17 +13,32 @@ from pathlib import Path
 from typing import TypeVar, get_args, get_origin
 
 Settings = TypeVar("Settings")
-METAVARS = {int: "N", float: "X", str: "NAME", Path: "FILE"}
-WIDTH = 100
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Flags and their help side by side, in at most 100 columns."""
+def help_width() -> int:
+    """Columns of a help text: the terminal's, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def reflow(text: str, width: int) -> str:
+    """A docstring in lines of at most `width` columns. Lines that are indented, such as examples, stay as they are."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Flags and their help side by side, and descriptions with their paragraphs and examples."""
 
     def __init__(self, prog: str):
-        super().__init__(
-            prog, max_help_position=28, width=min(shutil.get_terminal_size((WIDTH, 24)).columns, WIDTH) - 2
-        )
+        super().__init__(prog, max_help_position=30, width=help_width())
+        self._action_max_length = 12  # argparse leaves no room for the names of sub-commands
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return reflow(text, width)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds = {None: "NAME", str: "NAME", int: "N", float: "X", Path: "FILE", whole_numbers: "N,N,..."}
+        return kinds.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
 def command_parser(name: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
@@ -31,7 +47,7 @@ def command_parser(name: str, description: str, usage: str = "[options]") -> arg
     parser = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} {usage}",
-        description=description.strip(),
+        description=description,
         formatter_class=HelpFormatter,
         add_help=False,
     )
@@ -62,8 +78,6 @@ def add_flags(
             default = None if setting.default is MISSING else setting.default
             how |= {"type": kind, "default": defaults.get(name, default), "required": name in required}
             how |= {key: setting.metadata[key] for key in ("choices", "metavar") if key in setting.metadata}
-            if "choices" not in how:
-                how.setdefault("metavar", METAVARS[kind])
         group.add_argument(f"--{name.replace('_', '-')}", **how)
 
 

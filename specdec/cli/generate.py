@@ -31,21 +31,17 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--chat", action="store_true", help="talk to the target, with history")
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    text.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default 128)")
+    text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
     text.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
-    text.add_argument(
-        "--batch-size", type=int, default=1, metavar="N", help="prompts of --prompt-file decoded together (default 1)"
-    )
+    text.add_argument("--batch-size", type=int, default=1, help="prompts of --prompt-file decoded together (default 1)")
     model = p.add_argument_group("models")
     add_flags(model, ModelSettings)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
-    model.add_argument(
-        "--settings", type=Path, metavar="FILE", help="YAML of flags, as specdec tune writes; typed flags override it"
-    )
+    model.add_argument("--settings", type=Path, help="YAML of flags, as specdec tune writes; typed flags override it")
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)
-    sample.add_argument("--seed", type=int, default=0, metavar="N", help="of all draws (default 0)")
+    sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
     add_flags(p.add_argument_group("draft tree"), TreeSettings)
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     out = p.add_argument_group("output")

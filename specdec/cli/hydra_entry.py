@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import help_width, reflow
 from specdec.registry import CONF
-
-WIDTH = 100
 
 
 def hydra_command(run: Callable, config: str, command: str | None = None) -> Callable[[], None]:
@@ -38,7 +37,7 @@ def help_text(command: str, config: str, description: str) -> str:
 
     Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too."""
     groups, own = _sections((CONF / f"{config}.yaml").read_text(encoding="utf-8"))
-    lines = [f"usage: specdec {command} [SETTING=VALUE ...]", "", *description.strip().splitlines(), ""]
+    lines = [f"usage: specdec {command} [SETTING=VALUE ...]", "", reflow(description, help_width()), ""]
     lines.append("groups: GROUP=NAME takes conf/GROUP/NAME.yaml, GROUP.FIELD=VALUE changes one of its settings")
     for group, name in groups:
         others = [known for known in registry.names(group) if known != name]
@@ -50,10 +49,8 @@ def help_text(command: str, config: str, description: str) -> str:
 
 
 def _wrapped(line: str, indent: int) -> list[str]:
-    """A line of the help, broken behind WIDTH columns and going on at column `indent`."""
-    return textwrap.wrap(
-        line, WIDTH, initial_indent="  ", subsequent_indent=" " * (indent + 2), drop_whitespace=True, tabsize=2
-    )
+    """A line of the help, broken where the terminal ends and going on at column `indent`."""
+    return textwrap.wrap(line, help_width(), initial_indent="  ", subsequent_indent=" " * (indent + 2))
 
 
 def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
@@ -66,7 +63,7 @@ def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
     ]
     own = "".join(block for block in blocks[1:] if not block.startswith(("defaults:", "hydra:")))
     lines = [line for line in own.splitlines() if line.lstrip().startswith("#") or line[:1].strip()]
-    return groups, [re.sub(r"^(\w+:)(?= *(#|$))", r"\1 {...}", line) for line in lines]
+    return groups, [re.sub(r"^(\w+:) {0,6}(?= *(#|$))", r"\1 {...}", line) for line in lines]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 import test_gpu
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
-from test_late import SAMPLED, assert_same, outcome
+from test_overlap import SAMPLED, assert_same, outcome
 
 from specdec.engine import graphs
 from specdec.engine import overlap as late
@@ -69,7 +69,7 @@ def test_every_bucket(monkeypatch):
     replayed = Engine(*pair)
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
     assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
-    assert {key[0] for key in replayed.graphs.rounds.graphs} == {8, 16, 32, 48}
+    assert {key[0] for key in replayed.graphs.batch.graphs} == {8, 16, 32, 48}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -104,7 +104,7 @@ def test_memory_stays_flat():
         torch.cuda.synchronize()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert len(set(held[1:])) == 1
-    assert len(engine.graphs.rounds.graphs) == 1
+    assert len(engine.graphs.batch.graphs) == 1
 
 
 def test_weights_that_change_are_seen():

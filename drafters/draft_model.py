@@ -41,10 +41,9 @@ class DraftModel(Drafter):
 
     def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
         """Token 0 goes in with the others: the whole prompt is one causal prefill."""
-        part, longest = self.cache.admit(row, len(first)), tokens.shape[1] + 1
-        state = self._absorb(part, torch.cat([first[:, None], tokens], 1), n + 1, longest, prefill=True)
-        self.cache.max_len = max(self.cache.max_len, longest)
-        return state
+        whole = torch.cat([first[:, None], tokens], 1)
+        part = self.cache.admit(row, len(first), whole.shape[1])
+        return self._absorb(part, whole, n + 1, whole.shape[1], prefill=True)
 
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self._absorb(self.cache, tokens, n, max_len + 1)

@@ -92,10 +92,8 @@ class RecurrentDrafter(Drafter):
         return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
 
     def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
-        longest = tokens.shape[1]
-        state = self._absorb(self.cache.admit(row, len(first)), feats, tokens, n, longest, prefill=True)
-        self.cache.max_len = max(self.cache.max_len, longest)
-        return state
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self._absorb(self.cache, feats, tokens, n, max_len)

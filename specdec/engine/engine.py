@@ -150,7 +150,7 @@ class Engine:
     def _admit(self) -> RoundReport:
         batch = self.loop.batch
         joining, self.waiting = self.waiting[: batch.free()], self.waiting[batch.free() :]
-        batch.admit(joining)
+        self.loop.admit(joining)
         emitted = [sequence.tokens[:] for sequence in joining]
         return RoundReport(joining, emitted, [0] * len(joining), batch.settings.sampling, batch.clock, prefill=True)
 

@@ -74,6 +74,11 @@ class Loop:
         self.pending: list[_Pending] = []
         self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
 
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Let sequences join. Every round must have been read."""
+        self.batch.admit(sequences)
+        self.ended = self._over()
+
     def next(self) -> ReadRound | None:
         """Launch what is to be launched, and read the oldest round; None if there is none. Whoever takes a round adds
         it to its sequences before asking for another.
@@ -98,8 +103,8 @@ class Loop:
         if not any(s.left > len(self.pending) for s in going):
             return False
         known = max(s.committed for s in going)
-        over = {s for s in self.batch.sequences if s.finish is not None}
-        # What may be dropped is known a round late in both loops.
+        # Which rows may be dropped is known a round late in both loops.
+        over = self._over()
         ended, self.ended = (over, over) if self.lag else (self.ended, over)
         output = self.batch.launch(known + self.batch.round.path * len(self.pending), ended)
         rows = _Pending(output, self.batch.sequences, self.batch.settings.sampling, 0)
@@ -107,6 +112,9 @@ class Loop:
             rows.copy = self.reader.start(output.to_read())
         self.pending.append(rows)
         return True
+
+    def _over(self) -> set[Sequence]:
+        return {s for s in self.batch.sequences if s.finish is not None}
 
     def _read(self, pending: _Pending) -> ReadRound:
         output = pending.output

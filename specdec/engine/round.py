@@ -79,7 +79,7 @@ class Round:
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        part = cache.admit(row, len(prompts))
+        part = cache.admit(row, len(prompts), longest)
         taps = self.drafter.taps if self.drafter else ()
         logits, feats = self.target(tokens, part, taps=taps, last=lens - 1, prefill=True)
         root = self._draw(logits, torch.ones_like(lens), settings)

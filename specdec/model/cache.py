@@ -59,9 +59,10 @@ class KVCache:
         self._use(0, batch)
         return self
 
-    def admit(self, first: int, count: int) -> "KVCache":
+    def admit(self, first: int, count: int, longest: int) -> "KVCache":
         """Rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory: the prefill of
-        what joins goes there, beside rows that are being decoded. From now on they are in use here, too."""
+        what joins goes there, beside rows that are being decoded. From now on they are in use here, too, and hold up to
+        `longest` positions."""
         if first > self.batch or first + count > self.capacity:
             raise ValueError(
                 f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
@@ -69,6 +70,7 @@ class KVCache:
             )
         if first + count > self.batch:
             self._use(0, first + count)
+        self.max_len = max(self.max_len, longest)
         part = KVCache.__new__(KVCache)
         vars(part).update(vars(self), max_len=0)
         part._use(first, count)

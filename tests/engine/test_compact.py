@@ -189,7 +189,7 @@ def test_a_trace_does_not_tell():
 @torch.inference_mode()
 def test_the_rows_of_a_cache_move_together_in_its_own_memory():
     g = torch.Generator().manual_seed(0)
-    cache = KVCache(layers=2, batch=5, slots=9, kv_heads=2, head_dim=3, like=torch.empty(0))
+    cache = KVCache(layers=2, rows=5, slots=9, kv_heads=2, head_dim=3, like=torch.empty(0))
     for kv in cache.layers:
         kv.copy_(torch.randn(kv.shape, generator=g))
     cache.lens += torch.tensor([4, 9, 2, 6, 3])

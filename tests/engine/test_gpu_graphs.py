@@ -8,7 +8,7 @@ import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec.engine import graphs
+from specdec.engine import graphs, static_batch
 from specdec.engine import overlap as late
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
@@ -64,6 +64,7 @@ def test_penalties_and_rows_that_differ():
 
 
 def test_every_bucket(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
     pair = parts()
     replayed = Engine(*pair)
@@ -91,7 +92,7 @@ def test_replays_do_not_synchronise(monkeypatch, sampling):
 
         monkeypatch.setattr(owner, name, guarded)
 
-    guard(graphs.StaticRounds, "launch")
+    guard(static_batch.StaticBatch, "launch")
     guard(late.Reader, "start")
     engine.generate(**how)
 

@@ -12,7 +12,8 @@ from test_overlap import SAMPLED, assert_same, outcome
 from drafters import ngram
 from specdec import kernels
 from specdec.cli import generate as command
-from specdec.engine import graphs
+from specdec.contracts import Drafter
+from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, read_trace, write_trace
 from specdec.model.hf_target import TransformersTarget
@@ -107,7 +108,7 @@ def static_tensors(engine: Engine) -> list[torch.Tensor]:
     rounds = engine.graphs.batch
     caches = [rounds.cache, rounds.draft_cache]
     kept = [rounds.root, rounds.state.readout, rounds.state.hidden, rounds.progress.active, rounds.progress.left]
-    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + rounds.made.read()
+    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + rounds.made.to_read()
 
 
 def test_penalties_and_rows_that_differ_are_inputs_too():
@@ -121,10 +122,11 @@ def test_penalties_and_rows_that_differ_are_inputs_too():
 
 
 def test_a_graph_for_each_length(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
-    assert graphs.buckets(5) == [5]
-    assert graphs.buckets(8) == [8]
-    assert graphs.buckets(50) == [8, 16, 32, 50]
+    assert static_batch.buckets(5) == [5]
+    assert static_batch.buckets(8) == [8]
+    assert static_batch.buckets(50) == [8, 16, 32, 50]
     target, drafter, policy = parts()
     recorded = Engine(target, drafter, policy, graphs=Tape())
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
@@ -199,7 +201,7 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
         assert not Engine(*parts_).overlap
     assert graphs.obstacle(target, None) is None
     assert not TransformersTarget.capturable
-    assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (), {})())
+    assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (Drafter,), {})())
 
 
 def test_the_command_can_do_without(monkeypatch):

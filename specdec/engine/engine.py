@@ -80,7 +80,7 @@ class Engine:
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
-        self.device = target.embed.weight.device
+        self.device = target.device
         self.graphs = make_graphs(graphs, self.round)
         if overlap is False and self.graphs is not None:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")

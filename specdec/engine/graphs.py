@@ -79,7 +79,7 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
 def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | None":
     """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
     them; True, or a backend, for graphs or a ValueError that says why not."""
-    device = round_.target.embed.weight.device
+    device = round_.target.device
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
     if why := obstacle(round_.target, round_.drafter):

@@ -8,8 +8,7 @@ import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec.engine import graphs, static_batch
-from specdec.engine import overlap as late
+from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.types import Sampling
@@ -93,7 +92,7 @@ def test_replays_do_not_synchronise(monkeypatch, sampling):
         monkeypatch.setattr(owner, name, guarded)
 
     guard(static_batch.StaticBatch, "launch")
-    guard(late.Reader, "start")
+    guard(overlap.Reader, "start")
     engine.generate(**how)
 
 

@@ -143,6 +143,17 @@ class Drafter(nn.Module):
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
         raise NotImplementedError
 
+    def root(self, first: DraftState) -> DraftState:
+        """Of the state that `extend` gave, the part that tells the root's children (W = 1)."""
+        return first if self.block is None else first.slot(0, 1)
+
+    def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        """What tree policies call: the state of the W nodes of a level, by a `step`, or, if `first`, the state that the
+        tree began with, is a block, by its slot for that level."""
+        if self.block is None:
+            return self.step(tokens, hidden, level, ancestors)
+        return first.slot(level, tokens.shape[1])
+
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of

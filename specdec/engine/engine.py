@@ -122,6 +122,7 @@ class Engine:
         self.waiting.append(sequence)
         return sequence
 
+    @torch.inference_mode()
     def abort(self, sequence: Sequence) -> None:
         """End a sequence; it keeps the tokens that it has, and its row is free for another."""
         if sequence.finish is not None:
@@ -175,6 +176,7 @@ class Engine:
 
     # A batch from beginning to end
 
+    @torch.inference_mode()
     def generate(
         self,
         prompts: list[list[int]],

@@ -5,14 +5,14 @@ import torch
 from helpers import tiny_drafter, tiny_target
 
 from specdec.cli.drawing import draw
-from specdec.contracts import DraftState
+from specdec.contracts import Drafter, DraftState
 from specdec.sampling.likely import BLOCK, MANY, top
 from specdec.types import DraftTree
 from trees import Chain, DynamicTree
 from trees.ancestors import ancestors_of
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Gives the same logits at every node, so that scores are known by hand."""
 
     class vocab:
@@ -23,6 +23,7 @@ class ScriptedDrafter:
             return ids + 100
 
     def __init__(self, logits):
+        super().__init__()
         self.logits = torch.tensor(logits)
 
     def state(self, b, w):

@@ -6,6 +6,9 @@ It knows each command by the name of its module, and imports only the one that i
 import sys
 from importlib import import_module
 
+from specdec import __version__
+from specdec.cli.errors import one_sentence_errors
+
 # name -> its module, whose `main` reads sys.argv, and what it does
 COMMANDS = {
     "generate": ("specdec.cli.generate", "answer prompts, or chat: with a drafter, or plainly"),
@@ -44,17 +47,17 @@ def overview() -> str:
     )
 
 
+@one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help", "help"):
         print(overview())
         return
     if name == "--version":
-        print(import_module("specdec").__version__)
+        print(__version__)
         return
     if name not in COMMANDS:
-        print(f"error: there is no command {name!r}; specdec --help lists all", file=sys.stderr)
-        sys.exit(2)
+        raise ValueError(f"there is no command {name!r}; specdec --help lists all")
     sys.argv = [f"specdec {name}", *rest]
     import_module(COMMANDS[name][0]).main()
 

@@ -5,7 +5,7 @@ import sys
 from specdec.cli.screen import Screen
 from specdec.cli.session import Session
 from specdec.cli.summary import LOSSY
-from specdec.engine.engine import Row
+from specdec.engine.sequence import Sequence
 from specdec.text import StopStrings, clean, decode_row, encode_chat
 
 
@@ -35,7 +35,7 @@ def chat(session: Session) -> None:
         history.append({"role": "assistant", "content": said})
 
 
-def _answer(session: Session, history: list[dict[str, str]]) -> Row:
+def _answer(session: Session, history: list[dict[str, str]]) -> Sequence:
     args = session.args
     screen = Screen(session.target, quiet=False, trees=args.show_trees, stops=session.stops)
     result = session.engine.generate(

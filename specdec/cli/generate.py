@@ -23,7 +23,8 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.screen import Screen
 from specdec.cli.settings import DRAFTING, SHAPE, parse_with_settings
 from specdec.engine.engine import Engine, RoundReport
-from specdec.engine.recorder import Recorder, check_trace_folder, describe, write_trace
+from specdec.engine.recorder import Recorder, describe
+from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.checkpoint import DTYPES
 from specdec.text import StopStrings, check_stops, clean, decode_row, encode_chat, read_prompts
 from specdec.verify import VERIFIERS

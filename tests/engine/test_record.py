@@ -12,7 +12,8 @@ from lab.trace import metrics
 from specdec.cli import generate as command
 from specdec.engine import recorder as record
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder, Trace, read_trace, write_trace
+from specdec.engine.recorder import Recorder, Trace
+from specdec.engine.trace_files import read_trace, write_trace
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, SampledTree

@@ -1,4 +1,4 @@
-"""Traces: what every round of a decoding drafted, how likely the target found it, and what was taken."""
+"""Traces: what every round of a decoding drafted, how likely the target found it, and what was accepted."""
 
 import json
 import platform

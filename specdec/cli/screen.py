@@ -32,7 +32,7 @@ class Screen:
         self._show(emitted[accepted:], "")
 
     def end(self) -> None:
-        """Print what was held back, in case a stop string had begun there, and end the line."""
+        """Print what was held back, the beginning of a stop string or of a character, and end the line."""
         if not self.quiet:
             print(self.stream.end())
 

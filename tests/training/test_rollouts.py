@@ -23,9 +23,9 @@ from specdec.engine.engine import Engine
 from training.data import Batches, Sample
 from training.data.rollouts import Rollouts
 from training.loop.curves import read_log
-from training.loop.parallel import shell
 from training.loop.settings import OnPolicy
 from training.loop.trainer import Trainer, TrainerConfig
+from training.loop.weights import shell
 from training.objectives.eagle3 import Eagle3Objective
 from training.objectives.tokens import TokensObjective
 

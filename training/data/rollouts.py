@@ -26,8 +26,9 @@ from specdec.engine.trace import tau
 from specdec.model.target import Target
 from specdec.types import Sampling
 from training.data import Batch, Batches, Sample
-from training.loop.parallel import Processes, fill, gather
+from training.loop.parallel import Processes
 from training.loop.settings import OnPolicy
+from training.loop.weights import fill
 
 
 class Rollouts:
@@ -79,7 +80,7 @@ class Rollouts:
             for number in range(self.processes.rank, -(-len(prompts) // size), self.processes.world)
         ]
         self.drafter.reset(1, 1, torch.zeros(1, dtype=torch.int64, device=self.engine.device))  # gives memory back
-        rows = [row for _, rows in sorted(gather(own, self.processes), key=lambda item: item[0]) for row in rows]
+        rows = [row for _, rows in sorted(self.processes.gather(own), key=lambda item: item[0]) for row in rows]
         self._use([self._sample(row) for row in rows])
         new, rejected = sum(len(row.tokens) for row in rows), sum(len(self._rejected(row)) for row in rows)
         return {"tau": tau([row.trace for row in rows]), "new_tokens": new, "rejected": rejected / new}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from training.loop.parallel import full, sharded_as
+from training.loop.weights import full, sharded_as
 
 
 class Optimizers:

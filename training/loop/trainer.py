@@ -25,9 +25,10 @@ from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves, read_log
 from training.loop.evaluate import Decoding, expected_tau
 from training.loop.optim import Optimizers, schedule
-from training.loop.parallel import Processes, Sums, accumulating, fill, full, sharded_as, shell, wrap
+from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.stopping import StopSignals
+from training.loop.weights import fill, full, sharded_as, shell
 from training.objectives.truth import TargetLogits
 
 
@@ -83,7 +84,7 @@ class Trainer:
             together = config.accumulate * self.processes.world
             self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
             self.train_data = self.rollouts
-        self.learner = wrap(Learner(drafter, objective), self.processes, config.fsdp)
+        self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
         self.parameters = dict(drafter.named_parameters())
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
         self.optimizers = Optimizers(
@@ -162,10 +163,10 @@ class Trainer:
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
         for i, batch in enumerate(group):
             torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
-            with accumulating(self.learner, last=i == len(group) - 1):
+            with self.processes.accumulating(self.learner, last=i == len(group) - 1):
                 loss, metrics = self._loss(batch)
                 weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
-                (loss * weight * world).backward()  # DDP and FSDP divide by `world`
+                self.processes.backward(loss * weight * world)  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
             sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
         counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)

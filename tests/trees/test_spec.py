@@ -121,6 +121,6 @@ def test_what_is_no_tree_is_refused_in_one_sentence(make, sentence):
 
 def test_a_static_tree_is_a_file_of_paths(file):
     assert load_tree(file).num_draft_tokens == 5
-    file.write_text("_target_: trees.Chain\nsteps: 3\n")
+    file.write_text("_target_: trees.chain.Chain\nsteps: 3\n")
     with pytest.raises(ValueError, match="it has no list `paths`"):
         TreeSpec.parse(file)

@@ -27,7 +27,8 @@ from training.features.online import online_features
 from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
 from training.loop.settings import OnPolicy, TrainerConfig
-from training.loop.trainer import Trainer, meaning
+from training.loop.state import meaning
+from training.loop.trainer import Trainer
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:

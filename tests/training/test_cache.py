@@ -18,8 +18,8 @@ from training.cache import CacheWriter
 from training.data import Batches, Sample
 from training.features.feature_cache import Cache, Form, encode, shard_path, wanted
 from training.features.online import online_features
-from training.loop.curves import read_log
 from training.loop.evaluate import expected_tau
+from training.loop.log import read_log
 from training.loop.parallel import Processes
 from training.objectives.base import TERMS, read_terms
 from training.objectives.eagle3 import Eagle3Objective

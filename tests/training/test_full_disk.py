@@ -19,7 +19,7 @@ from specdec.cli.files import write_whole
 from specdec.model.loader import load_target
 from training.features.feature_cache import Cache, shard_path
 from training.loop.checkpoint import checkpoints, read_newest
-from training.loop.curves import read_log
+from training.loop.log import read_log
 
 ROOT = Path(__file__).parents[2]
 

@@ -22,7 +22,7 @@ from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
 from training.data import Batches, Sample
 from training.data.rollouts import Rollouts
-from training.loop.curves import read_log
+from training.loop.log import read_log
 from training.loop.settings import OnPolicy
 from training.loop.trainer import Trainer, TrainerConfig
 from training.loop.weights import shell

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_training import CONF, CONVERSATIONS
 
 from training.loop.checkpoint import checkpoints
-from training.loop.curves import read_log
+from training.loop.log import read_log
 from training.loop.parallel import join_processes
 from training.train import run
 

@@ -1,7 +1,6 @@
 """The training loop of a drafter: features, objective, step, log, measure, save, resume."""
 
 import itertools
-import json
 import math
 import sys
 import time
@@ -16,19 +15,21 @@ from tqdm import tqdm
 
 from drafters.formats import save_drafter
 from drafters.recurrent import RecurrentDrafter
-from specdec.cli.files import write_text, write_whole
+from specdec.cli.files import write_whole
 from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
-from training.loop.curves import draw_curves, read_log
+from training.loop.curves import draw_curves
 from training.loop.evaluate import Decoding, expected_tau
+from training.loop.log import RunLog
 from training.loop.optim import Optimizers, schedule
 from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.state import meaning, restore, state_of
 from training.loop.stopping import StopSignals
-from training.loop.weights import fill, full, sharded_as, shell
+from training.loop.weights import fill, shell
 from training.objectives.truth import TargetLogits
 
 
@@ -101,7 +102,7 @@ class Trainer:
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
-        self.tracker = _start_wandb(config.wandb, run_config or {}, out) if config.wandb and self.main else None
+        self.log = RunLog(out, self.main, config.wandb, run_config)
 
     @property
     def main(self) -> bool:
@@ -254,94 +255,26 @@ class Trainer:
         return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
-        row = {"split": split, "step": self.step, "tokens": self.tokens, "learnt": self.learnt}
-        row["seconds"] = round(self.seconds, 3)
-        row |= scalars | {key: [round(v, 5) for v in value.tolist()] for key, value in values.items()}
-        if self.main:
-            with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps(row) + "\n")
-        if self.tracker is not None:
-            flat = {f"{split}/{k}": v for k, v in scalars.items()}
-            for key, value in values.items():
-                flat |= {f"{split}/{key}_{j}": v for j, v in enumerate(value.tolist())}
-            self.tracker.log(flat, step=self.step)
-        return row
+        when = {"step": self.step, "tokens": self.tokens, "learnt": self.learnt, "seconds": round(self.seconds, 3)}
+        return self.log.write(split, when, scalars, values)
 
     def save(self) -> None:
         """A checkpoint, the drafter in its published layout, and the curves; each whole or not at all."""
-        state = {
-            "step": self.step,
-            "batches": self.batches,
-            "tokens": self.tokens,
-            "learnt": self.learnt,
-            "seconds": self.seconds,
-            "rollout_seconds": self.rollout_seconds,
-            "best": self.best,
-            "meaning": self.meaning,
-            "vocab": self.drafter.vocab.ids,
-            "drafter": full({name: p.detach() for name, p in self.parameters.items()}),
-            "averages": full(self.averages),
-            "optimizers": self.optimizers.state_dict(),
-            "rollouts": None if self.rollouts is None else self.rollouts.state_dict(),
-        }
+        state = state_of(self)
         self._publish()
         if self.main:
             write_checkpoint(self.out, self.step, state, self.config.keep)
             save_drafter(self.published, self.out / "draft", self.target)
-            draw_curves(self.out / "log.jsonl", self.out / "curves.png")
+            draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:
         """Go on from the folder's newest sound checkpoint. Raises ValueError if there is none, or if it is of another
         drafter."""
         path, state = read_newest(self.out, warn=self.main)
-        weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), self.drafter.vocab.ids
-        same_shapes = {k: v.shape for k, v in self.parameters.items()} == {k: v.shape for k, v in weights.items()}
-        same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
-        if not same_shapes or not same_vocab or state["meaning"] != self.meaning:
-            raise ValueError(
-                f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
-            )
-        if (state["averages"] is None) != (self.averages is None):
-            raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(sharded_as(weights[name], parameter))
-                if self.averages is not None:
-                    self.averages[name].copy_(sharded_as(state["averages"][name], parameter))
-        try:
-            self.optimizers.load_state_dict(state["optimizers"])
-        except ValueError as error:
-            raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
-        self.step, self.batches, self.tokens = state["step"], state["batches"], state["tokens"]
-        self.seconds, self.best = state["seconds"], state["best"]
-        self.learnt = state.get("learnt", 0)  # what was saved before these were counted lacks them
-        self.rollout_seconds = state.get("rollout_seconds", 0.0)
-        if self.rollouts is not None and state.get("rollouts"):
-            self.rollouts.load_state_dict(state["rollouts"])
+        restore(self, state, path)
         if self.main:
-            self._forget_later_rows()
-
-    def _forget_later_rows(self) -> None:
-        """The log without what came after the checkpoint, which will come again; so will a rollout at its very step."""
-        log = self.out / "log.jsonl"
-        rows = read_log(log) if log.exists() else []
-        rows = [row for row in rows if row["step"] < self.step + (row["split"] != "rollout")]
-        write_text(log, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def meaning(drafter: nn.Module) -> str:
-    """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
-    how = getattr(drafter, "how", "")
-    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {how}".strip()
+            self.log.forget_after(self.step)
 
 
 def _seed(seed: int, batch: int) -> int:
     return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])
-
-
-def _start_wandb(mode: str, run_config: dict, out: Path):
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install 'specdec[wandb]'") from None
-    return wandb.init(project="specdec", config=run_config, mode=mode, dir=str(out))

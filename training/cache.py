@@ -33,7 +33,7 @@ from training.features.feature_cache import (
     check_same,
     describe,
     encode,
-    manifest_fingerprint,
+    manifest_signature,
     open_shard,
     shard_bounds,
     shard_path,
@@ -41,11 +41,11 @@ from training.features.feature_cache import (
 )
 from training.features.online import online_features
 from training.objectives.losses import pieces
-from training.objectives.truth import read_truth
+from training.objectives.teacher import read_teacher
 from training.train import all_settings, build_drafter
 
 
-class CacheWriter:
+class FeatureCacheWriter:
     """Writes the features of `samples` into `folder`, shard by shard, each whole or not there."""
 
     def __init__(
@@ -89,7 +89,7 @@ class CacheWriter:
                 if not self._sound(path):
                     tensors = self.compute(samples)
                     # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
-                    metadata = {"cache": f"{manifest_fingerprint(self.manifest)} {checksum(tensors)}"}
+                    metadata = {"cache": f"{manifest_signature(self.manifest)} {checksum(tensors)}"}
                     try:
                         write_whole(path, partial(save_file, tensors, metadata=metadata))
                     except ValueError as error:
@@ -131,9 +131,9 @@ class CacheWriter:
         yield from self._encoded("feats", features["feats"][row, :length].unflatten(1, (len(form.taps), form.hidden)))
         column = torch.from_numpy(wanted(sample.mask).nonzero()[0]).to(features["tokens"].device)
         if form.keep is not None:
-            yield from self._top(features["target_logits"], row, column)
+            yield from self._top(features["teacher_logits"], row, column)
         elif "hidden" in form.tensors():
-            yield from self._encoded("hidden", features["target_logits"].hidden[row, column][:, None].float())
+            yield from self._encoded("hidden", features["teacher_logits"].hidden[row, column][:, None].float())
 
     def _encoded(self, name: str, states: Tensor) -> Iterator[tuple[str, Tensor]]:
         stored, scale = encode(states, self.form.store)
@@ -141,17 +141,17 @@ class CacheWriter:
         if scale is not None:
             yield f"{name}_scale", scale.cpu()
 
-    def _top(self, target_logits, row: int, column: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _top(self, teacher_logits, row: int, column: Tensor) -> Iterator[tuple[str, Tensor]]:
         form, none = self.form, torch.full((row + 1, int(column.max()) + 1), -1, device=column.device)
         found: dict[str, list[Tensor]] = {}
         for piece in pieces(len(column), self.vocab.target_size):
             here = torch.full_like(column[piece], row), column[piece]
-            truth = read_truth(target_logits, here, self.vocab, none, renormalise=True)
-            top = truth.logp.topk(form.keep, dim=-1)
-            rest = truth.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-            share = torch.zeros_like(rest) if truth.log_share is None else truth.log_share
+            teacher = read_teacher(teacher_logits, here, self.vocab, none, renormalise=True)
+            top = teacher.logp.topk(form.keep, dim=-1)
+            rest = teacher.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
+            share = torch.zeros_like(rest) if teacher.log_share is None else teacher.log_share
             logs = {"logp": top.values, "log_rest": rest, "log_share": share}
-            for name, value in (logs | {"ids": top.indices, "choice": truth.choice}).items():
+            for name, value in (logs | {"ids": top.indices, "choice": teacher.choice}).items():
                 found.setdefault(name, []).append(value)
         least = torch.finfo(torch.float16).min  # a mass of zero
         for name, values in found.items():
@@ -185,7 +185,7 @@ def run(config: DictConfig) -> None:
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
     autocast = settings.autocasting(target.device)
-    writer = CacheWriter(
+    writer = FeatureCacheWriter(
         out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
     )
     start = time.monotonic()

@@ -22,7 +22,7 @@ from specdec.cli.hydra_entry import hydra_command
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
-from training.features.feature_cache import Cache
+from training.features.feature_cache import FeatureCache
 from training.features.online import online_features
 from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
@@ -127,7 +127,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     """Everything a run consists of, ready for its first step; nothing is written."""
     trainer_config, on_policy = all_settings(config)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
-    cache = Cache(config.data.cache) if config.data.cache else None
+    cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     train, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)

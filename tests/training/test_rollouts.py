@@ -121,7 +121,7 @@ def test_a_weight_counts_a_token_so_many_times(objective, kind):
 
 
 def _known(drafter, data, row: int, token: int, distilled: bool) -> bool:
-    top_logprobs = data["target_logits"][row, token - 1].argmax() if distilled else data["tokens"][row, token]
+    top_logprobs = data["teacher_logits"][row, token - 1].argmax() if distilled else data["tokens"][row, token]
     return top_logprobs.item() in drafter.vocab.ids.tolist()
 
 

@@ -13,13 +13,14 @@ from specdec.engine.engine import Engine
 from specdec.engine.trace import tau
 from specdec.text import encode_prompt, read_prompts
 from training.objectives.losses import pieces
-from training.objectives.truth import CoarseTruth, Drafted, TargetLogits, read_truth
+from training.objectives.student import Student
+from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
 from trees import Chain
 
 
 @torch.no_grad()
 def expected_tau(
-    drafter: Drafter, feats: Tensor, tokens: Tensor, target_logits: TargetLogits, loss_mask: Tensor, steps: int
+    drafter: Drafter, feats: Tensor, tokens: Tensor, teacher_logits: TeacherLogits, loss_mask: Tensor, steps: int
 ) -> Tensor:
     """Teacher forcing: tokens that a round of a chain of `steps` would emit, summed over the counted positions.
 
@@ -31,7 +32,7 @@ def expected_tau(
     """
     following = F.pad(tokens[:, 1:], (0, 1))
     counted = F.pad(loss_mask[:, 1:], (0, 1))
-    agrees, overlaps = _one_by_one(drafter, drafter.unroll(feats, following, steps), target_logits, loss_mask, steps)
+    agrees, overlaps = _one_by_one(drafter, drafter.unroll(feats, following, steps), teacher_logits, loss_mask, steps)
     greedy = sampled = counted
     total = counted.sum() * torch.ones(3, dtype=torch.float64, device=tokens.device)
     for agree, overlap in zip(agrees, overlaps, strict=True):
@@ -41,7 +42,7 @@ def expected_tau(
 
 
 def _one_by_one(
-    drafter: Drafter, states: Iterable[DraftState], target_logits: TargetLogits, loss_mask: Tensor, steps: int
+    drafter: Drafter, states: Iterable[DraftState], teacher_logits: TeacherLogits, loss_mask: Tensor, steps: int
 ) -> tuple[Tensor, Tensor]:
     """[steps,B,T] both: does row t's draft j agree with the target's choice, and how likely is it accepted? Row t
     drafts what the target draws from its logits at t+1+j; 0 where that is not to be learnt or beyond the text."""
@@ -51,17 +52,17 @@ def _one_by_one(
     agrees, overlaps = torch.zeros(2, steps, *loss_mask.shape, device=loss_mask.device)
     for piece in pieces(len(row), vocab.target_size):
         here = row[piece], column[piece]
-        truth = read_truth(target_logits, here, vocab, labels, renormalise=True)
+        teacher = read_teacher(teacher_logits, here, vocab, labels, renormalise=True)
         for j, state in enumerate(states):
             source = column[piece] - 1 - j
             readout = state.readout[here[0], source.clamp(min=0)]
-            draft = Drafted((readout @ state.head.weight.T).float()[:, None])
-            p = truth.facing(draft).whole if isinstance(truth, CoarseTruth) else truth.whole
+            student = Student((readout @ state.head.weight.T).float()[:, None])
+            p = teacher.facing(student).whole if isinstance(teacher, TopTeacher) else teacher.whole
             reached = source >= 0
             at = j, here[0][reached], source[reached]
-            agree = vocab.to_target(draft.best[:, 0]) == truth.choice
+            agree = vocab.to_target(student.best[:, 0]) == teacher.choice
             agrees[at] = agree[reached].to(agrees)
-            overlaps[at] = torch.minimum(p, draft.q[:, 0]).sum(-1)[reached]
+            overlaps[at] = torch.minimum(p, student.q[:, 0]).sum(-1)[reached]
     return agrees, overlaps
 
 

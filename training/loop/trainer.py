@@ -30,7 +30,7 @@ from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.state import meaning, restore, state_of
 from training.loop.stopping import StopSignals
 from training.loop.weights import fill, shell
-from training.objectives.truth import TargetLogits
+from training.objectives.teacher import TeacherLogits
 
 
 class Learner(nn.Module):
@@ -40,7 +40,7 @@ class Learner(nn.Module):
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
-    def forward(self, **features: Tensor | TargetLogits) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, **features: Tensor | TeacherLogits) -> tuple[Tensor, dict[str, Tensor]]:
         return self.objective(self.drafter, **features)
 
 

@@ -55,7 +55,7 @@ def test_a_trace_is_what_happened(target, tree, sampling):
         context = len(PROMPTS[i]) + 1
         for number, r in enumerate(row.rounds):
             report = reports[number + 1]
-            place = report.places.index(i)
+            place = report.rows.index(result.rows[i])
             assert r.context == context
             assert torch.equal(r.tree.tokens, report.tree.tokens[place].int())
             assert torch.equal(r.tree.parents, report.tree.parents[place].int())
@@ -266,7 +266,7 @@ def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, m
 
 def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(command, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for place in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(SystemExit) as stop:
             command.main(["--prompt", "x", "--trace", str(place)])

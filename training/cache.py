@@ -1,8 +1,8 @@
 """Cache the target's features (Hydra):  python -m training.cache target.path=... data.path=... out=FOLDER
 
 Then `python -m training.train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
-say which hidden states are needed. The same command again goes on where it was stopped, checks what there is, and makes
-damaged shards anew. Every setting is in conf/cache.yaml.
+say which hidden states are cached. The same command goes on where it was stopped: it checks the shards that are there,
+and makes missing and damaged ones. Every setting is in conf/cache.yaml.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from training.train import all_settings, build_drafter
 
 
 class FeatureCacheWriter:
-    """Writes the features of `samples` into `folder`, shard by shard, each whole or not there."""
+    """Writes the features of `samples` into `folder`, shard by shard; each shard is whole or not there."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class FeatureCacheWriter:
         batch_tokens: int,
         autocast: AbstractContextManager | None = None,
     ):
-        """Raises ValueError if the folder holds a cache of anything else, or cannot be written."""
+        """Writes cache.json, or checks that the one there says the same. Raises ValueError if it does not, or if the
+        folder cannot be written."""
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
                 f"keep=all needs the head of our own decoder, and {target.name} has none: give keep=NUMBER"
@@ -88,7 +89,7 @@ class FeatureCacheWriter:
                 path, samples = shard_path(self.folder, number, len(bounds)), self.samples[first:end]
                 if not self._sound(path):
                     tensors = self.compute(samples)
-                    # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
+                    # One entry, as safetensors writes several in any order: a cache made twice has the same bytes.
                     metadata = {"cache": f"{manifest_signature(self.manifest)} {checksum(tensors)}"}
                     try:
                         write_whole(path, partial(save_file, tensors, metadata=metadata))
@@ -124,7 +125,7 @@ class FeatureCacheWriter:
         return {"lengths": torch.tensor([len(s.ids) for s in samples], dtype=torch.int32)} | tensors
 
     def _kept(self, features: dict, row: int, sample: Sample) -> Iterator[tuple[str, Tensor]]:
-        """One sample's rows of each tensor."""
+        """The rows of each tensor that one sample has."""
         form, length = self.form, len(sample.ids)
         yield "tokens", torch.from_numpy(sample.ids)
         yield "mask", torch.from_numpy(sample.mask)
@@ -153,13 +154,13 @@ class FeatureCacheWriter:
             logs = {"logp": top.values, "log_rest": rest, "log_share": share}
             for name, value in (logs | {"ids": top.indices, "choice": teacher.choice}).items():
                 found.setdefault(name, []).append(value)
-        least = torch.finfo(torch.float16).min  # a mass of zero
+        least = torch.finfo(torch.float16).min  # in place of -inf, the log of a mass of zero
         for name, values in found.items():
             yield name, torch.cat(values).clamp(min=least).to(form.tensors()[name][2]).cpu()
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over all names and bytes."""
+    """SHA-256 over the names and bytes of all tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -168,7 +169,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def read_keep(keep: str | int) -> int | None:
-    """The setting `keep` as a number; None for all."""
+    """The setting `keep`, a number or None for 'all'."""
     if keep == "all":
         return None
     if not isinstance(keep, int) or isinstance(keep, bool):

@@ -1,8 +1,8 @@
 """What a run will take, told before it starts:  python -m training.estimate SETTINGS-OF-training.train
 
-Disk, memory and time of training with these settings, and of a cache of its features. Counts are exact; memory is said
-twice, from shapes and as a real step on the largest batch measures it; times are those of three real steps. Nothing is
-written.
+It tells disk, memory and time of training with these settings, and of a cache of the features. Counts are exact. Memory
+is told twice: from shapes, and as measured in a real step on the largest batch. Times are those of three real steps.
+Nothing is written.
 """
 
 import itertools
@@ -33,7 +33,7 @@ MEASURED = {"interpreter and libraries": "measured"}
 
 @dataclass
 class Plan:
-    """What a run goes through, counted in all its processes. tokens: padding included, as the log counts them."""
+    """What a run goes through, all its processes together. Tokens include padding, as in the log."""
 
     conversations: int
     epoch_batches: int
@@ -46,7 +46,7 @@ class Plan:
 
 
 def plan(trainer: Trainer) -> Plan:
-    """Go through the batches of the whole run without making them."""
+    """Count the batches of the whole run, without making them."""
     data, config = trainer.data, trainer.config
     batches = config.steps * config.accumulate * trainer.processes.world
     epoch, sizes = len(data.epoch(0)), [0]
@@ -68,7 +68,7 @@ def plan(trainer: Trainer) -> Plan:
 
 
 def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
-    """What a cache of all conversations takes, by how states are stored and what is kept of the distribution."""
+    """Bytes of a cache of all conversations, by (store, keep) of its `Form`."""
     samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
     shards, config = len(shard_bounds(samples, SHARD_TOKENS)), trainer.target.config
     keeps = [keep for keep in KEEPS if keep is None or keep < trainer.drafter.vocab.size]
@@ -79,10 +79,10 @@ def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
 
 
 def estimate(trainer: Trainer, before: int = 0) -> dict:
-    """Everything as one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
+    """All figures in one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
     counted = plan(trainer)
     shape = trainer.data.layout(counted.largest)[1]
-    measured = measure(trainer, counted.largest)  # before tensors without contents bring their own libraries
+    measured = measure(trainer, counted.largest)  # first: what counts from shapes loads libraries of its own
     parts = step_bytes(trainer, shape) | {"interpreter and libraries": before}
     caches = cache_bytes(trainer)
     weights = parts["drafter"]
@@ -117,7 +117,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
 
 
 def warnings(report: dict) -> list[str]:
-    """What will not fit, one sentence each."""
+    """One sentence for each thing that will not fit, or that the figures leave out."""
     found, free = [], report["free_disk"]
     if report["on_policy"]:
         found.append("the rollouts of data.on_policy are not in these figures: neither their text nor their time")

@@ -1,4 +1,4 @@
-"""The run's log as a picture: losses, agreement, tau, gradient norm over steps."""
+"""The log of a run as a picture: losses, agreement with the target, tau and gradient norm over steps."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from training.loop.log import read_log
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Draw log.jsonl into a PNG, which is replaced whole."""
+    """Draw a log.jsonl into a PNG."""
     from matplotlib.figure import Figure  # not pyplot: no display, no state
 
     rows = read_log(log)

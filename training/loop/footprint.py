@@ -15,7 +15,7 @@ from training.objectives.losses import PIECE
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
-    """Bytes of a step on a batch of this shape, from shapes alone. In several processes: of one of them with DDP."""
+    """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one with DDP."""
     target, drafter, config = trainer.target, trainer.drafter, trainer.config
     learning = [p for p in trainer.parameters.values() if p.requires_grad]
     moments = sum(
@@ -38,13 +38,14 @@ def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
 
 
 def stored(module: nn.Module) -> int:
-    """Bytes of parameters and buffers; what is shared counts once."""
+    """Bytes of a module's parameters and buffers. Storage that is shared counts once."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def saved_bytes(drafter: Drafter, shape: tuple[int, int], steps: int) -> int:
-    """What the unroll over a batch [B,T] keeps for its backward pass, by running it on tensors without contents."""
+    """Bytes that the unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors without
+    contents."""
     tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
     twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
     twin.documents = None

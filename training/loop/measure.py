@@ -1,4 +1,4 @@
-"""What this machine makes of a training step: seconds and bytes as measured, and what is free."""
+"""Seconds and bytes of a training step, measured on this machine, and the memory and disk that are free."""
 
 import itertools
 import os
@@ -17,16 +17,18 @@ STEPS = 3  # that are timed
 
 @dataclass
 class Measured:
-    """Of a few real steps in this process."""
+    """A few real steps in this process."""
 
     peak: int | None  # bytes; None where the system does not tell
     seconds_a_token: float  # of a training step, padding counted
-    features_seconds_a_token: float  # of the target alone
+    features_seconds_a_token: float  # of the target's forward alone
 
 
 def measure(trainer: Trainer, largest: list[int]) -> Measured:
-    """Take a step on the largest batch, to warm up and for the peak, and time the run's first ones. The trainer is of
-    no use afterwards."""
+    """Take a step on the largest batch, given as sample indices, for the peak, and time the run's first steps.
+
+    The trainer cannot be used afterwards: its weights have changed.
+    """
     data, device = trainer.data, trainer.target.device
     clock = Clock(device)
     clock.reset_peak()
@@ -35,13 +37,15 @@ def measure(trainer: Trainer, largest: list[int]) -> Measured:
     batches = list(itertools.islice(data.iterate(), STEPS))
     tokens = sum(batch.tokens.numel() for batch in batches)
     seconds = sum(clock.seconds(lambda batch=batch: trainer._step([batch])) for batch in batches)
-    how = trainer.drafter.taps, trainer.config.autocasting(device)
-    features = sum(clock.seconds(lambda batch=batch: online_features(trainer.target, batch, *how)) for batch in batches)
+    taps, autocast = trainer.drafter.taps, trainer.config.autocasting(device)
+    features = sum(
+        clock.seconds(lambda batch=batch: online_features(trainer.target, batch, taps, autocast)) for batch in batches
+    )
     return Measured(peak, seconds / tokens, features / tokens)
 
 
 class Clock:
-    """Times and peaks of memory, of the GPU or of this process."""
+    """Seconds, and peaks of memory: the GPU's, or this process's."""
 
     CLEAR = Path("/proc/self/clear_refs")
 
@@ -75,7 +79,7 @@ def process_memory(what: str) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken, what this process has included; None where the system does not tell."""
+    """Bytes that can still be allocated, those that this process has included; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     info = Path("/proc/meminfo")
@@ -84,6 +88,6 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def free_disk(folder: Path) -> int:
-    """Of the disk on which `folder` would be made."""
+    """Bytes that are free on the disk on which `folder` would be made."""
     folder = folder.absolute()
     return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free

@@ -120,7 +120,8 @@ def join_processes(device: str) -> Processes:
 
 @dataclass
 class Sums:
-    """Values of several batches, each times the batch's number of counted positions, to become means over positions."""
+    """Sums of several batches' values, each times the batch's number of counted positions, from which means over all
+    positions are made."""
 
     total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -133,8 +134,8 @@ class Sums:
         self.total = flat if self.total is None else self.total + flat
 
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
-        """Over all processes: counted positions, mean loss, whether anyone was asked to stop, padded and learnt tokens,
-        mean metrics."""
+        """Of all processes: counted positions, mean loss, whether any was asked to stop, (padded, learnt) tokens, and
+        mean metrics. Every process must call it."""
         total = processes.sum(self.total).cpu()
         weight, loss, stop, tokens, learnt = total[:5].tolist()
         parts = (total[5:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])

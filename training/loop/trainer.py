@@ -1,4 +1,4 @@
-"""The training loop of a drafter: features, objective, step, log, measure, save, resume."""
+"""The training loop of a drafter: steps, and what comes between them (log, evaluation, checkpoints)."""
 
 import itertools
 import math
@@ -45,13 +45,12 @@ class Learner(nn.Module):
 
 
 class Trainer:
-    """Trains `drafter` for `target` into the folder `out`: checkpoints/ to resume from, draft/ and best/ in the
-    published layout, log.jsonl, curves.png.
+    """Trains `drafter` for `target`. It writes into the folder `out`: checkpoints/ to resume from, draft/ and best/ in
+    the published layout, log.jsonl and curves.png.
 
-    A step takes `accumulate` batches in each of `processes`, and its gradient is that of the mean of the batches'
-    losses weighted by how many positions each counts, however they are spread over processes. What is random in a batch
-    depends on the seed and the batch's number alone, so that neither a resumed run nor another number of processes
-    changes it.
+    A step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
+    that count in these batches, however the batches are spread over processes. What is random in a batch depends on the
+    seed and the batch's number alone, so resuming and the number of processes do not change it.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Trainer:
         on_policy: OnPolicy | None = None,
         features: Callable[..., Features] = online_features,
     ):
-        """features: `online_features`, or what gives the same from elsewhere."""
+        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -97,8 +96,9 @@ class Trainer:
         )
         self.decoding = None
         if config.prompts is not None:
-            sizes = config.decode_prompts, config.decode_steps, config.decode_tokens
-            self.decoding = Decoding(target, Path(config.prompts), *sizes)
+            self.decoding = Decoding(
+                target, Path(config.prompts), config.decode_prompts, config.decode_steps, config.decode_tokens
+            )
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
@@ -109,8 +109,9 @@ class Trainer:
         return self.processes.main
 
     def train(self) -> dict:
-        """Run to the last step, or until a signal asks to stop; returns the last metrics. Saves at the end, and every
-        `save_every` steps."""
+        """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics.
+
+        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite."""
         try:
             with self.signals:
                 return self._run()
@@ -153,14 +154,15 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.steps
 
     def _groups(self) -> Iterator[list[Batch]]:
-        """This process's batches of each step: of every `accumulate * world` in a row, every `world`-th."""
+        """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
         batches = self.train_data.iterate(skip=self.batches)
         own = itertools.islice(batches, self.processes.rank, None, self.processes.world)
         while True:
             yield list(itertools.islice(own, self.config.accumulate))
 
     def _step(self, group: list[Batch]) -> tuple[dict[str, Tensor], bool, dict[str, float]]:
-        """One optimiser step: per-step metrics, whether a signal came, and what is logged beside."""
+        """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
+        asked to stop, and what else is logged."""
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
         for i, batch in enumerate(group):
             torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
@@ -191,7 +193,7 @@ class Trainer:
         return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
-        """The objective's arguments; where a row's conversations end is told the drafter."""
+        """The objective's arguments for a batch. The drafter is told where the conversations of a row end."""
         features = self.features(self.target, batch, drafter.taps, self._autocast())
         drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
         return features
@@ -214,7 +216,7 @@ class Trainer:
             fill(self.published, self.averages or self.parameters, here=self.main)
 
     def _roll_out(self) -> None:
-        """New on-policy data, and what its rounds say about the drafter. Its time is part of `seconds`."""
+        """Make new on-policy data, and log what its rounds say about the drafter. The time is part of `seconds`."""
         start = time.monotonic()
         measured = self.rollouts.renew(self.step, self.parameters)
         self.rollout_seconds += time.monotonic() - start
@@ -222,7 +224,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict:
-        """Held-out means, over the same batches every time: losses and accuracies per step, and the expected tau."""
+        """Losses and accuracies by step, and the expected tau: means over the same held-out batches every time."""
         self._publish()
         if self.heldout is None or self.config.eval_batches < 1 or not self.main:
             return {}
@@ -243,7 +245,7 @@ class Trainer:
         return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
 
     def _decode(self) -> dict:
-        """The tau of real decoding with the drafter as it is exported now; the best is kept in `best/`."""
+        """The tau of real decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
         self._publish()
         if not self.main:
             return {}
@@ -268,7 +270,7 @@ class Trainer:
             draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:
-        """Go on from the folder's newest sound checkpoint. Raises ValueError if there is none, or if it is of another
+        """Go on from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of another
         drafter."""
         path, state = read_newest(self.out, warn=self.main)
         restore(self, state, path)

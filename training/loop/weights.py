@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def full(value):
-    """Shards -> full tensors, through dicts and lists; every process must call it."""
+    """The value with full tensors in place of shards, through dicts and lists; every process must call it."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
@@ -18,13 +18,15 @@ def full(value):
 
 
 def shell(drafter: nn.Module) -> nn.Module:
-    """A second drafter of the same kind, with parameters of its own; what belongs to the target is shared."""
+    """A second drafter of the same kind, with parameters of its own. Buffers, which are the target's, are shared."""
     return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
 
 
 def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> None:
-    """Let a shell have these weights, whole, and where nothing need be gathered or cast the very same memory; only if
-    `here`, but every process must call it."""
+    """Give a shell these weights, as full tensors. It shares their memory where nothing need be gathered or cast.
+
+    here: whether this process wants them; every process must call it, as gathering takes all.
+    """
     own = dict(shell.named_parameters())
     for name, weight in weights.items():
         value = full(weight.detach())
@@ -33,7 +35,7 @@ def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> Non
 
 
 def sharded_as(value: Tensor, like: Tensor) -> Tensor:
-    """A full tensor as the shards that `like` has, if it has any."""
+    """A full tensor, cut into shards as `like` is, if that is cut."""
     if not isinstance(like, DTensor):
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

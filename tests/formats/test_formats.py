@@ -187,7 +187,7 @@ def load_from(config: dict, tensors: dict, target):
 def conversions():
     """Every case with every other layout of its family."""
     for case, (layout, *_) in PUBLISHED.items():
-        for other in FAMILIES[eagle if "EAGLE-2" in case else eagle3]:
+        for other in FAMILIES[(eagle if "EAGLE-2" in case else eagle3).FAMILY]:
             if other.name != layout:
                 yield case, other.name
 

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""From a target's logits to tokens: filters, penalties, draws."""

@@ -21,6 +21,7 @@ from specdec.cli.files import write_whole
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import count_tokens, read_conversations, tokenise
+from training.loop.checkpoint import save_state
 
 
 def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
@@ -51,7 +52,7 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 def write(ids: list[int], path: Path) -> None:
     def fill(aside: Path) -> None:
         if path.suffix == ".pt":
-            torch.save(ids, aside)
+            save_state(ids, aside)
         else:
             aside.write_text(json.dumps(ids) + "\n")
 

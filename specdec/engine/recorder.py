@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__
+from specdec.cli.files import check_replaceable, replace_folder
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import RoundReport, Row
 from specdec.engine.trace import RowTrace
-from specdec.model.checkpoint import check_replaceable, read_json, replace_folder
+from specdec.model.checkpoint import read_json
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
 from specdec.verify.walk import of_parent

@@ -74,6 +74,65 @@ def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.cons
 
 
 @triton.jit
+def _load(keys, values, slots, held, kv_slot, DIM: tl.constexpr, D: tl.constexpr):
+    """Keys and values [BLOCK,D] of slots [BLOCK], 0 where a slot is not `held`."""
+    dims = tl.arange(0, D)
+    at = slots.to(tl.int64)[:, None] * kv_slot + dims[None, :]
+    mask = held[:, None] & (dims < DIM)[None, :]
+    return tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _over_committed(
+    q, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over part `split` of the committed slots."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
+    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * part
+    end = tl.minimum(start + part, length)
+    for slot in range(start, end, BLOCK):
+        slots = slot + tl.arange(0, BLOCK)
+        held = slots < end
+        k, v = _load(keys, values, slots, held, kv_slot, DIM, D)
+        visible = real[:, None] & held[None, :]
+        if WINDOW:
+            visible = visible & (slots[None, :] > (length + deep - window)[:, None])
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+    return acc, peak, total
+
+
+@triton.jit
+def _over_tree(
+    q, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale, softcap,
+    window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the scratch slots, 32 nodes at a time."""
+    width = tl.cdiv(nodes, 32)
+    for word in range(width):
+        other = word * 32 + tl.arange(0, 32)
+        held = other < nodes
+        k, v = _load(keys, values, length + other, held, kv_slot, DIM, D)
+        if CAUSAL:
+            visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
+        else:
+            bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
+            visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
+        if WINDOW:
+            position = other
+            if DEPTH:
+                position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
+            visible = visible & (position[None, :] > (deep - window)[:, None])
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+    return acc, peak, total
+
+
+@triton.jit
 def _tree_attention(
     q, keys, values, lens, words, depth, out, lse,
     q_row, q_node, q_head, kv_row, kv_head, kv_slot,
@@ -100,44 +159,15 @@ def _tree_attention(
     acc = tl.zeros([ROWS, D], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
-    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    start = first + split * part
-    end = tl.minimum(start + part, length)
-    for slot in range(start, end, BLOCK):
-        slots = slot + tl.arange(0, BLOCK)
-        held = slots < end
-        at = slots.to(tl.int64)[:, None] * kv_slot + dims[None, :]
-        mask = held[:, None] & (dims < DIM)[None, :]
-        k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
-        visible = real[:, None] & held[None, :]
-        if WINDOW:
-            visible = visible & (slots[None, :] > (length + deep - window)[:, None])
-        acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
-
+    acc, peak, total = _over_committed(
+        tile, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
+        DIM, SPLITS, WINDOW, SOFTCAP, BLOCK, D,
+    )  # fmt: skip
     if split == SPLITS - 1:
-        width = tl.cdiv(nodes, 32)
-        for word in range(width):
-            other = word * 32 + tl.arange(0, 32)
-            held = other < nodes
-            at = (length + other).to(tl.int64)[:, None] * kv_slot + dims[None, :]
-            mask = held[:, None] & (dims < DIM)[None, :]
-            k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
-            if CAUSAL:
-                visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
-            else:
-                bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
-                visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
-            if WINDOW:
-                position = other
-                if DEPTH:
-                    position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
-                visible = visible & (position[None, :] > (deep - window)[:, None])
-            acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
-
+        acc, peak, total = _over_tree(
+            tile, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale,
+            softcap, window, DIM, CAUSAL, WINDOW, DEPTH, SOFTCAP, D,
+        )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     query = (row * n + node) * (kv_heads * GROUPS) + head
     if SPLITS > 1:

@@ -11,7 +11,6 @@ offers. Nothing here imports Triton before a kernel is chosen.
     gated                act(gate) * up                                    the middle of layers.GatedMLP
     head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
     filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.sample
-    soft_cross_entropy   -sum p log q and its slope                        training.objectives.divergences.ce
 """
 
 import functools
@@ -23,10 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KERNELS = (
-    "tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling",
-    "soft_cross_entropy",
-)  # fmt: skip
+KERNELS = ("tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling")
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

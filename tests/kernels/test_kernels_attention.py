@@ -12,6 +12,14 @@ from trees.ancestors import ancestors_of
 pytestmark = on_devices
 
 
+def launch_all(bf16, ints) -> None:
+    """The launches that `kernel_compile` compiles, with tensors that nothing is read from."""
+    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
+    keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
+    words = torch.zeros(1, nodes, 2, dtype=torch.int32)
+    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), words, nodes, splits=8)
+
+
 def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """ancestors [B,n,n] and depth [B,n] of random trees."""
     parents = torch.stack([(torch.rand(batch) * max(i, 1)).long() for i in range(n)], 1)

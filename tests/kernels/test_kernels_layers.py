@@ -11,6 +11,17 @@ from specdec.model.layers import Rope
 pytestmark = on_devices
 
 
+def launch_all(bf16, ints) -> None:
+    """The launches that `kernel_compile` compiles, with tensors that nothing is read from."""
+    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
+    rms_norm.launch(bf16(nodes, 4096), bf16(4096), 1e-5, residual=bf16(nodes, 4096))
+    tables = bf16(nodes, dim), bf16(nodes, dim)
+    flat = bf16(slots, kv_heads * dim), bf16(slots, kv_heads * dim)
+    rope_write.launch(bf16(nodes, heads + 2 * kv_heads, dim), *tables, ints(nodes), *flat, bf16(2, dim), 1e-6)
+    commit.launch(ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1), ints(1, 8), ints(1))
+    gated.launch(bf16(nodes, 2 * 14336), "silu")
+
+
 @in_dtypes
 @pytest.mark.parametrize("size", [1, 96, 500])
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])

@@ -106,10 +106,10 @@ class Family:
 
 
 def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
-    """The draft vocabulary that the map d2t gives, of a target with `size` tokens; all tokens without a map.
+    """The draft vocabulary that the map d2t gives, for a target with `size` tokens; all tokens if there is no map.
 
-    Raises ValueError if d2t does not fit t2d. Offsets and absolute ids look alike, and a drafter whose map was confused
-    drafts nothing that is accepted."""
+    Raises ValueError if d2t names no tokens of the target, or others than t2d does. Offsets and absolute ids look
+    alike, and a drafter with confused ones drafts nothing that is accepted."""
     if "d2t" not in tensors:
         return DraftVocab(size)
     d2t = tensors["d2t"].long()
@@ -127,6 +127,7 @@ def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
 
 
 def describe_shape(shape: DraftShape) -> dict[str, str]:
+    """The shape of a draft layer, in words."""
     grouped = f", {shape.kv_heads} for keys and values" if shape.kv_heads != shape.heads else ""
     return {
         "layer": f"hidden {shape.hidden}, MLP {shape.intermediate}, {shape.heads} heads of {shape.head_dim}{grouped}",
@@ -142,7 +143,7 @@ def describe_rope(rope: Rope) -> str:
 
 
 def describe_vocab(tensors: Tensors, vocab: int, draft_vocab: int) -> str:
-    """Size, coverage and kind of the vocabulary map."""
+    """Size, coverage and kind of the vocabulary map, in words."""
     if "d2t" not in tensors:
         return f"all {vocab} target tokens, no map"
     share = f"{draft_vocab} of {vocab} target tokens ({draft_vocab / vocab:.1%})"

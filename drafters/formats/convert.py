@@ -1,4 +1,4 @@
-"""From one layout to another, and for a server: the weights bit for bit, the meaning the same."""
+"""Convert a checkpoint to another layout, or for a server: the same weights, bit for bit, and the same meaning."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ def convert(
 ) -> Checkpoint:
     """Write `source` in the layout `to`. Nothing is left out and nothing is made up.
 
-    target: needed where the layout states its name, or has no word for a head that is the target's.
+    target: needed if the layout states its name, or cannot express that the head is the target's.
     """
     checkpoint = open_checkpoint(source)
     _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target)
@@ -86,7 +86,7 @@ def read_facts(target: str | os.PathLike) -> TargetFacts:
 
 
 def read_first(target: str | os.PathLike, names: tuple[str, ...]) -> Tensor:
-    """The first of these tensors that a target holds."""
+    """The first of the tensors `names` that a target holds; ValueError if it holds none."""
     found = dict(read_tensors(resolve(target), only=names))
     for name in names:
         if name in found:

@@ -5,11 +5,11 @@
     s = lens[b] + j             node j of the tree if it is an ancestor of i, or i itself
     cap(x) = softcap * tanh(x / softcap), or x
 
-Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length, found on the
-device from lens[b], so that ragged rows are balanced and no length is read by the host. The program of the last part
-goes on with the tree itself, whose mask comes as bit words, 32 nodes each. Programs of a part keep an online softmax in
-fp32; if there are several parts, a second kernel merges them by their log-sum-exps. The query heads that share a key
-head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
+Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device
+finds the lengths from lens[b], so ragged rows are balanced and the host reads no length. The program of the last part
+goes on with the tree itself, whose mask comes as words of 32 bits, a bit for each node. The programs keep an online
+softmax in fp32. If there are several parts, a second kernel merges them by their log-sum-exps. The query heads that
+share a key head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
 """
 
 import functools
@@ -22,8 +22,8 @@ from torch import Tensor
 from specdec.kernels.product import product
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST_PART = 256  # slots: a shorter part costs more in merging than it gains
-TILE_BYTES = 16384  # of keys, and as much of values: three stages of both, twice, fit Hopper's shared memory
+LEAST_PART = 256  # slots of a part at least; merging shorter ones costs more than they gain
+TILE_BYTES = 16384  # bytes of keys in a tile, and of values; three stages of both, twice, fit Hopper's shared memory
 
 
 def reference(
@@ -37,7 +37,7 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The formula, in the dtype of its inputs, with ancestors [B,n,M] bool; else as `launch`."""
+    """The formula in the dtype of its inputs. ancestors [B,n,M] bool takes the place of words; the rest as `launch`."""
     b, n, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     offset = torch.arange(slots, device=q.device) - lens[:, None]  # [B,S]
@@ -53,14 +53,14 @@ def reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
-    # A slot that nobody sees may hold anything; its weight of 0 must not meet an infinity.
+    # A slot that no node sees may hold anything. Its weight is 0, which must not be multiplied with an infinity.
     values = values.masked_fill(~see.any(1)[:, None, :, None], 0)
     return torch.einsum("bkgns,bksd->bnkgd", weights, values).reshape(b, n, heads * dim)
 
 
 @triton.jit
 def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.constexpr):
-    """One step of the online softmax, base 2: keys and values [BLOCK,D], of which rows see `visible` [ROWS,BLOCK]."""
+    """One step of the online softmax, in base 2, over keys and values [BLOCK,D]; rows see `visible` [ROWS,BLOCK]."""
     scores = product(q, tl.trans(k)) * scale
     if SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -196,7 +196,7 @@ def _processors(device: torch.device) -> int:
 
 
 def split_count(programs: int, slots: int, processors: int) -> int:
-    """Parts of `slots` committed slots: two programs to a multiprocessor, no part shorter than LEAST_PART."""
+    """The number of parts of `slots` committed slots: two programs to a multiprocessor, no part below LEAST_PART."""
     return max(1, min(-(-2 * processors // programs), slots // LEAST_PART, 64))
 
 
@@ -217,10 +217,11 @@ def launch(
 ) -> Tensor:
     """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
 
-    The new positions are the last n of `nodes` in the scratch slots from lens[b] on. words: which of these each of them
-    sees, from `attention.ancestor_words`; None: all up to itself. depth [B,n]: their positions, counted from lens[b];
-    None: as they lie. It matters with a window only, and then all `nodes` must be new. slots: a host-side bound of
-    lens, from which the number of splits follows if that is not given.
+    The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
+    words: the scratch slots that each of them sees, from `attention.ancestor_words`; None: all up to itself.
+    depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window, and
+    then all `nodes` must be new.
+    slots: a host-side bound of lens, from which the number of splits follows if `splits` is None.
     """
     b, n, heads, dim = q.shape
     kv_heads = keys.shape[1]

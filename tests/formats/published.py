@@ -43,7 +43,7 @@ def eagle3_shapes(layer: str, h: int = H, u: int = U, sizes=(H, I, HEADS, KV, DI
 
 
 def training_names(shapes: dict) -> dict:
-    """ModelOpt's, while it trains."""
+    """The names that ModelOpt uses while it trains."""
     names = {
         "layers.0.hidden_norm.weight": "hidden_norm.weight",
         "layers.0.input_layernorm.weight": "input_embeds_norm.weight",

@@ -38,7 +38,7 @@ def case(tmp_path):
 
 @torch.no_grad()
 def logits(drafter, level: int = 0) -> torch.Tensor:
-    """At the last of 6 random positions, after `level` further steps of its own."""
+    """A drafter's logits at the last of 6 random positions, after `level` further steps of its own."""
     generator = torch.Generator().manual_seed(1)
     feats = torch.randn(1, 6, len(drafter.taps) * H, generator=generator)
     tokens = torch.randint(V, (1, 6), generator=generator)

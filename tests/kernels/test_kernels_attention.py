@@ -13,7 +13,7 @@ pytestmark = on_devices
 
 
 def launch_all(bf16, ints) -> None:
-    """The launches that `kernel_compile` compiles, with tensors that nothing is read from."""
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
     keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
     words = torch.zeros(1, nodes, 2, dtype=torch.int32)
@@ -28,7 +28,7 @@ def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=None, splits=None, causal=False, **how):
-    """Compare on random inputs; slots that nobody may see hold NaN, so that a look at one shows."""
+    """Compare on random inputs. Slots that no node may see hold NaN, so that reading one fails the test."""
     torch.manual_seed(0)
     batch, nodes = len(lens), nodes or n
     q = torch.randn(batch, n, heads, dim).to(dtype)
@@ -105,7 +105,7 @@ def test_a_drafters_level_sees_earlier_levels(device, dtype):
 
 
 def test_what_is_hidden_makes_a_difference(device):
-    """The same check with a tree that is not the one attended under fails: it can."""
+    """The same comparison fails if attention is under another tree, so the tests above can fail."""
     torch.manual_seed(1)
     q, kv = torch.randn(1, 6, 2, 32), torch.randn(2, 1, 16, 1, 32)
     keys, values = (x.transpose(1, 2) for x in kv)

@@ -16,7 +16,7 @@ SHARED_MEMORY = 232_448  # bytes that a program may have on an H100 or H200
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[str, dict]:
-    """What the compiler says of each kernel, from a process of its own, where the interpreter is not switched on."""
+    """The compiler's report on each kernel, from a process of its own in which the interpreter is off."""
     cache = os.environ.get("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}

@@ -12,7 +12,7 @@ pytestmark = on_devices
 
 
 def launch_all(bf16, ints) -> None:
-    """The launches that `kernel_compile` compiles, with tensors that nothing is read from."""
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
     rms_norm.launch(bf16(nodes, 4096), bf16(4096), 1e-5, residual=bf16(nodes, 4096))
     tables = bf16(nodes, dim), bf16(nodes, dim)
@@ -49,7 +49,7 @@ def test_rms_norm_takes_strided_rows(device):
 
 
 def turned(device, dtype, heads, kv_heads, dim, norm, offset=False):
-    """A launch on 3 rows, the middle one padding: q, the touched keys and values, and the formula's."""
+    """q, keys and values after a launch on 3 rows, of which the middle one is padding; its inputs; the formula's results."""
     torch.manual_seed(0)
     rows = (torch.randn(3, heads + 2 * kv_heads, dim) * 2).to(dtype)
     cos, sin = (table[torch.tensor([5, 0, 90])].to(dtype) for table in Rope().tables(dim, 100))

@@ -14,7 +14,7 @@ pytestmark = on_devices
 
 
 def launch_all(bf16, ints) -> None:
-    """The launches that `kernel_compile` compiles, with tensors that nothing is read from."""
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     head_topk.launch(bf16(10, 4096), bf16(32000, 4096), 10)
     filtered_sampling.launch(bf16(60, 128256), 0.7, 50, 0.9, 0.01)
 
@@ -68,7 +68,7 @@ def test_filters_keep_what_sorting_keeps(device, vocab, filters):
 
 @pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0)], ids=str)
 def test_filters_keep_ties(device, filters):
-    """bf16 logits have many equals; those of the threshold all stay, as top-k's do in transformers."""
+    """bf16 logits have many ties. All that equal the threshold are kept, as transformers' top-k keeps them."""
     torch.manual_seed(0)
     logits = torch.randn(2, 3000).bfloat16()
     _, least = filtered_sampling.launch(logits.to(device), *filters)

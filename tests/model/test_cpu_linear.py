@@ -1,4 +1,4 @@
-"""Packed weights: the same product, changes seen, left out where they do not belong; drafters bound for a decoding."""
+"""Packed weights give the same products, follow changes, and are made only where they may be; also for drafters."""
 
 import gc
 from pathlib import Path
@@ -21,7 +21,7 @@ needs_fp16 = pytest.mark.skipif(not FP16, reason="this torch has no FBGEMM")
 
 
 def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
-    """of: all its values are ones of this dtype, those of a checkpoint."""
+    """of: the dtype of a checkpoint, which holds all values of the weight exactly."""
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of or torch.float32).to(dtype)
     return weight.t().contiguous().t() if input_major else weight
 
@@ -58,7 +58,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
-    """Every weight comes back as it is, and each row of a product is the same whatever stands beside it."""
+    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
     weight = random_weight(torch.float32, of=of)
     weight[0, :3] = torch.tensor([3e-9, -7e-8, 2e-5]).to(of)  # for fp16 too small in bf16, unless they are scaled
     half, product = pack(weight), linear(weight, None)
@@ -147,7 +147,7 @@ def test_autograd_and_other_dtypes_are_left_alone():
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 @torch.no_grad()
 def test_a_drafter_sees_its_weights_as_they_are(name, learns):
-    """Bound for one decoding, it sees new weights in the next one, and in an unroll right after."""
+    """A drafter that was frozen for one decoding uses new weights in the next one, and in an unroll right after."""
     target = tiny_target()
     drafter = DRAFTERS[name](target).eval().requires_grad_(learns)
     tokens = torch.tensor([[3, 4, 5]])

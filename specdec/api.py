@@ -1,14 +1,16 @@
 """The Python interface: load a target, load a drafter, generate."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters.formats import load_drafter
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Engine, Result, RoundReport, Row
-from specdec.engine.sequence import per_row
+from specdec.engine.engine import Engine, Result, RoundReport
+from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
@@ -20,12 +22,57 @@ DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which target and which drafter, and how they are loaded. Command lines and settings files take their names,
+    types, defaults and help from these fields."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "folder or hub name of the target (default: the bundled demo)"}
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+    )
+    token_map: Path | None = field(
+        default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
+    )
+    feedback: str | None = field(
+        default=None,
+        metadata={"choices": ("pre", "post"), "help": "of MTP heads in a target: before or after the norm"},
+    )
+    draft_dtype: str | None = field(
+        default=None,
+        metadata={
+            "choices": tuple(sorted(DTYPES)),
+            "metavar": "NAME",
+            "help": "of the drafter (default: the target's)",
+        },
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
+    device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
+
+    def check_pair(self, otherwise: str = "") -> None:
+        """Raise ValueError for a target that has no drafter. otherwise: what the sentence adds."""
+        if self.target is not None and self.draft is None:
+            raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
+
+    def load_target(self) -> Target:
+        return load_target(self.target or DEMO_TARGET, dtype=self.dtype, device=self.device)
+
+    def load_drafter(self, target: Target) -> Drafter:
+        dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
+        return load_drafter(
+            self.draft or DEMO_DRAFTER, target, token_map=self.token_map, feedback=self.feedback, dtype=dtype
+        )
+
+
 @dataclass
 class Generation:
     """The result of one call: a row for each prompt, and what it took."""
 
     text: list[str]
-    rows: list[Row]
+    rows: list[Sequence]
     result: Result
     steps: int  # 0 without a drafter
     verifier: Verifier | None  # None without a drafter
@@ -94,7 +141,7 @@ def answer(
     *,
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
-    stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
     logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
@@ -126,7 +173,7 @@ def answer(
     return Generation(text, result.rows, result, tree.steps if tree else 0, engine.verifier if tree else None)
 
 
-def _stops_of_rows(stop: str | Sequence[str] | Sequence[Sequence[str]], rows: int) -> list[list[str]]:
+def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]], rows: int) -> list[list[str]]:
     """The stop strings of each row."""
     stop = [stop] if isinstance(stop, str) else list(stop)
     if any(isinstance(strings, str) for strings in stop) or not stop:
@@ -140,6 +187,7 @@ __all__ = [
     "DEMO_DRAFTER",
     "DEMO_TARGET",
     "Generation",
+    "ModelSettings",
     "Sampling",
     "TreeSpec",
     "answer",

@@ -1,35 +1,23 @@
-"""Traces: what every round of a decoding drafted, how likely the target found it, and what was taken.
+"""Traces: what every round of a decoding drafted, how likely the target found it, and what was accepted."""
 
-A trace is a folder of four files, whose schema docs/trace.md documents: trace.json (settings, versions, and the digests
-of the others), rows.jsonl, rounds.jsonl, nodes.safetensors.
-"""
-
-import hashlib
 import json
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections import abc
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__
-from specdec.cli.files import check_replaceable, replace_folder
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import RoundReport, Row
+from specdec.engine.engine import RoundReport
+from specdec.engine.sequence import Sequence
 from specdec.engine.trace import RowTrace
-from specdec.model.checkpoint import read_json
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
 from specdec.verify.walk import of_parent
-
-FORMAT, VERSION = "specdec trace", 1
-HEADER = "trace.json"
-FILES = ROWS, ROUNDS, NODES = "rows.jsonl", "rounds.jsonl", "nodes.safetensors"
 
 
 @dataclass
@@ -127,22 +115,24 @@ class Recorder:
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
-        self._batch: list[Row] | None = None  # the engine's rows of the call that is under way, and ours
-        self._rows: list[TracedRow] = []
+        self._rows: dict[Sequence, TracedRow] = {}  # of the sequences that have not ended
         self._mark = 0  # where on the clock the next round begins
 
-    def name(self, questions: Sequence[str], categories: Sequence[str | None] | None = None) -> None:
+    def name(self, questions: abc.Sequence[str], categories: abc.Sequence[str | None] | None = None) -> None:
         """Say what the rows of the next call are; without this they are numbered."""
         self._names = list(zip(questions, categories or [None] * len(questions), strict=True))
 
     def __call__(self, report: RoundReport) -> None:
-        if report.rows is not self._batch:
+        if report.prefill:
             self._begin(report)
         else:
             self._add(report)
-        for ours, row in zip(self._rows, report.rows, strict=True):
-            ours.finish = row.finish
-        self._mark = len(report.clock.marks)  # the mark that ends the observers' time is yet to come
+        for row in report.rows:
+            if row in self._rows:
+                self._rows[row].finish = row.finish
+                if row.finish is not None:
+                    del self._rows[row]
+        self._mark = report.clock.position  # the mark that ends the observers' time is yet to come
 
     def _begin(self, report: RoundReport) -> None:
         rows = self.trace.rows
@@ -150,26 +140,24 @@ class Recorder:
         if len(names) != len(report.rows):
             raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")
         call = rows[-1].call + 1 if rows else 0
-        seconds = report.clock.seconds()["prefill"]
-        self._batch, self._names = report.rows, None
-        self._rows = [
-            TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
-            for (question, category), row in zip(names, report.rows, strict=True)
-        ]
-        rows += self._rows
+        seconds = report.clock.intervals()[-1][1]
+        self._names = None
+        for (question, category), row in zip(names, report.rows, strict=True):
+            ours = TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
+            self._rows[row] = ours
+            rows.append(ours)
 
     def _add(self, report: RoundReport) -> None:
         seconds = report.clock.seconds(self._mark)
-        trees, paths = [None] * len(report.places), [[0]] * len(report.places)
+        trees, paths = [None] * len(report.rows), [[0]] * len(report.rows)
         if report.tree is not None:
             values = node_values(report.tree, report.logits, report.sampling)
             trees = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
-        for place, path, tree in zip(report.places, paths, trees, strict=True):
-            ours, row, emitted = self._rows[place], report.rows[place], report.emitted[place]
+        for row, emitted, path, tree in zip(report.rows, report.emitted, paths, trees, strict=True):
             if emitted:  # else the row had ended before
-                context = len(row.prompt) + len(row.tokens) - len(emitted)
+                ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
                 ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree))
                 ours.steps = 0 if report.tree is None else report.tree.steps
 
@@ -211,90 +199,3 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-# Files
-
-
-def check_trace_folder(folder: Path) -> None:
-    """Raise ValueError if no trace can be written there for what it holds."""
-    check_replaceable(Path(folder), (HEADER, *FILES), "a trace")
-
-
-def write_trace(trace: Trace, folder: Path) -> None:
-    """Write a trace, whole or not at all; an older one is replaced. ValueError if the folder holds anything else, or
-    cannot be written."""
-    rounds = [(number, r) for number, row in enumerate(trace.rows) for r in row.rounds]
-    trees = [r.tree for _, r in rounds if r.tree is not None]
-    nodes = {name: torch.cat([getattr(t, name) for t in trees] or [torch.empty(0)]) for name in NODE_FIELDS}
-
-    def fill(aside: Path) -> None:
-        _write_lines(aside / ROWS, [_row_line(row) for row in trace.rows])
-        _write_lines(aside / ROUNDS, [_round_line(number, r) for number, r in rounds])
-        save_file(nodes, aside / NODES)
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "settings": trace.settings,
-            "versions": trace.versions,
-            "sha256": {name: _digest(aside / name) for name in FILES},
-        }
-        (aside / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
-
-    replace_folder(Path(folder), fill, (HEADER, *FILES), "a trace")
-
-
-def read_trace(folder: Path) -> Trace:
-    """Raises ValueError, one sentence, if there is no trace, or one of another version, or a damaged one."""
-    folder = Path(folder)
-    if not (folder / HEADER).is_file():
-        raise ValueError(f"{folder} is not a trace: it has no {HEADER}")
-    header = read_json(folder / HEADER)
-    if header.get("format") != FORMAT or not header.keys() >= {"version", "settings", "versions", "sha256"}:
-        raise ValueError(f"{folder / HEADER} is not the header of a trace: record the trace anew")
-    if header["version"] != VERSION:
-        raise ValueError(
-            f"{folder} is a trace of version {header['version']}, and this program reads version {VERSION}: "
-            "record it anew"
-        )
-    for name in FILES:
-        file = folder / name
-        if not file.is_file() or _digest(file) != header["sha256"].get(name):
-            raise ValueError(f"{file} is {'damaged' if file.is_file() else 'missing'}: record the trace anew")
-    nodes = load_file(folder / NODES)
-    lines = _read_lines(folder / ROUNDS)
-    trees = zip(*(nodes[name].split([line["nodes"] for line in lines]) for name in NODE_FIELDS), strict=True)
-    rows = [TracedRow(**line | {"sampling": Sampling(**line["sampling"])}) for line in _read_lines(folder / ROWS)]
-    for line, parts in zip(lines, trees, strict=True):
-        row, count = line.pop("row"), line.pop("nodes")
-        rows[row].rounds.append(TracedRound(**line, tree=TracedTree(*parts) if count else None))
-    return Trace(header["settings"], header["versions"], rows)
-
-
-def _row_line(row: TracedRow) -> dict:
-    return {f.name: getattr(row, f.name) for f in fields(row) if f.name != "rounds"} | {
-        "sampling": asdict(row.sampling)
-    }
-
-
-def _round_line(row: int, r: TracedRound) -> dict:
-    return {
-        "row": row,
-        "nodes": 0 if r.tree is None else len(r.tree.tokens),
-        "context": r.context,
-        "path": r.path,
-        "emitted": r.emitted,
-        "seconds": r.seconds,
-    }
-
-
-def _write_lines(file: Path, lines: list[dict]) -> None:
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def _read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

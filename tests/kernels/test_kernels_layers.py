@@ -49,7 +49,7 @@ def test_rms_norm_takes_strided_rows(device):
 
 
 def turned(device, dtype, heads, kv_heads, dim, norm, offset=False):
-    """q, keys and values after a launch on 3 rows, of which the middle one is padding; its inputs; the formula's results."""
+    """q, keys and values of a launch on 3 rows, the middle one padding; the rows; the formula's results."""
     torch.manual_seed(0)
     rows = (torch.randn(3, heads + 2 * kv_heads, dim) * 2).to(dtype)
     cos, sin = (table[torch.tensor([5, 0, 90])].to(dtype) for table in Rope().tables(dim, 100))

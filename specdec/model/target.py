@@ -112,6 +112,7 @@ class Target(nn.Module):
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
     parts: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
+    groups: int  # query heads to a key head; like `parts`, set by `bind`
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -158,6 +159,7 @@ class Target(nn.Module):
         """Bind every part to its present weights: see `layers.Freezable`."""
         blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
         self.parts = self._bind_embed(), blocks, self.norm.bind(), self._bind_head()
+        self.groups = self.query_heads // self.cache_shape[0]
 
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
         if self.config.embed_scale is None:
@@ -231,10 +233,9 @@ class Target(nn.Module):
             mask = None if documents is None else document_mask(documents)
             views = [NoCache(window, scale, mask) for window in windows]
         else:
-            groups = self.query_heads // self.cache_shape[0]
             positions = cache.lens[:, None] + depth
             views = [
-                CacheView(cache, n, ancestors, groups, offset, prefill=prefill, depth=depth, window=window, scale=scale)
+                CacheView(cache, n, ancestors, self.groups, offset, prefill=prefill, depth=depth, window=window, scale=scale)
                 for window in windows
             ]
         kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]

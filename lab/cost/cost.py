@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from specdec.api import load_tree, make_tree
-from specdec.cli.files import write_whole
+from specdec.cli.files import output_folder, write_text
 from specdec.contracts import TreePolicy
 from specdec.engine.engine import Engine, RoundReport
 from specdec.engine.recorder import versions
@@ -358,7 +358,7 @@ def identity(target, drafter, **how) -> dict:
     trees = [Path(s.file).read_text(encoding="utf-8") for s in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": dict(drafter.conventions), **shapes}
     return {
-        "machine": machine(target.embed.weight.device),
+        "machine": machine(target.device),
         "versions": versions(),
         "source": source.hexdigest(),
         "pair": hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest(),
@@ -374,11 +374,8 @@ def cache_file(who: dict) -> Path:
 
 def save_points(points: Sequence[Point], file: Path, who: dict) -> None:
     content = {"identity": who, "points": [asdict(point) for point in points]}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {file}: {error.strerror}") from None
-    write_whole(file, lambda aside: aside.write_text(json.dumps(content, indent=1, default=str) + "\n"))
+    output_folder(file.parent)
+    write_text(file, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def load_points(file: Path) -> list[Point]:

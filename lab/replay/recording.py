@@ -61,7 +61,7 @@ def record(
         raise ValueError("a vocabulary needs a name: '' is the drafter's own")
     if sampling.penalised:
         raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
-    device = target.embed.weight.device
+    device = target.device
     restricted = {name: Restricted(drafter, ids.to(device)) for name, ids in (vocabularies or {}).items()}
     drafters = {"": drafter} | restricted
     _check(target, drafters, topks, steps)
@@ -166,7 +166,7 @@ class _Recording:
         self, target, drafters: Mapping, texts: list[Text], topks: list[int], steps: int, sampling: Sampling, eos
     ):
         self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
-        self.drafter, self.topks, self.device = drafters[""], topks, target.embed.weight.device
+        self.drafter, self.topks, self.device = drafters[""], topks, target.device
         self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
         roots = sum(text.roots for text in texts)
         greedy = sampling.greedy

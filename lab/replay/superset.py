@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lab.replay.outcomes import Outcome, Rule, constant, follow, pool_ranks, static_accepts
+from specdec.cli.files import replace_folder
 from specdec.contracts import TreePolicy
 from specdec.engine.trace import RowTrace, tau
-from specdec.model.checkpoint import read_json, replace_folder
+from specdec.model.checkpoint import read_json
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, StaticTree
 from trees.dynamic import Pool

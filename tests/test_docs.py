@@ -1,4 +1,4 @@
-"""README.md and docs/ name only what there is: files, modules, links. docs/log.md tells of earlier layouts and is left out."""
+"""README.md and docs/ name only what there is: files, modules, links. docs/log.md tells of earlier layouts: left out."""
 
 import importlib.util
 import pkgutil

@@ -1,4 +1,4 @@
-"""README.md and docs/ name only what there is: files, modules, links. docs/log.md tells of earlier layouts: left out."""
+"""README.md and docs/ name only what there is: files, modules, links; but docs/log.md, which tells of earlier layouts."""
 
 import importlib.util
 import pkgutil

@@ -1,4 +1,4 @@
-"""README.md and docs/ name only what there is: files, modules, links; but docs/log.md, which tells of earlier layouts."""
+"""README.md and docs/ name files, modules and links that there are; docs/log.md tells of earlier layouts and is left out."""
 
 import importlib.util
 import pkgutil

@@ -1,4 +1,4 @@
-"""README.md and docs/ name files, modules and links that there are; docs/log.md tells of earlier layouts and is left out."""
+"""README.md and docs/ name files, modules and links that there are. docs/log.md, a history, is left out."""
 
 import importlib.util
 import pkgutil

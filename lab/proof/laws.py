@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.contracts import DraftState, TreePolicy
+from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling, Verifier
@@ -24,13 +24,12 @@ VOCAB = 6
 LEAST_EXPECTED = 5.0  # cells with a smaller expected count are counted together
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     """A drafter whose distribution depends on the last token alone; it takes any tree policy."""
-
-    max_steps = None
 
     def __init__(self, logits: Tensor):
         """logits [V,V], of the token after the row's."""
+        super().__init__()
         self.logits, self.vocab = logits, DraftVocab(len(logits))
 
     def state(self, tokens: Tensor) -> DraftState:

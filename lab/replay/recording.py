@@ -203,9 +203,10 @@ class _Recording:
         start = torch.tensor(starts, device=self.device)
         count = torch.tensor([piece.count for piece in pieces], device=self.device)
         feats = self._features(pieces, rows, longest)
-        self.drafter.reset(len(rows), longest + self.slots, tokens[:, 0])
+        self.drafter.reset(len(rows), longest + self.slots)
         first = max(starts)
-        state = self.drafter.extend(None if feats is None else feats[:, :first], tokens[:, 1 : first + 1], start, first)
+        prompts = None if feats is None else feats[:, :first]
+        state = self.drafter.admit(0, tokens[:, 0], prompts, tokens[:, 1 : first + 1], start)
         for n in range(int(count.max())):
             root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
             behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))

@@ -151,8 +151,13 @@ class Probe:
     def __getattr__(self, name: str):
         return getattr(self.drafter, name)
 
+    def admit(self, *args) -> DraftState:
+        return self._root_state(self.drafter.admit(*args))
+
     def extend(self, *args) -> DraftState:
-        state = self.drafter.extend(*args)
+        return self._root_state(self.drafter.extend(*args))
+
+    def _root_state(self, state: DraftState) -> DraftState:
         self._root, self._next = self._next, float(_entropy(state.logits[0, 0]))
         self._note(0, state)
         return state

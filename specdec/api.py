@@ -2,7 +2,7 @@
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters.formats import load_drafter
@@ -10,6 +10,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
@@ -19,6 +20,51 @@ from trees.spec import TreeSpec, load_tree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which target and which drafter, and how they are loaded. Command lines and settings files take their names,
+    types, defaults and help from these fields."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "folder or hub name of the target (default: the bundled demo)"}
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+    )
+    token_map: Path | None = field(
+        default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
+    )
+    feedback: str | None = field(
+        default=None,
+        metadata={"choices": ("pre", "post"), "help": "of MTP heads in a target: before or after the norm"},
+    )
+    draft_dtype: str | None = field(
+        default=None,
+        metadata={
+            "choices": tuple(sorted(DTYPES)),
+            "metavar": "NAME",
+            "help": "of the drafter (default: the target's)",
+        },
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
+    device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
+
+    def check_pair(self, otherwise: str = "") -> None:
+        """Raise ValueError for a target that has no drafter. otherwise: what the sentence adds."""
+        if self.target is not None and self.draft is None:
+            raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
+
+    def load_target(self) -> Target:
+        return load_target(self.target or DEMO_TARGET, dtype=self.dtype, device=self.device)
+
+    def load_drafter(self, target: Target) -> Drafter:
+        dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
+        return load_drafter(
+            self.draft or DEMO_DRAFTER, target, token_map=self.token_map, feedback=self.feedback, dtype=dtype
+        )
 
 
 @dataclass
@@ -141,6 +187,7 @@ __all__ = [
     "DEMO_DRAFTER",
     "DEMO_TARGET",
     "Generation",
+    "ModelSettings",
     "Sampling",
     "TreeSpec",
     "answer",

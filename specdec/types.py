@@ -8,7 +8,7 @@ Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -50,16 +50,18 @@ class Sampling:
     """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
     the sense of transformers; temperature 0 is greedy, after the penalties. docs/sampling.md has formulas and sources.
 
-    `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1, `presence_penalty` 0 and `frequency_penalty` 0 are off.
+    Command lines and settings files take their names, types, defaults and help from these fields.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of the tokens of prompt and output
-    presence_penalty: float = 0.0  # of the tokens of the output
-    frequency_penalty: float = 0.0  # the same, for each time that they occur
+    temperature: float = field(default=0.0, metadata={"help": "0 (default) is greedy"})
+    top_k: int = field(default=0, metadata={"help": "keep the N likeliest tokens; 0 (default) is off"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens of mass X; 1 (default) is off"})
+    min_p: float = field(default=0.0, metadata={"help": "drop what is below X times the likeliest; 0 (default) is off"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "of prompt and output; 1 (default) is off"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "of the output, -2 to 2; 0 (default) is off"})
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "the same, for each occurrence; 0 (default) is off"}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):

@@ -18,6 +18,7 @@ import torch
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_whole
+from specdec.cli.flags import command_parser
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import count_tokens, read_conversations, tokenise
@@ -59,15 +60,19 @@ def write(ids: list[int], path: Path) -> None:
     write_whole(path, fill)
 
 
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("count", __doc__, "(--data FILE ... | --text FILE ...) --size N --out FILE [options]")
+    p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
+    p.add_argument("--data", type=Path, nargs="*", default=[], help="conversations: what the assistant says counts")
+    p.add_argument("--text", type=Path, nargs="*", default=[], help="text files: everything counts")
+    p.add_argument("--size", type=int, required=True, help="tokens in the map")
+    p.add_argument("--out", type=Path, required=True, help="the map: .json or .pt")
+    return p
+
+
 @one_sentence_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
-    parser.add_argument("--data", type=Path, nargs="*", default=[])
-    parser.add_argument("--text", type=Path, nargs="*", default=[])
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     if not args.data and not args.text:
         raise ValueError("nothing to count: give --data with conversations or --text with text files")
     if args.out.suffix not in (".json", ".pt"):

@@ -322,7 +322,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(report))
 
 
-main = hydra_command(run, "train")
+main = hydra_command(run, "train", "estimate")
 
 if __name__ == "__main__":
     main()

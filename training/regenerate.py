@@ -17,10 +17,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from specdec.api import DEMO_TARGET
+from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.text import encode_chat, read_prompts
 from specdec.types import Sampling
@@ -128,36 +128,38 @@ def regenerate(
         return [shards.path(shard) for shard in range(shards.count)]
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="python -m training.regenerate", description=__doc__.split("\n")[0])
-    p.add_argument("--target", default=DEMO_TARGET, help="folder or hub name (default: the bundled demo)")
-    p.add_argument(
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("regenerate", __doc__, "--prompts DATA --out FILE [options]")
+    data = p.add_argument_group("prompts and answers")
+    data.add_argument(
         "--prompts",
         required=True,
+        metavar="DATA",
         help="conversations (.json, .jsonl, .jsonl.xz, .parquet), lines (.txt), a data set of the hub, or the name of "
         "a preset in conf/data",
     )
-    p.add_argument("--split", help="of a data set")
-    p.add_argument("--bad", choices=("error", "skip"), default="error", help="what a record that cannot be used does")
-    p.add_argument("--out", type=Path, required=True, help="a .jsonl file")
-    p.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
-    p.add_argument("--limit", type=int, help="answer this many prompts only")
-    p.add_argument("--samples", type=int, default=1, help="answers per prompt")
-    p.add_argument("--max-new-tokens", type=int, default=256)
-    p.add_argument("--batch-size", type=int, default=64)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--min-p", type=float, default=0.0)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args(argv)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    data.add_argument("--split", help="of a data set")
+    data.add_argument("--bad", choices=("error", "skip"), default="error", help="what an unusable record does")
+    data.add_argument("--out", type=Path, required=True, help="a .jsonl file")
+    data.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
+    data.add_argument("--limit", type=int, help="answer this many prompts only")
+    data.add_argument("--samples", type=int, default=1, help="answers per prompt (default 1)")
+    data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
+    data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
+    add_flags(p.add_argument_group("target"), ModelSettings, "target", "dtype", "device")
+    sample = p.add_argument_group("sampling")
+    add_flags(sample, Sampling)
+    sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    sampling = read_flags(Sampling, args)
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    target = read_flags(ModelSettings, args).load_target()
     tally = Tally(args.bad)
     prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))
     tally.report()

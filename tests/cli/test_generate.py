@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.cli import chat
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -218,9 +219,9 @@ def test_context_ends_the_text(run):
 def test_chat_keeps_its_history(run, monkeypatch):
     lines = iter(["The quick", "", "brown fox"])
     seen = []
-    original = cli.encode_chat
+    original = chat.encode_chat
     monkeypatch.setattr(
-        cli, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
+        chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
     )
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or _stop(lines))
     code, _, err = run("--chat", "--max-new-tokens", 6)

@@ -266,7 +266,7 @@ def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, m
 
 def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(command, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for place in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(SystemExit) as stop:
             command.main(["--prompt", "x", "--trace", str(place)])

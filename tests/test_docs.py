@@ -1,11 +1,16 @@
-"""README.md and docs/ name files, modules and links that there are. docs/log.md, a history, is left out."""
+"""README.md and docs/ name files, links, modules and commands that there are. docs/log.md, a history, is left out."""
 
 import importlib.util
 import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from specdec import registry
+from specdec.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
@@ -43,3 +48,25 @@ def test_modules_can_be_run(page):
 def test_names_can_be_imported(page):
     for name in found(rf"(?<![\w/.-])(?:{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+", page):
         pkgutil.resolve_name(name)
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands `specdec NAME ...` in the indented lines of a page. Those that end with ... are only begun."""
+    text = (
+        page.read_text(encoding="utf-8").replace("\\\n", " ").replace("python -m specdec.generate", "specdec generate")
+    )
+    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if line.startswith("    specdec ")]
+    return [shlex.split(line)[1:] for line in lines if not line.endswith("...") and "toy" not in line]
+
+
+def test_commands_are_understood(page):
+    """Every flag and every setting is one that its command has."""
+    for name, *rest in commands(page):
+        module = importlib.import_module(COMMANDS[name][0])
+        if "--cfg" in rest:
+            continue
+        if hasattr(module, "parser"):
+            module.parser().parse_args(rest)
+        else:
+            with initialize_config_dir(str(registry.CONF), version_base="1.3"):
+                compose("train" if name == "estimate" else name, rest)

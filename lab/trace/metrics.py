@@ -22,7 +22,8 @@ from rich.table import Table
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.engine import trace
-from specdec.engine.recorder import TracedRow, read_trace
+from specdec.engine.recorder import TracedRow
+from specdec.engine.trace_files import read_trace
 
 Rows = Sequence[TracedRow]
 Interval = tuple[float, float]

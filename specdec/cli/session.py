@@ -8,7 +8,8 @@ from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.cli.flags import read_flags
 from specdec.cli.screen import Screen
 from specdec.engine.engine import Engine, RoundReport
-from specdec.engine.recorder import Recorder, check_trace_folder, describe, write_trace
+from specdec.engine.recorder import Recorder, describe
+from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.text import check_stops, clean
 from specdec.verify import VerifierSettings
 from trees.spec import TreeSettings

@@ -15,7 +15,8 @@ from specdec.cli import generate as command
 from specdec.contracts import Drafter
 from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder, read_trace, write_trace
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.types import Sampling

@@ -186,7 +186,7 @@ class TreeSettings:
 
 def shape_of(tree: TreePolicy | TreeSpec) -> str:
     """topk/steps/num_draft_tokens, such as 4/5/16."""
-    return "/".join(str(getattr(tree, word)) for word in WORDS)
+    return f"{tree.topk}/{tree.steps}/{tree.num_draft_tokens}"
 
 
 def describe(tree: TreePolicy) -> str:

@@ -8,7 +8,8 @@ Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -45,6 +46,11 @@ class Verdict:
     logprobs: Tensor | None = None
 
 
+# Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FILTERS = ("top_k", "top_p", "min_p")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
@@ -72,8 +78,9 @@ class Sampling:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
-            raise ValueError("top_k, top_p and min_p need a temperature above 0: at temperature 0 decoding is greedy")
+        if self.greedy and not self.active.isdisjoint(FILTERS):
+            names = f"{', '.join(FILTERS[:-1])} and {FILTERS[-1]}"
+            raise ValueError(f"{names} need a temperature above 0: at temperature 0 decoding is greedy")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -86,7 +93,12 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return not self.active.isdisjoint(PENALTIES)
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        """The names of the settings that are not off, which is to say not at their defaults."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 
 class SamplingBatch:
@@ -107,6 +119,11 @@ class SamplingBatch:
         # What no row asks for is not computed.
         self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)
         self.any_min_p = any(s.min_p for s in rows)
+
+    @property
+    def program(self) -> tuple[bool, ...]:
+        """What of it decides which operators run, and not only on which numbers: a CUDA graph is kept for each."""
+        return self.any_cut, self.any_min_p
 
 
 class Verifier(Protocol):

@@ -1,7 +1,7 @@
 """Settings files: flags of `specdec generate` as YAML, with a report of where they come from.
 
-Every key but `report` is a flag with underscores for hyphens. What is typed on the command line comes after the file
-and wins; where it contradicts a whole entry of the file (a tree file against topk), that entry gives way.
+Every key but `report` is a flag, with underscores for hyphens. A flag that is typed wins over the file. Entries of the
+file that contradict it are left out: with --topk typed, a tree of the file is.
 """
 
 import argparse
@@ -28,7 +28,7 @@ DRAFTING = tuple(
     f.name for part in (ModelSettings, TreeSettings, VerifierSettings) for f in fields(part) if f.name not in OF_TARGET
 )
 NOT_A_TREE = (*WORDS, "sample_draft")  # what contradicts --tree, which is a whole tree
-# What is typed, and the entries of a file that give way to it.
+# A flag that is typed -> the entries of a file that give way to it.
 GIVES_WAY = {
     **{name: {"no_draft"} for name in DRAFTING},
     **{name: {"no_draft", "tree"} for name in NOT_A_TREE},
@@ -55,7 +55,7 @@ def read_settings(path: str | os.PathLike) -> dict:
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line of which --settings FILE stands for the flags in the file."""
+    """Parse a command line in which --settings FILE stands for the flags in the file."""
     given = parser.parse_args(argv)
     if given.settings is None:
         return given

@@ -187,7 +187,7 @@ def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:
 
 def _kind(sampling) -> Any:
     """What of a sampling is part of the program: a `Sampling`, and of `SamplingBatch` which filters it has."""
-    return (sampling.any_cut, sampling.any_min_p) if isinstance(sampling, SamplingBatch) else sampling
+    return sampling.program if isinstance(sampling, SamplingBatch) else sampling
 
 
 def _refill(kept: Any, new: Any) -> None:

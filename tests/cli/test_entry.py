@@ -2,15 +2,19 @@
 
 import subprocess
 import sys
+import tomllib
 from contextlib import suppress
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 import specdec
 from specdec import __main__ as entry
 from specdec import api, registry
+
+ROOT = Path(__file__).parents[2]
 
 
 def shown(argv: list[str], capsys) -> str:
@@ -66,6 +70,16 @@ def test_a_command_that_is_not_there(capsys):
 
 def test_the_version(capsys):
     assert shown(["--version"], capsys) == f"{specdec.__version__}\n"
+
+
+def test_everything_is_installed():
+    """pip takes folders with an __init__.py, and of other files what package-data names."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("specdec", "drafters", "trees", "training", "lab", "conf"):
+        files = [f for f in (ROOT / package).rglob("*") if f.is_file() and f.suffix != ".pyc"]
+        named = {f for pattern in data.get(package, ()) for f in (ROOT / package).glob(pattern)}
+        for file in files:
+            assert file in named or (file.suffix == ".py" and (file.parent / "__init__.py").is_file()), file
 
 
 def test_the_interface_is_named_in_both_places():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec import registry
 from specdec.cli import chat
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
@@ -143,6 +144,16 @@ def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_
         assert result["identical"] is True
         assert len(result["acceptance_by_depth"]) == 3
     assert result["acceptance_by_depth"][0] > 0.9, "the target as its own drafter"
+
+
+@pytest.mark.parametrize("tree", [*registry.names("tree"), "2/3/6", "1/2/3", "drawn 2,1"])
+def test_every_tree_of_conf_by_its_name(run, tree):
+    code, out, err = run("--prompt", "The fox", "--max-new-tokens", 12, "--tree", tree, "--compare", "--json")
+    assert code == 0, err
+    assert last_json(out)["identical"] is True
+    code, _, err = run("--prompt", "x", "--tree", "oak")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no tree 'oak'; known are chain, dynamic, " in err
 
 
 def test_prompt_files_and_batches_agree(run, tmp_path):

@@ -13,15 +13,15 @@ from specdec.cli.flags import help_width, reflow
 from specdec.registry import CONF
 
 
-def hydra_command(run: Callable, config: str, command: str | None = None) -> Callable[[], None]:
+def hydra_command(run: Callable, config: str, program: str | None = None) -> Callable[[], None]:
     """The `main` of a command: `run`, with the settings that conf/CONFIG.yaml and the command line make.
 
-    command: its name below `specdec`, if that is not CONFIG. `--help` prints the docstring of the module of `run`."""
+    program: how it is called, if not as `specdec CONFIG`. `--help` prints the docstring of the module of `run`."""
 
     @one_sentence_errors
     def main() -> None:
         if {"-h", "--help"} & set(sys.argv[1:]):
-            print(help_text(command or config, config, sys.modules[run.__module__].__doc__))
+            print(help_text(program or f"specdec {config}", config, sys.modules[run.__module__].__doc__))
             return
         import hydra
 
@@ -32,12 +32,12 @@ def hydra_command(run: Callable, config: str, command: str | None = None) -> Cal
     return main
 
 
-def help_text(command: str, config: str, description: str) -> str:
+def help_text(program: str, config: str, description: str) -> str:
     """What a command does, its groups of settings with their names, and its own settings as conf/CONFIG.yaml has them.
 
     Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too."""
     groups, own = _sections((CONF / f"{config}.yaml").read_text(encoding="utf-8"))
-    lines = [f"usage: specdec {command} [SETTING=VALUE ...]", "", reflow(description, help_width()), ""]
+    lines = [f"usage: {program} [SETTING=VALUE ...]", "", reflow(description, help_width()), ""]
     lines.append("groups: GROUP=NAME takes conf/GROUP/NAME.yaml, GROUP.FIELD=VALUE changes one of its settings")
     for group, name in groups:
         others = [known for known in registry.names(group) if known != name]

@@ -59,7 +59,7 @@ def test_training_pass_matches():
         drafter,
         feats=golden["features"],
         tokens=golden["input_ids"],
-        target_logits=golden["target_logits"],
+        teacher_logits=golden["target_logits"],
         loss_mask=golden["loss_mask"],
     )
     torch.testing.assert_close(metrics["losses"], golden["ploss"], rtol=0, atol=1e-5)

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
@@ -229,10 +231,13 @@ def report(args, runs: dict, texts: dict, seconds: dict[str, float]) -> dict:
     rate = {name: tokens[name] / seconds[name] for name in runs}
     first = next(iter(runs))  # what the others are compared with: transformers, if it takes part
     same = {name: sum(a == b for a, b in zip(texts[name], texts[first], strict=True)) for name in runs}
-    print(f"{'':14}{'ms a token':>12}{'tokens/s':>10}{'ratio':>8}   same text as {first}")
+    table = Table()
+    for column in ("", "ms a token", "tokens/s", "ratio", f"same text as {first}"):
+        table.add_column(column, justify="right" if column else "left")
     for name, r in rate.items():
         of = f"{same[name]} of {len(texts[name])}"
-        print(f"{name:14}{1e3 / r:12.2f}{r:10.1f}{r / rate[first]:8.2f}   {of}")
+        table.add_row(name, f"{1e3 / r:.2f}", f"{r:.1f}", f"{r / rate[first]:.2f}", of)
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
     out = {
         "tokens_per_second": rate,
         f"ratio_to_{first}": {name: r / rate[first] for name, r in rate.items()},

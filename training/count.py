@@ -3,9 +3,9 @@
     specdec count --data answers.jsonl --size 4096 --out map.json
     specdec count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
 
---data are conversations (ShareGPT or OpenAI form), of which the answers count: best the target's own, from
-`training.regenerate`. --text are plain text files, which count whole. Special tokens that end a text are always in the
-map. The map is a list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
+Of --data, conversations in ShareGPT or OpenAI form, the answers count; the target's own, from `training.regenerate`,
+are best. Of --text, plain text files, everything counts. Tokens that end a text are always in the map. The map is a
+list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from training.loop.checkpoint import save_state
 
 
 def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
-    """[V] how often each token stands in an answer of `data` or anywhere in `text`."""
+    """[V]: how often each token stands in an answer of `data` or anywhere in `text`."""
     vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:
@@ -43,7 +43,7 @@ def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tenso
 
 
 def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> list[int]:
-    """`size` token ids, `always` among them, by falling count."""
+    """`size` token ids, those of `always` among them, the most frequent first."""
     ranked = counts.sort(descending=True, stable=True).indices.tolist()
     room = size - len(always)
     kept = set(itertools.islice((i for i in ranked if i not in always), room)) | always
@@ -51,6 +51,8 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 
 
 def write(ids: list[int], path: Path) -> None:
+    """Write a token map, as .pt or else as JSON."""
+
     def fill(aside: Path) -> None:
         if path.suffix == ".pt":
             save_state(ids, aside)

@@ -1,9 +1,9 @@
-"""Let the target answer the prompts of a data set, so that a drafter learns what the target would say itself.
+"""Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
     python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
 
-Writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. However it was interrupted, the same
-command goes on where it was, and ends with the same bytes as a run that was not.
+It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. After an interruption of any kind
+the same command goes on where it was, and ends with the same bytes as a run that was not interrupted.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def encode(target: Target, messages: list[Message]) -> Prompt:
 
 
 def records_of(name: str, split: str | None) -> Iterator[Record]:
-    """The records of a source as the command line names it; or each line of a text file."""
+    """The records of a source as the command line names it. Each line of a .txt file is a record."""
     if name.endswith(".txt"):
         lines = read_prompts(Path(name))
         return (Record(f"{name} prompt {number}", {"text": line}) for number, line in enumerate(lines, 1))
@@ -49,7 +49,7 @@ def records_of(name: str, split: str | None) -> Iterator[Record]:
 
 
 def prompts_of(target: Target, records: Iterable[Record], tally: Tally) -> Iterator[Prompt]:
-    """What stands before the assistant's first answer in each record, if it takes at most half the context."""
+    """What stands before the assistant's first answer in each record, if that takes at most half of the context."""
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
         before = list(itertools.takewhile(lambda m: m["role"] != "assistant", messages))
@@ -72,7 +72,7 @@ def answer_row(messages: list[Message], answer: str) -> dict:
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
-    """Batches of similar lengths, in random order, so that a part of the output is a fair sample of it."""
+    """Batches of prompts of similar lengths, in random order: so any part of the output is a fair sample of all."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.ids))
     batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
     random.Random(seed).shuffle(batches)
@@ -94,11 +94,13 @@ def regenerate(
     seed: int,
     shard_size: int | None = None,
 ) -> list[Path]:
-    """Answer the prompts, in batches, into `out` (see `Shards`); returns the files.
+    """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
-    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again: so
-    what is written does not depend on where a run was interrupted. It does depend on batch_size, which, as all
-    settings, must be the same to go on; and on the machine, as floating-point sums do.
+    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again. So
+    the answers do not depend on where a run was interrupted. They do depend on batch_size, which must be the same to
+    go on, as all settings must; and on the machine, as floating-point sums do.
+
+    Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
     """
     if not prompts:
         raise ValueError("there is no prompt to answer")

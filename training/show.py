@@ -2,7 +2,7 @@
 
     python -m training.show --target T --data conversations.jsonl
 
-Without colours, as into a file, ⟦ and ⟧ stand around what is learnt.
+Where there are no colours, as in a file, ⟦ and ⟧ stand around what is learnt.
 """
 
 import argparse
@@ -23,13 +23,14 @@ LEARNT = "black on bright_green"
 
 
 def runs(tokenizer, sample: Sample) -> Iterator[tuple[str, bool]]:
-    """The text in pieces, and whether each is learnt."""
+    """Yields the text in pieces, and whether each piece is learnt."""
     edges = np.flatnonzero(np.diff(sample.mask)) + 1
     for ids, mask in zip(np.split(sample.ids, edges), np.split(sample.mask, edges), strict=True):
         yield tokenizer.decode(ids), bool(mask[0])
 
 
 def show(tokenizer, sample: Sample, console: Console) -> None:
+    """Print one conversation, and how many of its tokens are learnt."""
     text = Text()
     for piece, learnt in runs(tokenizer, sample):
         if console.color_system:

@@ -88,9 +88,8 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
 
 
 def stored_drafter(path: str, target: Target):
-    """A checkpoint's drafter in the precision in which it is trained; `load_drafter` would take the target's."""
-    checkpoint = open_checkpoint(path)
-    return checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
+    """A checkpoint's drafter in the precision in which it is trained, where `load_drafter` takes the target's."""
+    return open_checkpoint(path).construct(target)
 
 
 def copy_weights(given, drafter, path: str) -> None:

@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--to", required=True, metavar="LAYOUT", help=", ".join(names))
     _paths(one)
     one = _command(commands, "export", "write a checkpoint as a server loads it")
-    one.add_argument("--for", dest="server", required=True, choices=sorted(SERVERS))
+    one.add_argument("--for", dest="server", required=True, choices=SERVERS)
     _paths(one)
     return p
 

@@ -1,4 +1,4 @@
-"""The engine takes the kernels where it should, and says the same with them."""
+"""The engine uses the kernels where it should, and its text is the same with them."""
 
 import subprocess
 import sys
@@ -105,7 +105,7 @@ def test_nothing_is_imported_before_it_is_needed():
 
 
 def test_without_triton_torch_is_taken_and_said_so():
-    """A machine with a GPU and no Triton, played by a tensor that says it is there."""
+    """A tensor that claims to be on a GPU stands for a machine with a GPU and no Triton."""
     code = """
 import sys, warnings
 sys.modules["triton"] = None  # an import fails

@@ -23,7 +23,7 @@ class DraftModel(Drafter):
 
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
         super().__init__()
-        self.model, self.vocab = model, vocab or DraftVocab(model.config.vocab)
+        self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
 
     @property
     def capturable(self) -> bool:
@@ -79,20 +79,20 @@ def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None =
     if path is None:
         raise ValueError("a draft model is a checkpoint of its own: give its folder or hub name as `path`")
     folder = resolve(path)
-    weight, tokenizer = target.embed.weight, target.tokenizer
+    tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
-    model = load_target(folder, device=str(weight.device), tokenizer=compare)
-    if model.config.vocab != target.config.vocab:
+    model = load_target(folder, device=str(target.device), tokenizer=compare)
+    if model.vocab != target.vocab:
         raise ValueError(
-            f"{path}: the draft model has a vocabulary of {model.config.vocab}, the target one of "
-            f"{target.config.vocab}; they must be the same"
+            f"{path}: the draft model has a vocabulary of {model.vocab}, the target one of "
+            f"{target.vocab}; they must be the same"
         )
     if compare and model.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{path}: the draft model's tokenizer names tokens differently from the target's; take a model of the "
             "target's family"
         )
-    return DraftModel(model.to(weight), vocab).eval()
+    return DraftModel(model.to(target.dtype), vocab).eval()
 
 
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:

@@ -159,7 +159,7 @@ def create(
     layers = target.config.layers
     taps = spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
     check_taps(taps, layers)
-    vocab = vocab or DraftVocab(target.config.vocab)
+    vocab = vocab or DraftVocab(target.vocab)
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
     start(drafter, target, init)
     if not train_head:

@@ -58,7 +58,7 @@ def start(drafter: nn.Module, target, init: str) -> None:
     token before (`start_from`), 'random' leaves it at that. Parameters are fp32 whatever the target is."""
     if init not in ("target", "random"):
         raise ValueError(f"init must be 'target' or 'random', got {init!r}")
-    drafter.to(target.embed.weight.device)
+    drafter.to(target.device)
     with torch.no_grad():
         for module in drafter.modules():
             if isinstance(module, nn.Linear):

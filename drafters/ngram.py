@@ -95,7 +95,7 @@ class NGram(Drafter):
 
 def create(target, *, vocab: DraftVocab | None = None, **settings) -> NGram:
     """An n-gram drafter for the target's tokens, with the settings of `NGram`."""
-    return NGram(vocab or DraftVocab(target.config.vocab), **settings)
+    return NGram(vocab or DraftVocab(target.vocab), **settings)
 
 
 def from_name(name: str, target) -> NGram | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from specdec.cli.files import write_whole
+from specdec.cli.files import write_text, write_whole
 
 
 def console(width: int) -> Console:
@@ -17,8 +17,7 @@ def console(width: int) -> Console:
 
 def write_json(path: Path, content: object) -> None:
     """Write a file of indented JSON, whole or not at all."""
-    text = json.dumps(content, indent=1) + "\n"
-    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     result = {
         "points": [asdict(p) for p in points],
-        "settings": settings | {"dtype": str(target.embed.weight.dtype).removeprefix("torch.")},
+        "settings": settings | {"dtype": str(target.dtype).removeprefix("torch.")},
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

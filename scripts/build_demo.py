@@ -21,11 +21,11 @@ from transformers import LlamaConfig
 from drafters.formats import save_drafter
 from specdec.api import generate, load_drafter, load_target, make_tree
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import output_folder
+from specdec.cli.files import output_folder, write_text
 from specdec.text import read_prompts
 from specdec.types import Sampling
 from training.data import Message, read_conversations
-from training.pretrain import pack, pretrain, train_tokenizer
+from training.pretrain import pack, pretrain, save_target, train_tokenizer
 from training.regenerate import encode, regenerate
 
 SEED = 0
@@ -79,11 +79,7 @@ def build_target(args: argparse.Namespace, folder: Path) -> None:
         seed=SEED,
         checkpoint=folder.parent / "pretrain.pt",
     )
-    aside = folder.with_name("target.partial")
-    model.to(torch.bfloat16).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    (aside / "report.json").write_text(json.dumps(report, indent=1))
-    aside.rename(folder)
+    save_target(model, tokenizer, folder, report=report)
 
 
 def build_answers(args: argparse.Namespace, folder: Path) -> None:
@@ -112,7 +108,7 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
             )
     rows = [line for name in ("greedy", "sampled") for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
     random.Random(SEED).shuffle(rows)
-    (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
+    write_text(folder / "all.jsonl", "".join(rows))
 
 
 def run_folder(work: Path, experiment: str) -> Path:
@@ -191,8 +187,8 @@ def publish(args: argparse.Namespace, work: Path) -> None:
         "drafters": drafters,
         "mebibytes": round(size, 1),
     }
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "README.md").write_text(card(args, report))
+    write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
+    write_text(out / "README.md", card(args, report))
     print(json.dumps(report))
 
 

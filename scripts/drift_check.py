@@ -69,7 +69,7 @@ def make_engine(target: Target, draft: str, speculative: bool) -> Engine:
 
 
 def draw_case(args: argparse.Namespace, target: Target, number: int) -> Case:
-    return Case.draw(args.seed, number, target.config.vocab, args.prompt_tokens, args.new_tokens)
+    return Case.draw(args.seed, number, target.vocab, args.prompt_tokens, args.new_tokens)
 
 
 def decode_alone(args: argparse.Namespace, number: int) -> str:
@@ -106,7 +106,7 @@ def main() -> None:
             bar.update()
     growth = Growth.of(marks)
     flat = growth.bytes <= args.allow_mib * MIB and growth.objects <= args.allow_objects
-    result = header(target.embed.weight.device, machine(target.embed.weight.device)) | {
+    result = header(target.device, machine(target.device)) | {
         "ok": flat and not other and not strange,
         "generations": args.generations,
         "equal_to_a_new_engine": args.generations - len(other),

@@ -13,7 +13,6 @@ import random
 import time
 from pathlib import Path
 
-import torch
 from build_demo import SEED, split
 from transformers import LlamaConfig
 
@@ -21,7 +20,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_whole
 from specdec.model.checkpoint import check_device
 from training.data import Message
-from training.pretrain import pack, pretrain, train_tokenizer
+from training.pretrain import pack, pretrain, save_target, train_tokenizer
 
 HEAD = 64  # head size
 TRAINED_BY = 0.85  # of the time; the rest is for measuring and saving
@@ -85,10 +84,7 @@ def train(args: argparse.Namespace) -> dict:
         device=args.device,
         seconds=left,
     )
-    aside = args.out / "target.partial"
-    model.to(torch.bfloat16).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    aside.rename(args.out / "target")
+    save_target(model, tokenizer, args.out / "target")
     return report | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_in_data": data.numel(),

@@ -221,13 +221,13 @@ def run(config: DictConfig) -> None:
     how = {"graphs": False, "compact": False}  # of graphs the parts could not be told apart; the batch stays whole
     engines = {None: Engine(target, **how)}
     engines |= {s: Engine(target, drafter, s.tree(), SimulatedTau(tau), **how) for s in trees}
-    prompt = random_prompts(target.config.vocab, 1, settings["seed"])(0, settings["context"])[0]
+    prompt = random_prompts(target.vocab, 1, settings["seed"])(0, settings["context"])[0]
     ceiling = bandwidth(device)
     plain, points = time_grid(engines, prompt, settings["repeats"])
     token, rows = sum(plain.seconds.values()), rows_of(plain, points, tau)
     best = min(rows, key=lambda row: row.seconds)
     real = run_for_real(target, drafter, best.setting, prompt, settings)
-    title = f"{MARK} tau {tau:g}: {target.name}, {str(target.embed.weight.dtype).removeprefix('torch.')}, {device}"
+    title = f"{MARK} tau {tau:g}: {target.name}, {str(target.dtype).removeprefix('torch.')}, {device}"
     result = {"benchmark": title, "simulated": True, **header(device, machine(device)), "settings": settings}
     result |= {"plain_ms": 1e3 * token, "bandwidth_bytes_per_second": ceiling, "best": as_json(best), "real": real}
     result["plain_bytes"] = read_bytes(target, plain.context)

@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     print_table(rows, f"tokens/s on {len(checking)} prompts; tuned on {len(tuning)} others: {tuned.verdict}")
     content = result | {
         "rows": rows, "fit_error": statistics.median(costs.errors()), "prompts": [len(tuning), len(checking)], **how,
-        "machine": machine(target.embed.weight.device), "versions": versions(),
+        "machine": machine(target.device), "versions": versions(),
     }  # fmt: skip
     write_whole(args.out, lambda aside: aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
     print(json.dumps(result))

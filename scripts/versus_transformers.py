@@ -51,7 +51,7 @@ class Transformers:
         self.target, self.setting = target, setting
         self.how = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
         model = AutoModelForCausalLM.from_pretrained(target.name, dtype=dtype, attn_implementation=attention)
-        self.model = model.eval().to(target.embed.weight.device)
+        self.model = model.eval().to(target.device)
         if compiled:
             self.model.forward = torch.compile(self.model.forward)
 
@@ -200,7 +200,7 @@ def main() -> None:
             how["dtype"] = DTYPES[args.draft_dtype]
         drafter = load_drafter(draft, target, **how)
         runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
-    ceiling = bandwidth and bandwidth(target.embed.weight.device)
+    ceiling = bandwidth and bandwidth(target.device)
     texts, seconds = run_in_turn(runs, prompts, args)
     out = report(args, runs, texts, seconds)
     if ceiling:

@@ -14,8 +14,7 @@ from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
 from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier, sample_and_match
-from trees import Chain, DynamicTree, SampledTree
-from trees.static import load_tree
+from trees.spec import TreeSpec, load_tree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
@@ -63,21 +62,9 @@ class Generation:
 def make_tree(
     topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None, sample_draft: bool = False
 ) -> TreePolicy:
-    """The tree policy of SGLang's three words; topk 1 is a chain, whose num_draft_tokens is steps + 1.
-
-    With `sample_draft` the children are drawn: topk chains from different first tokens, topk * steps + 1 tokens.
-    """
-    if min(topk, steps) < 1:
-        raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
-    if topk == 1 or sample_draft:
-        nodes, shape = topk * steps + 1, "a chain of steps + 1" if topk == 1 else f"{topk} chains of topk * steps + 1"
-        if num_draft_tokens not in (None, nodes):
-            drawn = " drawn from the drafter" if sample_draft else ""
-            raise ValueError(f"with topk {topk} the tree{drawn} is {shape} = {nodes} tokens, not {num_draft_tokens}")
-        return SampledTree([topk] + [1] * (steps - 1)) if sample_draft else Chain(steps)
-    if num_draft_tokens is None:
-        num_draft_tokens = min(16, DynamicTree.candidates(topk, steps) + 1)
-    return DynamicTree(topk, steps, num_draft_tokens)
+    """The tree policy of SGLang's three words: `TreeSpec.of`, built. topk 1 is a chain, whose num_draft_tokens is
+    steps + 1. With `sample_draft` the children are drawn: topk chains from different first tokens."""
+    return TreeSpec.of(topk, steps, num_draft_tokens, sample_draft).build()
 
 
 def generate(
@@ -154,6 +141,7 @@ __all__ = [
     "DEMO_TARGET",
     "Generation",
     "Sampling",
+    "TreeSpec",
     "answer",
     "generate",
     "load_drafter",

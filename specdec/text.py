@@ -76,7 +76,7 @@ class TextStream:
         self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
         self.chunk = 0  # where the newest chunk that was given out whole ends
         self.given = 0  # characters of the text from `start` that have been given out
-        self.frozen = ""  # final, but perhaps the beginning of a stop string
+        self.held = ""  # final, but perhaps the beginning of a stop string
         self.stopped = False
 
     def feed(self, ids: list[int]) -> str:
@@ -92,7 +92,7 @@ class TextStream:
 
     def end(self) -> str:
         """What was held back: nothing more is to come."""
-        return self._until_stop(self._decode()[self.given :]) + self.frozen
+        return self._until_stop(self._decode()[self.given :]) + self.held
 
     def _decode(self) -> str:
         return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
@@ -102,14 +102,14 @@ class TextStream:
             return ""
         if not self.stops:
             return new
-        text = self.frozen + new
+        text = self.held + new
         cut = cut_at_stop(text, self.stops)
-        self.stopped, self.frozen = len(cut) < len(text), ""
+        self.stopped, self.held = len(cut) < len(text), ""
         if self.stopped:
             return cut
         most = min(len(text), max(map(len, self.stops)) - 1)
         length = next((n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
-        self.frozen = text[len(text) - length :]
+        self.held = text[len(text) - length :]
         return text[: len(text) - length]
 
 

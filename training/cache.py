@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.hydra_entry import hydra_command
 from specdec.model.checkpoint import read_json
 from specdec.model.loader import load_target
@@ -39,7 +40,6 @@ from training.features.feature_cache import (
     wanted,
 )
 from training.features.online import online_features
-from training.loop.checkpoint import put_in_place
 from training.objectives.losses import pieces
 from training.objectives.truth import read_truth
 from training.train import all_settings, build_drafter
@@ -77,11 +77,8 @@ class CacheWriter:
             check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
             self.manifest = begun
             return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {folder}: {error.strerror}") from None
-        put_in_place(path, lambda aside: aside.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8"))
+        output_folder(folder)
+        write_text(path, json.dumps(self.manifest, indent=1) + "\n")
 
     def write(self) -> int:
         """Write the shards that are missing or damaged; returns how many that were."""
@@ -94,7 +91,7 @@ class CacheWriter:
                     # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
                     metadata = {"cache": f"{manifest_fingerprint(self.manifest)} {checksum(tensors)}"}
                     try:
-                        put_in_place(path, partial(save_file, tensors, metadata=metadata))
+                        write_whole(path, partial(save_file, tensors, metadata=metadata))
                     except ValueError as error:
                         raise ValueError(
                             f"{error}; {number} of {len(bounds)} shards are there, and the same command goes on"
@@ -187,7 +184,7 @@ def run(config: DictConfig) -> None:
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
-    autocast = settings.autocasting(target.embed.weight.device)
+    autocast = settings.autocasting(target.device)
     writer = CacheWriter(
         out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
     )

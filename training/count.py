@@ -21,11 +21,12 @@ from specdec.cli.files import write_whole
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import count_tokens, read_conversations, tokenise
+from training.loop.checkpoint import save_state
 
 
 def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
     """[V] how often each token stands in an answer of `data` or anywhere in `text`."""
-    vocab = target.config.vocab
+    vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:
         conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
@@ -51,7 +52,7 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 def write(ids: list[int], path: Path) -> None:
     def fill(aside: Path) -> None:
         if path.suffix == ".pt":
-            torch.save(ids, aside)
+            save_state(ids, aside)
         else:
             aside.write_text(json.dumps(ids) + "\n")
 
@@ -72,8 +73,8 @@ def main() -> None:
     if args.out.suffix not in (".json", ".pt"):
         raise ValueError(f"--out must end in .json or .pt, got {args.out}")
     target = load_target(args.target)
-    if not len(target.eos) < args.size <= target.config.vocab:
-        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.config.vocab}, got {args.size}")
+    if not len(target.eos) < args.size <= target.vocab:
+        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")
     counts = counts_of(target, args.data, args.text)
     ids = most_frequent(counts, args.size, target.eos)
     write(ids, args.out)

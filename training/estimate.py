@@ -153,7 +153,7 @@ class Measured:
 def measure(trainer: Trainer, largest: list[int]) -> Measured:
     """Take a step on the largest batch, to warm up and for the peak, and time the run's first ones. The trainer is of
     no use afterwards."""
-    data, device = trainer.data, trainer.target.embed.weight.device
+    data, device = trainer.data, trainer.target.device
     clock = Clock(device)
     clock.reset_peak()
     trainer._step([data.collate(largest)])
@@ -249,7 +249,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
         "on_policy": trainer.rollouts is not None,
         "free_disk": free_disk(trainer.out),
-        "free_memory": free_memory(trainer.target.embed.weight.device),
+        "free_memory": free_memory(trainer.target.device),
     }
 
 

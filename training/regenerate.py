@@ -105,7 +105,7 @@ def regenerate(
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
     batches = plan(prompts, batch_size, seed)
-    settings = {"target": target.name, "dtype": str(target.embed.weight.dtype), "max_new_tokens": max_new_tokens}
+    settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
     engine = Engine(target)
     with (

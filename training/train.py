@@ -17,14 +17,14 @@ from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import output_folder
+from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
 from training.features.feature_cache import Cache
 from training.features.online import online_features
-from training.loop.checkpoint import checkpoints, put_in_place
+from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
 from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.trainer import Trainer, meaning
@@ -32,7 +32,7 @@ from training.loop.trainer import Trainer, meaning
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
     """The `size` most frequent tokens of what is to be learnt; the whole vocabulary if size is null."""
-    vocab = target.config.vocab
+    vocab = target.vocab
     if size is None or size >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)
@@ -64,7 +64,7 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     given = stored_drafter(init_from, target) if init_from is not None else None
     if given is None:
         vocab = draft_vocabulary(size, samples, target)
-    elif given.vocab.size != (size or target.config.vocab):
+    elif given.vocab.size != (size or target.vocab):
         raise ValueError(
             f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
             f"set drafter.draft_vocab_size={given.vocab.size}"
@@ -112,9 +112,9 @@ def record(config: DictConfig, out: Path, resume: bool) -> None:
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
     text = head + OmegaConf.to_yaml(config, resolve=True)
-    put_in_place(out / "config.yaml", lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_text(out / "config.yaml", text)
     if not resume:
-        put_in_place(out / "log.jsonl", lambda aside: aside.write_text(""))
+        write_text(out / "log.jsonl", "")
 
 
 def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:

@@ -62,7 +62,7 @@ def measure_acceptance(
     as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
     prompts and outputs are token ids, row by row; all rows run as one batch.
     """
-    device = target.embed.weight.device
+    device = target.device
     rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     first, most, longest = (max(map(len, texts)) for texts in (prompts, outputs, rows))
     start = torch.tensor([len(prompt) for prompt in prompts], device=device)

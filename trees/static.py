@@ -1,14 +1,10 @@
 """Static trees: one shape for every round, given as paths of child ranks."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from yaml import YAMLError
 
 from specdec.contracts import Drafter, DraftState
 from specdec.types import DraftTree
@@ -129,22 +125,3 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
         line = [level.index(path[: depth + 1]) for depth, level in enumerate(above)] + [place]
         rows.append([at == own for level, own in zip(expanded, line, strict=True) for at in range(len(level))])
     return torch.tensor(rows)[None]
-
-
-def load_tree(path: str | os.PathLike) -> StaticTree:
-    """A static tree from a YAML or JSON file with a list `paths`, such as those of conf/tree and of
-    lab/replay/optimal_tree.py. Raises ValueError, one sentence, for anything else."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no such tree file: {path}")
-    try:
-        content = OmegaConf.load(file)
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from None
-    paths = OmegaConf.to_container(content).get("paths") if isinstance(content, DictConfig) else None
-    if not isinstance(paths, list):
-        raise ValueError(f"{path} holds no static tree: it has no list `paths`")
-    try:
-        return StaticTree(paths)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None

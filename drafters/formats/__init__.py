@@ -107,9 +107,9 @@ def load_drafter(
     drafter = checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
     drafter.conventions = checkpoint.conventions()
     if token_map is not None:
-        restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
+        restrict(drafter, read_token_map(Path(token_map), target.vocab).ids)
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval().requires_grad_(False)
+    drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
     return drafter
 
 

@@ -57,7 +57,7 @@ def answer(target, prompts: list[str], max_new_tokens: int, raw: bool = False) -
     """The target's own greedy answers."""
     ids = [encode_prompt(target, prompt, raw) for prompt in prompts]
     rows = Engine(target).generate(ids, max_new_tokens=max_new_tokens).rows
-    device = target.embed.weight.device
+    device = target.device
     return [Answer(torch.tensor(row.prompt + row.tokens, device=device), len(row.prompt)) for row in rows]
 
 
@@ -72,7 +72,7 @@ def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -
         except ValueError as error:
             outcomes.append(Outcome(reading.name, refused=str(error)))
             continue
-        drafter = drafter.to(target.embed.weight).eval()
+        drafter = drafter.to(target.device, target.dtype).eval()
         depth = min(steps, drafter.max_steps or steps)
         outcomes.append(_outcome(reading.name, [follow(drafter, target, a, depth) for a in answers]))
     for other in outcomes[1:]:

@@ -118,7 +118,7 @@ def _embedding(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> T
         return target.embed.weight
     if "embed_tokens.weight" not in tensors:
         raise ValueError(f"{name}: a drafter narrower or wider than the target needs embed_tokens.weight of its own")
-    return tensors["embed_tokens.weight"].to(target.embed.weight)
+    return tensors["embed_tokens.weight"].to(target.device, target.dtype)
 
 
 def expected(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:

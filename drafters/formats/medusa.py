@@ -50,7 +50,7 @@ def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Me
     check_target(meaning.shape.hidden, meaning.vocab or wanted.vocab, target, name)
     tap = wanted.layers if meaning.tap is None else meaning.tap
     vocab = DraftVocab(wanted.vocab, read_ids(tensors))
-    with target.embed.weight.device:
+    with target.device:
         drafter = Medusa(meaning.shape, tap, vocab, target.head.weight)
     fill(parameters(drafter), tensors, name, TITLE, aside=("draft_ids",))
     return drafter

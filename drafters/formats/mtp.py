@@ -77,7 +77,7 @@ def construct(meaning: MtpMeaning, tensors: Tensors, target, name: str) -> Mtp:
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
-    with target.embed.weight.device:
+    with target.device:
         drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
     fill(parameters(drafter), tensors, name, "an MTP head", aside=("draft_ids",))
     return drafter

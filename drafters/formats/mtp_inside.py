@@ -86,7 +86,7 @@ def build(config: dict, tensors: dict[str, Tensor], target, name: str, feedback:
     )
     experts = _experts(config, tensors, first)
     mlp = (lambda: MoE(shape.hidden, experts)) if experts else None
-    vocab = DraftVocab(target.config.vocab)
+    vocab = DraftVocab(target.vocab)
     drafter = Mtp(
         shape, layers, vocab, target.embed.weight, target.head.weight, heads=len(prefixes), forward=how, mlp=mlp
     )

@@ -32,8 +32,8 @@ def construct(meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> nn
     """A drafter, made anew by its recipe, refused unless every tensor fits."""
     config = meaning.config
     recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
-    if vocab != target.config.vocab:
-        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.config.vocab}")
+    if vocab != target.vocab:
+        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.vocab}")
     if config.get("hidden_size") != target.config.hidden:
         raise ValueError(
             f"{name}: the drafter's hidden size is {config.get('hidden_size')}, the target's is {target.config.hidden}"

@@ -173,13 +173,13 @@ class Bench:
     def _trial(self, name: str, configuration: Configuration, sampling: Sampling, trial: int, row: dict) -> list[Run]:
         self.progress(f"{configuration.name}: {name}, trial {trial + 1} of {self.trials}")
         runs = []
-        with Peak(self.target.embed.weight.device) as peak:
+        with Peak(self.target.device) as peak:
             for prompt in self.prompts(trial, configuration.prompt):
                 runs.append(self.made[name](prompt, configuration.new, sampling, self.seed + trial))
         for run in runs:
             if len(run.tokens) != configuration.new:
                 raise ValueError(f"it made {len(run.tokens)} tokens instead of {configuration.new}")
-        on_gpu = self.target.embed.weight.is_cuda
+        on_gpu = self.target.device.type == "cuda"
         row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (self.made[name].weights if on_gpu else 0))
         row["trials"] += 1
         return runs

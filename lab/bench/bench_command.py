@@ -47,7 +47,7 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
 
 def make_contenders(settings: dict, target, make_drafter) -> dict:
     """How to make each contender that the suite names."""
-    weight, shape = target.embed.weight, settings.get("shape")
+    shape = settings.get("shape")
     verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
     tree = make_tree(settings["topk"], settings["steps"], settings["num_draft_tokens"])
     if isinstance(verifier, SimulatedTau):
@@ -56,13 +56,13 @@ def make_contenders(settings: dict, target, make_drafter) -> dict:
     @cache
     def model() -> torch.nn.Module:
         if shape is not None:
-            return random_transformers(shape["config"], weight.dtype, weight.device)
+            return random_transformers(shape["config"], target.dtype, target.device)
         return of_checkpoint(target.name)
 
     def of_checkpoint(path: str) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(path, dtype=weight.dtype).to(weight.device).eval()
+        return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
 
     def speculative() -> Contender:
         return Ours(target, make_drafter(), tree, verifier)
@@ -82,7 +82,7 @@ def make_prompts(settings: dict, target):
     if not isinstance(questions, int) or questions < 1:
         raise ValueError(f"questions must be at least 1, got {questions}")
     if settings.get("shape") is not None:
-        return random_prompts(target.config.vocab, questions, settings["seed"])
+        return random_prompts(target.vocab, questions, settings["seed"])
     if settings["prompts"] is None:
         raise ValueError("trained weights need text to decode: give prompts=FILE, or a shape= with random weights")
     texts = read_prompts(Path(settings["prompts"]))
@@ -92,8 +92,8 @@ def make_prompts(settings: dict, target):
 def title_of(settings: dict, target) -> str:
     words = [
         Path(target.name).name,
-        str(target.embed.weight.dtype).removeprefix("torch."),
-        str(target.embed.weight.device),
+        str(target.dtype).removeprefix("torch."),
+        str(target.device),
     ]
     if settings["simulate_tau"] is not None:
         words.insert(0, f"{MARK} tau {settings['simulate_tau']:g}")

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_text
 from specdec.model.attention import ancestor_words, attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
@@ -265,9 +266,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a GPU, and torch sees none here")
     result = rounded(benchmark(args.nodes, args.context, args.trials))
-    aside = args.out.with_suffix(".part")
-    aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    aside.replace(args.out)
+    write_text(args.out, json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
 
 

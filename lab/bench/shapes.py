@@ -38,10 +38,10 @@ def random_target(config: dict, name: str, dtype: torch.dtype, device: torch.dev
 def random_head(target: Target, draft_vocab_size: int | None = None, seed: int = 0, **settings) -> nn.Module:
     """An EAGLE-3 head for a target, in its dtype and on its device; `settings` are those of `eagle3.create`."""
     torch.manual_seed(seed)
-    vocab = target.config.vocab
+    vocab = target.vocab
     ids = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, vocab))
     drafter = eagle3.create(target, vocab=DraftVocab(vocab, ids), init="random", **settings)
-    drafter.bfloat16().to(target.embed.weight).eval().requires_grad_(False)
+    drafter.bfloat16().to(target.device, target.dtype).eval().requires_grad_(False)
     return drafter
 
 

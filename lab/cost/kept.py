@@ -16,7 +16,7 @@ from lab.cost.model import CostModel
 from lab.cost.rounds import RoundCost, measure_rounds
 from lab.cost.settings import Setting
 from lab.machine import machine
-from specdec.cli.files import output_folder, write_whole
+from specdec.cli.files import output_folder, write_text
 from specdec.engine.recorder import versions
 
 CODE = ("specdec", "drafters", "trees", "lab/cost")  # folders with the code whose time is measured, and what measures it
@@ -36,7 +36,7 @@ def identity(target, drafter, **how) -> dict:
     trees = [Path(s.file).read_text(encoding="utf-8") for s in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": dict(drafter.conventions), **shapes}
     return {
-        "machine": machine(target.embed.weight.device),
+        "machine": machine(target.device),
         "versions": versions(),
         "source": source.hexdigest(),
         "pair": hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest(),
@@ -53,8 +53,7 @@ def cache_file(who: dict) -> Path:
 def save_costs(points: Sequence[RoundCost], file: Path, who: dict) -> None:
     content = {"identity": who, "points": [asdict(point) for point in points]}
     output_folder(file.parent)
-    text = json.dumps(content, indent=1, default=str) + "\n"
-    write_whole(file, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_text(file, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def load_costs(file: Path) -> list[RoundCost]:

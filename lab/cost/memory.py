@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from specdec.model import cpu_linear as products
+from specdec.model.cpu_linear import bytes_read
 
 CPU_BYTES, GPU_BYTES = 1 << 28, 1 << 30
 
@@ -52,13 +52,13 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
     packed: count weights as this engine reads them after packing (`specdec.model.cpu_linear`), not as they are held."""
     config, table = target.config, target.embed.weight
-    read = {id(p): products.bytes_read(p) if packed else p.nbytes for p in target.parameters()}
+    read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
         del read[id(table)]
-    weights, item = sum(read.values()), table.element_size()
     sliding = config.sliding or (False,) * config.layers
     seen = sum(min(context, config.window) if slides else context for slides in sliding)
-    return weights + 2 * seen * config.kv_heads * config.head_dim * item
+    kv_heads, head_dim = target.cache_shape
+    return sum(read.values()) + 2 * seen * kv_heads * head_dim * target.dtype.itemsize
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:

@@ -160,7 +160,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     told = ("max_new_tokens", "batch_size", "temperature")
     report = report_of(tuned) | {
         "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
-        "machine": machine(target.embed.weight.device),
+        "machine": machine(target.device),
         "versions": versions(),
     }
     setting, models = tuned.best[0].setting, model_entries(args)

@@ -84,7 +84,7 @@ class GreedyProver:
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if position is None:  # one text ends where the other goes on
             position = min(len(plain), len(tokens)) - 1
-        prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.embed.weight.device)
+        prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.device)
         coarse = self.target(prefix, None)[0][0, -1]
         fine = self._reference()(prefix, None)[0][0, -1]
         a, b = plain[position], tokens[position]
@@ -101,6 +101,6 @@ class GreedyProver:
     def _reference(self) -> Target:
         """The target in a finer dtype; made at the first mismatch, as most proofs need none."""
         if self._finer is None:
-            dtype = self.target.embed.weight.dtype
+            dtype = self.target.dtype
             self._finer = copy.deepcopy(self.target).to(FINER.get(dtype, torch.float64))
         return self._finer

@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     questions = read_prompts(args.prompt_file) if args.prompt_file else PROMPTS
     prompts = [encode_prompt(target, question) for question in questions[: args.limit]]
     proof = prove(target, drafters, prompts, args)
-    dtype = str(target.embed.weight.dtype).removeprefix("torch.")
+    dtype = str(target.dtype).removeprefix("torch.")
     told = f"Target {target.name}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
     if args.out is not None:
         write_whole(args.out, lambda aside: aside.write_text(markdown(proof, told), encoding="utf-8"))

@@ -53,7 +53,7 @@ def prove_sampled(
 
 @torch.inference_mode()
 def _places(target: Target, row: Row, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
-    text = torch.tensor([row.prompt + row.tokens], device=target.embed.weight.device)
+    text = torch.tensor([row.prompt + row.tokens], device=target.device)
     logits = target(text, None)[0][0, len(row.prompt) - 1 : -1].float().cpu()
     tokens = torch.tensor(row.tokens)[:, None]
     p = filtered_probs(logits, sampling)

@@ -77,7 +77,7 @@ class DraftingAlong:
         eos: frozenset[int],
     ):
         self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
-        self.drafter, self.topks, self.device = drafters[""], topks, target.embed.weight.device
+        self.drafter, self.topks, self.device = drafters[""], topks, target.device
         self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
         roots = sum(text.roots for text in texts)
         greedy = sampling.greedy

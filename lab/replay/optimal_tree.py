@@ -11,6 +11,7 @@ from pathlib import Path
 
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_text
 from specdec.text import read_prompts
 from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
@@ -69,10 +70,7 @@ def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:
     """A file for `--tree`, which is one for conf/tree too."""
     lines = [f"# {comment}", "_target_: trees.StaticTree", "paths:"]
     lines += [f"  - {list(path)}" for path in sorted(paths, key=lambda path: (len(path), path))]
-    try:
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {file}: {error.strerror}") from None
+    write_text(file, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

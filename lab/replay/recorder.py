@@ -52,7 +52,7 @@ def record(
     Raises ValueError for what does not fit.
     """
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
-    drafters = _drafters(drafter, vocabularies or {}, target.embed.weight.device)
+    drafters = _drafters(drafter, vocabularies or {}, target.device)
     _check(target, drafters, prompts, topks, steps, sampling)
     prompts = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if outputs is None:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec.model.checkpoint import read_json, replace_folder
+from specdec.cli.files import replace_folder
+from specdec.model.checkpoint import read_json
 from specdec.types import Sampling
 from trees.dynamic import Pool
 

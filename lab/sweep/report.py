@@ -23,7 +23,7 @@ from lab.sweep.figures import best, drafters, shape
 from lab.sweep.gallery import best_tree_svg, round_svg
 from lab.sweep.store import groups
 from specdec import __version__
-from specdec.cli.files import write_whole
+from specdec.cli.files import output_folder, write_text, write_whole
 
 REPORT, FIGURES = "report.html", "figures"
 COLUMNS = {  # of the table of points: heading -> is it a number?
@@ -181,7 +181,7 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
     }
     letters = set(template.render(values, font="", bold=""))
     html = template.render(values, font=_font("DejaVuSans", letters), bold=_font("DejaVuSans-Bold", letters))
-    write_whole(out / REPORT, lambda aside: aside.write_text(html, encoding="utf-8"))
+    write_text(out / REPORT, html)
     return out / REPORT
 
 
@@ -212,11 +212,7 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
         if made is None:
             continue
         svg, png = made
-        file = out / FIGURES / f"{number}-{name}.png"
-        try:
-            file.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {file.parent}: {error.strerror}") from None
+        file = output_folder(out / FIGURES) / f"{number}-{name}.png"
         write_whole(file, lambda aside, png=png: aside.write_bytes(png))
         drawn.append(Drawn(title, Markup(svg), caption))
     return drawn

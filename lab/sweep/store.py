@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lab.sweep.points import Point, code_version
-from specdec.cli.files import write_whole
+from specdec.cli.files import replace_folder, write_whole
 from specdec.engine.recorder import Recorder, write_trace
-from specdec.model.checkpoint import read_json, replace_folder
+from specdec.model.checkpoint import read_json
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"

@@ -52,7 +52,6 @@ class Sweep:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self.raw, self.template = template_settings(self.target, self.raw, self.thinking)
-        weight = self.target.embed.weight
         self.common = {
             "target": self.target_identity,
             "benchmark": self.benchmark.digest(),
@@ -62,8 +61,8 @@ class Sweep:
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
             "seed": self.seed,
-            "dtype": str(weight.dtype).removeprefix("torch."),
-            "device": weight.device.type,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "device": self.target.device.type,
             "resamples": self.resamples,
             "code": code_version(),
         }

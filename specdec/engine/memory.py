@@ -47,20 +47,20 @@ class Plan:
 
 def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Request, graphs: bool = False) -> Plan:
     """The memory of a request on this pair. `request.room` already is what caches are made for."""
-    batch, width = request.batch, target.embed.weight.element_size()
+    batch, width = request.batch, target.dtype.itemsize
     path, nodes = (policy.steps + 1, policy.num_draft_tokens) if policy else (1, 1)
-    vocab = target.config.vocab
+    vocab = target.vocab
     slots = request.room + path + nodes
     draft_cache = 0
     if drafter is not None:
         draft_cache = drafter.cache_bytes(batch, request.room + path + max(path, policy.draft_slots()))
     # Tables of positions, of the target's kinds of layers and the drafter's.
-    small = SMALL + 3 * 2 * slots * target.config.head_dim * width
+    small = SMALL + 3 * 2 * slots * target.cache_shape[1] * width
     prefill = small + _layers(target, drafter, batch * request.prompt) + batch * vocab * (width + VERIFY)
     if not isinstance(target, Target):  # masks of its own, which the causal prefill of ours does without
         prefill += batch * request.prompt**2 * (8 + 2 * width)
     # A mask for each query head and slot, and once more as what is added to scores.
-    masks = batch * nodes * slots * target.config.heads * (1 + width)
+    masks = batch * nodes * slots * target.query_heads * (1 + width)
     each = width + (0 if request.greedy else VERIFY) + (PENALTIES if request.penalised else 0)
     drafting = 0
     if policy is not None:
@@ -86,8 +86,9 @@ def _layers(target, drafter: Drafter | None, positions: int) -> int:
     Of a layer: its input and norms, some in fp32; rows of q, k and v before and after the rotation, which makes three
     tensors of its own; both halves of the MLP and their product. Of all layers together: the tapped states, and those
     states side by side."""
-    config, width = target.config, target.embed.weight.element_size()
-    heads = (config.heads + 2 * config.kv_heads) * config.head_dim
+    config, width = target.config, target.dtype.itemsize
+    kv_heads, head_dim = target.cache_shape
+    heads = (target.query_heads + 2 * kv_heads) * head_dim
     taps = len(drafter.taps) if drafter is not None else 0
     layer = width * (8 * config.hidden + 6 * heads + 5 * config.intermediate) + 8 * config.hidden
     states = width * 4 * taps * config.hidden

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec import __version__
+from specdec.cli.files import check_replaceable, replace_folder
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import RoundReport, Row
 from specdec.engine.trace import RowTrace
-from specdec.model.checkpoint import check_replaceable, read_json, replace_folder
+from specdec.model.checkpoint import read_json
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
 from specdec.verify.walk import of_parent
@@ -191,8 +192,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBa
 
 def describe(target, drafter: Drafter | None, tree: TreePolicy | None, verifier: Verifier) -> dict:
     """What the pieces of an engine are, as settings of a trace."""
-    weight = target.embed.weight
-    settings = {"target": target.name, "dtype": str(weight.dtype), "device": str(weight.device)}
+    settings = {"target": target.name, "dtype": str(target.dtype), "device": str(target.device)}
     if drafter is None:
         return settings
     shape = {"steps": tree.steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}

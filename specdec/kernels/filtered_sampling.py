@@ -153,17 +153,17 @@ def _sample(
     cut, best, winner = low, -float("inf"), 0
     if TOP_K or TOP_P:
         if TOP_K:
-            max_len = tl.where(top_k <= WIDTH, _kth_largest(highest, top_k, peak), -float("inf"))
+            bound = tl.where(top_k <= WIDTH, _kth_largest(highest, top_k, peak), -float("inf"))
         else:
-            max_len = peak + tl.log(mass) + log_tail
-        held = _list(logits, scores, ids, vocab, temperature, max_len, WIDTH)
+            bound = peak + tl.log(mass) + log_tail
+        held = _list(logits, scores, ids, vocab, temperature, bound, WIDTH)
         tl.debug_barrier()  # from here on every thread reads what all have written
         if TOP_K:
-            max_len = _threshold(scores, held, peak, top_k, max_len, False, WIDTH)
-            mass = _count_or_mass(scores, max_len, held, peak, True, WIDTH)
+            bound = _threshold(scores, held, peak, top_k, bound, False, WIDTH)
+            mass = _count_or_mass(scores, bound, held, peak, True, WIDTH)
         if TOP_P:
-            max_len = _threshold(scores, held, peak, top_p * mass, max_len, True, WIDTH)
-        cut = tl.maximum(low, max_len)
+            bound = _threshold(scores, held, peak, top_p * mass, bound, True, WIDTH)
+        cut = tl.maximum(low, bound)
         for first in range(0, held, WIDTH):
             place = first + lanes
             x = tl.load(scores + place, mask=place < held, other=-float("inf"))

@@ -7,8 +7,7 @@ torch's restricted unpickler only, which makes tensors and plain values and runs
 import json
 import os
 import pickle
-import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from specdec.cli.files import replace_folder
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -234,32 +235,3 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     replace_folder(Path(folder), fill, ("config.json", "model.safetensors"), "a drafter")
-
-
-def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
-    """Raise ValueError if the folder holds anything but these files, those of `kind` ('a drafter')."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose a folder to write to")
-    others = sorted(p.name for p in folder.glob("*") if p.name not in files)
-    if others:
-        raise ValueError(f"{folder} holds {others[0]}, which is not of {kind}; choose another folder to write to")
-
-
-def replace_folder(folder: Path, fill: Callable[[Path], None], files: Collection[str], kind: str) -> None:
-    """Let `fill` write `files` into a folder beside, and put that in place when it is whole. Raises ValueError if it
-    cannot be written, or stands where other files would be lost."""
-    check_replaceable(folder, files, kind)
-    aside, old = folder.with_name(folder.name + ".partial"), folder.with_name(folder.name + ".old")
-    try:
-        for leftover in (aside, old):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        aside.mkdir(parents=True)
-        fill(aside)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise ValueError(f"cannot write {folder}: {getattr(error, 'strerror', None) or error}") from None

@@ -115,6 +115,22 @@ class TransformersTarget(nn.Module):
     def head(self) -> nn.Module:
         return self.model.get_output_embeddings()
 
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.weight.dtype
+
+    @property
+    def vocab(self) -> int:
+        return self.config.vocab
+
+    @property
+    def query_heads(self) -> int:
+        return self.config.heads
+
     def final_scale(self) -> Tensor:
         """Root mean square of the last hidden state, measured once on a few tokens."""
         return self._final_scale
@@ -123,7 +139,7 @@ class TransformersTarget(nn.Module):
     def _probe(self, text: PretrainedConfig) -> None:
         """Learn the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""
         cache = DynamicCache()
-        ids = torch.tensor([[0, 1]], device=self.embed.weight.device)
+        ids = torch.tensor([[0, 1]], device=self.device)
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
         shapes = {(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in cache.layers if x.is_initialized}
         last = out.hidden_states[-1]
@@ -154,7 +170,7 @@ class TransformersTarget(nn.Module):
     def check(self) -> None:
         """Raise ValueError unless a tree over rows of two lengths, and a token after part of it was committed, get the
         logits that the plain texts get from the model. This takes a few forwards of a few tokens."""
-        device, family = self.embed.weight.device, self.model.config.model_type
+        device, family = self.device, self.model.config.model_type
         ids = (torch.arange(16, device=device) * 31 + 7).remainder(self.config.vocab).view(2, 8)
         prompts, nodes, lens = ids[:, :4], ids[:, 4:], torch.tensor([4, 2], device=device)
         parents = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
@@ -175,7 +191,7 @@ class TransformersTarget(nn.Module):
             difference = (torch.stack([tree[row, 1], tree[row, 3], after[row, 0]]).float() - expected).abs().max()
             # Room for rounding, in parts of what the logits span; a mask or a position that is not heeded shows more,
             # and NaN is no more exact than a large number.
-            tolerance = 1e-3 if self.embed.weight.dtype == torch.float32 else 0.1
+            tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
             if not difference <= tolerance * (expected.max() - expected.min()):
                 raise ValueError(
                     f"model family {family!r} cannot verify trees: its logits in a tree differ from the plain text's "
@@ -239,7 +255,7 @@ class TransformersTarget(nn.Module):
 
     def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Tensor | dict[str, Tensor]:
         """What is added to the products of queries and keys, [B,1,N,slots]; by type of layer if there are several."""
-        seen, dtype = tree_mask(lens, ancestors, slots), self.embed.weight.dtype
+        seen, dtype = tree_mask(lens, ancestors, slots), self.dtype
         masks = {}
         for kind, window in self.windows.items():
             mask = seen if window is None else seen & window_mask(lens, depth, slots, window)

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
     """Hugging Face names of the Llama layout, which all native families share."""
     config = target.config
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
     if not config.tied:
         out |= whole(target.head, "lm_head")
     for i, block in enumerate(target.blocks):
         at = f"model.layers.{i}"
-        attention = block.attention
+        attention, mlp = block.attention, block.mlp
+        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         out |= fused(attention.qkv, [f"{at}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
         out |= whole(attention.o, f"{at}.self_attn.o_proj")
         if config.qk_norm:
@@ -47,8 +47,8 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
             out |= whole(block.mlp_norm, f"{at}.post_feedforward_layernorm")
         else:
             out |= whole(block.post_norm, f"{at}.post_attention_layernorm")
-        out |= fused(block.mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [config.intermediate] * 2)
-        out |= whole(block.mlp.down, f"{at}.mlp.down_proj")
+        out |= fused(mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [mlp.down.in_features] * 2)
+        out |= whole(mlp.down, f"{at}.mlp.down_proj")
     return out
 
 

@@ -130,6 +130,30 @@ class Target(nn.Module):
         self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
 
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def vocab(self) -> int:
+        """V, the number of tokens."""
+        return self.config.vocab
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of a layer, as its module has them."""
+        return self.blocks[0].attention.heads
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(K, Dh) of a layer's keys and values, as its module has them."""
+        attention = self.blocks[0].attention
+        return attention.kv_heads, attention.head_dim
+
     def bind(self) -> None:
         """Bind every part to its present weights: see `layers.Freezable`."""
         blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
@@ -138,7 +162,7 @@ class Target(nn.Module):
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
         if self.config.embed_scale is None:
             return self.embed
-        scale = torch.tensor(self.config.embed_scale).to(self.embed.weight)  # rounded as transformers does
+        scale = torch.tensor(self.config.embed_scale).to(self.device, self.dtype)  # rounded as transformers does
         return lambda tokens: self.embed(tokens) * scale
 
     def _bind_head(self) -> Callable[[Tensor], Tensor]:
@@ -157,16 +181,14 @@ class Target(nn.Module):
 
     def new_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache of `batch` rows; whatever happened to the weights before, the forwards over it see."""
-        config = self.config
         self.bind()
         for rope in self.ropes:
             rope.reserve(slots, self.norm.weight)
-        return KVCache(config.layers, batch, slots, config.kv_heads, config.head_dim, like=self.norm.weight)
+        return KVCache(self.config.layers, batch, slots, *self.cache_shape, like=self.norm.weight)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """What `new_cache` will take."""
-        config = self.config
-        return cache_bytes(config.layers, batch, slots, config.kv_heads, config.head_dim, self.norm.weight)
+        return cache_bytes(self.config.layers, batch, slots, *self.cache_shape, like=self.norm.weight)
 
     def forward(
         self,
@@ -205,7 +227,7 @@ class Target(nn.Module):
             mask = None if documents is None else document_mask(documents)
             views = [NoCache(window, scale, mask) for window in windows]
         else:
-            groups = self.config.heads // self.config.kv_heads
+            groups = self.query_heads // self.cache_shape[0]
             positions = cache.lens[:, None] + depth
             views = [
                 CacheView(cache, n, ancestors, groups, depth=depth, window=window, scale=scale) for window in windows
@@ -225,7 +247,7 @@ class Target(nn.Module):
             return None, feats
         if last is not None:
             x = x[torch.arange(b, device=x.device) * n + last]
-        return head(x).view(b, -1, self.config.vocab), feats
+        return head(x).view(b, -1, self.vocab), feats
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:

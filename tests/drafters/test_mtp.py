@@ -35,7 +35,7 @@ def stand_in(embed: torch.Tensor, head: torch.Tensor):
     """Of the target an MTP head needs its size, its embedding and its head only."""
     config = SimpleNamespace(layers=LAYERS, hidden=H, vocab=V, rope=Rope())
     embed, head = (SimpleNamespace(weight=w.detach()) for w in (embed, head))
-    return SimpleNamespace(config=config, embed=embed, head=head)
+    return SimpleNamespace(config=config, embed=embed, head=head, vocab=V, device=embed.weight.device)
 
 
 def block_tensors(prefix: str, scale: float = 0.3) -> dict[str, torch.Tensor]:

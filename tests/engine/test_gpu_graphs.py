@@ -98,12 +98,12 @@ def test_replays_do_not_synchronise(monkeypatch, sampling):
 
 def test_memory_stays_flat():
     engine = Engine(*parts())
-    frozen = []
+    held = []
     for seed in range(6):
         engine.generate([[3, 5, 7], [1]], max_new_tokens=30 + seed, sampling=SAMPLED, seed=seed)
         torch.cuda.synchronize()
-        frozen.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
-    assert len(set(frozen[1:])) == 1
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(held[1:])) == 1
     assert len(engine.graphs.rounds.graphs) == 1
 
 

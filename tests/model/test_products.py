@@ -39,8 +39,8 @@ def test_linear_is_the_product(dtype, of, input_major, biased):
         x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
         # One rounding of the result, and sums of 48 products whose sizes add up to less than 128.
-        max_len = exact.abs() * torch.finfo(dtype).eps + 128 * 48 * torch.finfo(torch.float32).eps
-        assert ((product(x).double() - exact).abs() <= max_len).all()
+        bound = exact.abs() * torch.finfo(dtype).eps + 128 * 48 * torch.finfo(torch.float32).eps
+        assert ((product(x).double() - exact).abs() <= bound).all()
 
 
 @needs_packing

@@ -15,9 +15,10 @@ from test_trainer import trainer
 from test_training import CONF
 
 from drafters.formats import load_drafter, save_drafter
+from specdec.cli.files import write_whole
 from specdec.model.loader import load_target
 from training.features.feature_cache import Cache, shard_path
-from training.loop.checkpoint import checkpoints, put_in_place, read_newest
+from training.loop.checkpoint import checkpoints, read_newest
 from training.loop.curves import read_log
 
 ROOT = Path(__file__).parents[2]
@@ -100,12 +101,12 @@ def test_a_log_line_that_does_not_fit_stops_the_run_with_its_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize("what", ["fsync", "replace"])
-def test_a_file_is_put_in_place_whole_or_not_at_all(tmp_path, monkeypatch, what):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, what):
     path = tmp_path / "a"
-    put_in_place(path, lambda aside: aside.write_text("old"))
+    write_whole(path, lambda aside: aside.write_text("old"))
     monkeypatch.setattr(os, what, full)
     with pytest.raises(ValueError, match=r"cannot write .*/a: No space left on device"):
-        put_in_place(path, lambda aside: aside.write_text("new"))
+        write_whole(path, lambda aside: aside.write_text("new"))
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     assert path.read_text() == "old"

@@ -3,7 +3,8 @@
 import pytest
 import test_generate
 
-from specdec.verify import make_verifier
+from specdec import registry
+from specdec.verify import VERIFIERS, TypicalAcceptance, make_verifier
 
 run = test_generate.run  # the fixture
 PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
@@ -53,7 +54,7 @@ def test_plain_decoding_has_no_verifier(run):
     [
         (("--verifier", "rejection"), "DynamicTree does not draw them: use a tree that samples"),
         (("--verifier", "block", "--sample-draft"), "verifies chains only"),
-        (("--verifier", "best"), "there is no verifier 'best': choose one of match, rejection, block, typical, sglang"),
+        (("--verifier", "best"), "there is no verifier 'best': choose one of block, match, rejection, sglang, typical"),
         (("--verifier", "sglang", "--verifier-args", "epsilon=1"), "and no 'epsilon'"),
         (("--verifier-args", "epsilon=1"), "'match' has no settings, and no 'epsilon'"),
         (("--verifier", "sglang", "--verifier-args", "threshold_acc"), "takes name=number"),
@@ -73,3 +74,15 @@ def test_mistakes_are_one_sentence(run, flags, says):
 def test_by_name():
     assert make_verifier("sglang", threshold_acc=0.5).threshold_acc == 0.5
     assert make_verifier().lossless
+    assert {name: type(make_verifier(name)) for name in VERIFIERS} == VERIFIERS
+
+
+def test_a_new_rule_is_found_by_its_yaml(monkeypatch, tmp_path):
+    (tmp_path / "verifier").mkdir()
+    rule = "_target_: specdec.verify.typical.TypicalAcceptance\nepsilon: 0.5\n"
+    (tmp_path / "verifier" / "lenient.yaml").write_text(rule)
+    monkeypatch.setattr(registry, "CONF", tmp_path)
+    assert make_verifier("lenient") == TypicalAcceptance(epsilon=0.5)
+    assert make_verifier("lenient", epsilon=0.2, alpha=1.0) == TypicalAcceptance(0.2, 1.0)
+    with pytest.raises(ValueError, match="there is no verifier 'match': choose one of lenient"):
+        make_verifier("match")

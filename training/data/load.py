@@ -76,7 +76,7 @@ def read_samples(
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
-    vocab = target.config.vocab
+    vocab = target.vocab
     for where, messages in read_messages(records, target.tokenizer, tally):
         sample = None
         with tally.record(where):

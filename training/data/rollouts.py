@@ -51,7 +51,7 @@ class Rollouts:
         batches_a_step: of all processes. Raises ValueError if the drafter cannot draft such a tree, or the data hold no
         beginning to go on from."""
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
-        self.drafter = drafter.to(target.embed.weight).eval()
+        self.drafter = drafter.to(target.device, target.dtype).eval()
         steps = min(settings.steps, drafter.max_steps or settings.steps)
         tree = make_tree(settings.topk, steps, settings.num_draft_tokens)
         self.engine = Engine(target, self.drafter, tree, graphs=False)  # weights change with every call

@@ -1,10 +1,11 @@
 """JSON lines written so that an interruption of any kind loses nothing, and the same command goes on exactly there."""
 
 import json
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from specdec.cli.files import partial_path, put_in_place, write_text
 
 
 class Shards:
@@ -65,25 +66,20 @@ class Shards:
     def _close_full_shard(self) -> None:
         if self.done < min((self.shard + 1) * self.size, self.rows):
             return
-        self.file.flush()
-        os.fsync(self.file.fileno())
         self.file.close()
-        os.replace(self._partial(), self.path(self.shard))
+        put_in_place(self.path(self.shard))
         self.shard += 1
         if self.shard < self.count:
             self.file = self._partial().open("ab")
 
     def _partial(self) -> Path:
-        path = self.path(self.shard)
-        return path.with_name(path.name + ".partial")
+        return partial_path(self.path(self.shard))
 
     def _check_settings(self) -> None:
         if not self.record.exists():
             if self.path(0).exists():
                 raise ValueError(f"{self.path(0)} exists and was not made by this command: give another --out")
-            aside = self.record.with_name(self.record.name + ".partial")
-            aside.write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
-            os.replace(aside, self.record)
+            write_text(self.record, json.dumps(self.settings, indent=1) + "\n")
             return
         try:
             begun = json.loads(self.record.read_text(encoding="utf-8"))

@@ -122,7 +122,7 @@ def describe(target, taps: tuple[int, ...], vocab, samples: list[Sample], keep: 
     """Everything that must be the same when a cache is made and when it is used."""
     return {
         "schema": SCHEMA,
-        "target": f"{target_fingerprint(target)} ({target.name}, {str(target.embed.weight.dtype)[6:]})",
+        "target": f"{target_fingerprint(target)} ({target.name}, {str(target.dtype)[6:]})",
         "tokenizer": tokenizer_fingerprint(target.tokenizer),
         "taps": list(taps),
         "draft vocabulary": None if keep is None else f"{vocabulary_fingerprint(vocab)} ({vocab.size} tokens)",
@@ -190,7 +190,7 @@ class Cache:
         """As `online_features`; only where a batch holds other conversations does the target run."""
         if batch.rows is None or any(number is None for row in batch.rows for number in row):
             return online_features(target, batch, taps, autocast)
-        device, shape = target.embed.weight.device, batch.tokens.shape
+        device, shape = target.device, batch.tokens.shape
         feats = torch.zeros(*shape, len(taps), target.config.hidden)
         truths: dict[str, Tensor] = {}
         for row, numbers in enumerate(batch.rows):

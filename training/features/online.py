@@ -22,7 +22,7 @@ def online_features(
     has them. deferred: the logits are made where the objective asks for them, so that [B,T,V] never exists; None: if
     our own `Target` is the target, for transformers' modules tell no head apart.
     """
-    device = target.embed.weight.device
+    device = target.device
     tokens = batch.tokens.to(device)
     documents = None if batch.documents is None else batch.documents.to(device)
     if deferred is None:
@@ -58,4 +58,4 @@ def deferred_logits(target: Target, hidden: Tensor, autocast: AbstractContextMan
         with autocast:
             return target.logits(rows)
 
-    return DeferredLogits(hidden, head, target.config.vocab)
+    return DeferredLogits(hidden, head, target.vocab)

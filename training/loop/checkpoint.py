@@ -1,21 +1,19 @@
 """Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
 
-A file is written aside, forced to disk and renamed. It is a zip with a checksum for every tensor, so that one which was
+A checkpoint is a zip with a checksum for every tensor, so that one which was
 cut or altered is recognised; then the one before it is used.
 """
 
-import os
 import pickle
 import re
 import sys
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+
+from specdec.cli.files import output_folder, write_whole
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -34,55 +32,20 @@ def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
     """
     path = out / FOLDER / f"step-{step:08d}.pt"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        put_in_place(path, partial(save_state, state))
-    except (OSError, ValueError) as error:
+        write_whole(output_folder(path.parent) / path.name, partial(save_state, state))
+    except ValueError as error:
         last = next(reversed(checkpoints(out)), None)
         rest = f"{last} is the last good one, and resume=true goes on from it" if last else "there is none before it"
-        reason = f"cannot write {path}: {error.strerror}" if isinstance(error, OSError) else error
-        raise ValueError(f"{reason}; {rest}") from None
+        raise ValueError(f"{error}; {rest}") from None
     for old in checkpoints(out)[:-keep]:
         old.unlink()
     return path
 
 
 def save_state(state: object, path: Path) -> None:
-    """`torch.save` through a file of ours, for through its own it hides why the system refuses to write."""
+    """`torch.save` through a file of ours: through a file of its own it hides why the system refuses to write."""
     with path.open("wb") as file:
         torch.save(state, file)
-
-
-def put_in_place(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a file aside, force it to disk and give it its name: it is there whole or not at all.
-
-    Raises ValueError if the disk does not take it.
-    """
-    aside = path.with_name(path.name + ".partial")
-    try:
-        fill(aside)
-        with aside.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        _sync_folder(path.parent)
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # torch's zip writer turns the system's error into its own
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        cause = error if isinstance(error, OSError) else error.__cause__ or error.__context__ or error
-        reason = getattr(cause, "strerror", None) or str(cause).splitlines()[0]
-        raise ValueError(f"cannot write {path}: {reason}") from None
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:

@@ -1,8 +1,9 @@
 """The run's log as a picture: losses, agreement, tau, gradient norm over steps."""
 
 import json
-import os
 from pathlib import Path
+
+from specdec.cli.files import write_whole
 
 
 def read_log(path: Path) -> list[dict]:
@@ -38,9 +39,7 @@ def draw_curves(log: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize="small")
-    aside = picture.with_suffix(".partial.png")
-    figure.savefig(aside, dpi=110)
-    os.replace(aside, picture)
+    write_whole(picture, lambda aside: figure.savefig(aside, dpi=110, format="png"))
 
 
 def _plot(axes, rows: list[dict], split: str, key: str, label: str, at: int | None = None) -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +16,12 @@ from tqdm import tqdm
 
 from drafters.formats import save_drafter
 from drafters.recurrent import RecurrentDrafter
+from specdec.cli.files import write_text, write_whole
 from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
-from training.loop.checkpoint import put_in_place, read_newest, save_state, write_checkpoint
+from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves, read_log
 from training.loop.evaluate import Decoding, expected_tau
 from training.loop.optim import Optimizers, schedule
@@ -186,7 +186,7 @@ class Trainer:
         return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
 
     def _autocast(self):
-        return self.config.autocasting(self.target.embed.weight.device)
+        return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
         """The objective's arguments; where a row's conversations end is told the drafter."""
@@ -203,7 +203,7 @@ class Trainer:
         """Save this process's batches of the step, and raise."""
         path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
         rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
-        put_in_place(path, partial(save_state, rows))
+        write_whole(path, partial(save_state, rows))
         raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
 
     def _publish(self) -> None:
@@ -325,9 +325,7 @@ class Trainer:
         log = self.out / "log.jsonl"
         rows = read_log(log) if log.exists() else []
         rows = [row for row in rows if row["step"] < self.step + (row["split"] != "rollout")]
-        aside = log.with_suffix(".partial")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(aside, log)
+        write_text(log, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def meaning(drafter: nn.Module) -> str:

@@ -17,8 +17,8 @@ def bundled(name: str) -> str:
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `load_models` reads."""
     parser.add_argument("--target", help="folder or hub name of the target (default: the bundled demo)")
-    parser.add_argument("--draft", help="its drafter, as specdec.generate takes it (default: the demo's)")
-    parser.add_argument("--dtype", default="auto", help="as specdec.generate takes it")
+    parser.add_argument("--draft", help="its drafter, as specdec generate takes it (default: the demo's)")
+    parser.add_argument("--dtype", default="auto", help="as specdec generate takes it")
     parser.add_argument("--device", default="cpu")
 
 

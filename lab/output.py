@@ -3,9 +3,11 @@
 import csv
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
+from tqdm import tqdm
 
 from specdec.cli.files import write_text, write_whole
 
@@ -13,6 +15,21 @@ from specdec.cli.files import write_text, write_whole
 def console(width: int) -> Console:
     """A console as wide as the terminal, or `width` characters wide where the output is no terminal."""
     return Console(width=None if sys.stdout.isatty() else width)
+
+
+def progress_bar(name: str) -> Callable[[int, int], None]:
+    """A function that shows a bar on a terminal: call it with the number of steps done and of all."""
+    bar = None
+
+    def show(done: int, of: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = tqdm(desc=name, total=of, mininterval=1.0, disable=None)
+        bar.update(done - bar.n)
+        if done == of:
+            bar.close()
+
+    return show
 
 
 def write_json(path: Path, content: object) -> None:

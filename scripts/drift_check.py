@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from lab.cost.cost import machine
+from lab.cost.hardware import resident_bytes
 from tqdm import tqdm
 
 from lab.bench.bench import header
 from lab.bench.drift import Case, Growth, decode_all, different
-from lab.cost.cost import machine
-from lab.cost.hardware import resident_bytes
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_whole

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from lab.cost.cost import machine
 from rich.console import Console
 from rich.table import Table
 
 from lab.bench.bench import header
 from lab.bench.stages import Stage, run_stages
-from lab.cost.cost import machine
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_whole
 from specdec.model.checkpoint import check_device

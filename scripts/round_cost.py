@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from lab.cost.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
+from lab.cost.hardware import bandwidth, read_bytes
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -25,8 +27,6 @@ from tqdm import tqdm
 
 from lab.bench.bench import header, random_prompts
 from lab.bench.shapes import random_head, random_target
-from lab.cost.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
-from lab.cost.hardware import bandwidth, read_bytes
 from lab.cost.simulated_tau import MARK, SimulatedTau
 from lab.sweep.figures import PARTS, STYLE, plt
 from specdec.cli.files import output_folder, write_whole

@@ -14,11 +14,11 @@ import statistics
 import sys
 from pathlib import Path
 
+from lab.cost.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from lab.cost.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
 from lab.cost.tune import measure_rates, predict_all, tune
 from lab.replay.recording import record
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target

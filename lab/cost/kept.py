@@ -7,23 +7,27 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from lab.cost.model import CostModel
 from lab.cost.rounds import RoundCost, measure_rounds
-from lab.cost.settings import Setting
 from lab.machine import machine
 from specdec.cli.files import output_folder, write_text
 from specdec.engine.recorder import versions
+from trees.spec import TreeSpec
 
-CODE = ("specdec", "drafters", "trees", "lab/cost")  # folders with the code whose time is measured, and what measures it
+CODE = (
+    "specdec",
+    "drafters",
+    "trees",
+    "lab/cost",
+)  # folders of what is timed, and of what times it
 
 
 def identity(target, drafter, **how) -> dict:
-    """Everything that measured times depend on: machine, versions, source, the pair's shapes, `measure_rounds`' settings."""
+    """Everything that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
     source = hashlib.sha256()
     for folder in CODE:
         for file in sorted((Path(__file__).parents[2] / folder).rglob("*.py")):
@@ -33,7 +37,7 @@ def identity(target, drafter, **how) -> dict:
         for name, module in (("target", target), ("drafter", drafter))
         if isinstance(module, torch.nn.Module)
     }
-    trees = [Path(s.file).read_text(encoding="utf-8") for s in how.get("statics", ())]
+    trees = [tree.path.read_text(encoding="utf-8") for tree in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": dict(drafter.conventions), **shapes}
     return {
         "machine": machine(target.device),
@@ -50,8 +54,8 @@ def cache_file(who: dict) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "costs" / f"{key}.json"
 
 
-def save_costs(points: Sequence[RoundCost], file: Path, who: dict) -> None:
-    content = {"identity": who, "points": [asdict(point) for point in points]}
+def save_costs(costs: Sequence[RoundCost], file: Path, who: dict) -> None:
+    content = {"identity": who, "points": [_entries(cost) for cost in costs]}
     output_folder(file.parent)
     write_text(file, json.dumps(content, indent=1, default=str) + "\n")
 
@@ -60,9 +64,20 @@ def load_costs(file: Path) -> list[RoundCost]:
     """Raises ValueError, one sentence, if the file does not hold measured costs."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))["points"]
-        return [RoundCost(**row | {"setting": Setting(**row["setting"]) if row["setting"] else None}) for row in rows]
+        return [RoundCost(_tree(row.pop("setting")), **row) for row in rows]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{file} holds no measured costs: measure anew with --remeasure") from None
+
+
+def _entries(cost: RoundCost) -> dict:
+    tree = None
+    if (t := cost.tree) is not None:
+        tree = {"topk": t.topk, "steps": t.steps, "num_draft_tokens": t.num_draft_tokens, "file": t.file}
+    return {"setting": tree, "context": cost.context, "batch": cost.batch, "seconds": cost.seconds}
+
+
+def _tree(entries: dict | None) -> TreeSpec | None:
+    return None if entries is None else TreeSpec(**entries)
 
 
 def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False, progress=None, **how) -> CostModel:
@@ -73,6 +88,6 @@ def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False,
     file = cache_file(who)
     if file.is_file() and not remeasure:
         return CostModel(load_costs(file))
-    points = measure_rounds(target, drafter, text, **how, **({"progress": progress} if progress else {}))
-    save_costs(points, file, who)
-    return CostModel(points)
+    costs = measure_rounds(target, drafter, text, **how, **({"progress": progress} if progress else {}))
+    save_costs(costs, file, who)
+    return CostModel(costs)

@@ -20,13 +20,13 @@ from typing import Protocol
 import numpy as np
 
 from lab.cost.rounds import PARTS, RoundCost
-from lab.cost.settings import Setting
+from trees.spec import TreeSpec
 
 
 class Costs(Protocol):
-    """Seconds of a round at a context, in tokens, and a batch size. A context may be an array; so are its seconds then."""
+    """Seconds of a round, by context in tokens and batch size. For an array of contexts they are an array."""
 
-    def round(self, setting: Setting, context: np.ndarray, batch: float) -> np.ndarray: ...
+    def round(self, tree: TreeSpec, context: np.ndarray, batch: float) -> np.ndarray: ...
 
     def plain(self, context: np.ndarray, batch: float) -> np.ndarray: ...
 
@@ -62,13 +62,13 @@ class _BatchFit:
     """The functions of all parts at one batch size."""
 
     def __init__(self, points: list[RoundCost]):
-        trees = [p for p in points if p.setting is not None]
-        plain = [p for p in points if p.setting is None]
-        self.widths = sorted({p.setting.topk for p in trees if not p.setting.file})
-        knots = sorted({p.setting.num_draft_tokens for p in trees})
+        trees = [p for p in points if p.tree is not None]
+        plain = [p for p in points if p.tree is None]
+        self.widths = sorted({p.tree.topk for p in trees if not p.tree.file})
+        knots = sorted({p.tree.num_draft_tokens for p in trees})
         self.grow = {w: _Fit(_grow, _of(trees, "grow", w)) for w in self.widths}
-        statics = {p.setting for p in trees if p.setting.file}
-        self.static = {s: _Fit(lambda s, c: [1, c], _of([p for p in trees if p.setting == s], "grow")) for s in statics}
+        statics = {p.tree for p in trees if p.tree.file}
+        self.static = {s: _Fit(lambda s, c: [1, c], _of([p for p in trees if p.tree == s], "grow")) for s in statics}
         self.verify = _Fit(lambda s, c: [*hats(knots, s.num_draft_tokens), s.steps, c, c * s.num_draft_tokens],
                            _of(trees, "verify"))  # fmt: skip
         self.commit = _Fit(lambda s, c: [1, s.steps], _of(trees, "commit"))
@@ -77,18 +77,18 @@ class _BatchFit:
         self.plain_verify = _Fit(lambda c: [1, c], [((p.context,), p.seconds["verify"]) for p in plain])
         self.plain_host = statistics.median(p.seconds["host"] for p in plain)
 
-    def parts(self, setting: Setting, context: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(self, tree: TreeSpec, context: np.ndarray) -> dict[str, np.ndarray]:
         flat = np.zeros_like(context, dtype=float)
-        if setting.file:
-            grow = self.static[setting](setting, context)
+        if tree.file:
+            grow = self.static[tree](tree, context)
         else:
-            shares = zip(self.widths, hats(self.widths, setting.topk), strict=True)
-            grow = sum(share * self.grow[w](setting, context) for w, share in shares if share)
+            shares = zip(self.widths, hats(self.widths, tree.topk), strict=True)
+            grow = sum(share * self.grow[w](tree, context) for w, share in shares if share)
         return {
             "grow": flat + grow,
-            "verify": flat + self.verify(setting, context),
-            "commit": flat + self.commit(setting, context),
-            "extend": flat + self.extend(setting, context),
+            "verify": flat + self.verify(tree, context),
+            "commit": flat + self.commit(tree, context),
+            "extend": flat + self.extend(tree, context),
             "host": flat + self.host,
         }
 
@@ -96,17 +96,17 @@ class _BatchFit:
         return self.plain_verify(context) + self.plain_host
 
 
-def _grow(s: Setting, c: np.ndarray) -> list:
+def _grow(s: TreeSpec, c: np.ndarray) -> list:
     nodes = 0 if s.topk == 1 else s.num_draft_tokens  # a chain has steps + 1, and steps is a feature already
     return [1, s.steps - 1, nodes, c * (s.steps - 1)]
 
 
 def _of(points: list[RoundCost], part: str, width: int | None = None) -> list[tuple[tuple, float]]:
-    """What a part is fitted to: ((setting, context), seconds) of all points, or of the dynamic trees of one topk."""
+    """What a part is fitted to: ((tree, context), seconds) of all points, or of the dynamic trees of one topk."""
     return [
-        ((p.setting, p.context), p.seconds[part])
+        ((p.tree, p.context), p.seconds[part])
         for p in points
-        if width is None or (p.setting.topk == width and not p.setting.file)
+        if width is None or (p.tree.topk == width and not p.tree.file)
     ]
 
 
@@ -118,40 +118,40 @@ class CostModel:
         self.batches = sorted({p.batch for p in self.points})
         self.fits = [_BatchFit([p for p in self.points if p.batch == b]) for b in self.batches]
 
-    def parts(self, setting: Setting, context, batch: float = 1) -> dict[str, np.ndarray]:
+    def parts(self, tree: TreeSpec, context, batch: float = 1) -> dict[str, np.ndarray]:
         """Seconds by part.
 
         Raises ValueError for what lies outside the measured topks, nodes or batch sizes, or was not measured."""
-        self._check(setting, batch)
+        self._check(tree, batch)
         context = np.asarray(context, dtype=float)
         shares = list(zip(self.fits, hats(self.batches, batch), strict=True))
-        found = [(share, fit.parts(setting, context)) for fit, share in shares if share]
+        found = [(share, fit.parts(tree, context)) for fit, share in shares if share]
         return {part: sum(share * parts[part] for share, parts in found) for part in PARTS}
 
-    def round(self, setting: Setting, context, batch: float = 1) -> np.ndarray:
-        return sum(self.parts(setting, context, batch).values())
+    def round(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
+        return sum(self.parts(tree, context, batch).values())
 
     def plain(self, context, batch: float = 1) -> np.ndarray:
         context = np.asarray(context, dtype=float)
         return sum(s * fit.plain(context) for fit, s in zip(self.fits, hats(self.batches, batch), strict=True) if s)
 
     def errors(self) -> list[float]:
-        """|predicted - measured| / measured of a round, for every measured point. It says how well the functions fit."""
+        """|predicted - measured| / measured of every measured round: how well the functions fit."""
         found = []
         for p in self.points:
-            told = self.plain(p.context, p.batch) if p.setting is None else self.round(p.setting, p.context, p.batch)
+            told = self.plain(p.context, p.batch) if p.tree is None else self.round(p.tree, p.context, p.batch)
             measured = sum(p.seconds.values())
             found.append(abs(float(told) - measured) / measured)
         return found
 
-    def _check(self, setting: Setting, batch: float) -> None:
-        trees = [p.setting for p in self.points if p.setting is not None]
-        if setting.file and setting not in trees:
-            raise ValueError(f"rounds of the static tree {setting} were not measured: measure it too")
+    def _check(self, tree: TreeSpec, batch: float) -> None:
+        trees = [p.tree for p in self.points if p.tree is not None]
+        if tree.file and tree not in trees:
+            raise ValueError(f"rounds of the static tree {tree} were not measured: measure it too")
         widths = [s.topk for s in trees if not s.file]
         for name, value, known in (
-            ("topk", min(widths) if setting.file else setting.topk, widths),
-            ("num_draft_tokens", setting.num_draft_tokens, [s.num_draft_tokens for s in trees]),
+            ("topk", min(widths) if tree.file else tree.topk, widths),
+            ("num_draft_tokens", tree.num_draft_tokens, [s.num_draft_tokens for s in trees]),
             ("batch size", batch, self.batches),
         ):
             if not min(known) <= value <= max(known):

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lab.cost.model import Costs
-from lab.cost.settings import Setting
+from trees.spec import TreeSpec
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Peaks of a device: bandwidth in bytes/s, flops in dense 16-bit FLOP/s, memory in bytes; launch in seconds a kernel."""
+    """A device. Peaks: bandwidth in bytes/s, flops in dense 16-bit FLOP/s, memory in bytes; launch in s a kernel."""
 
     bandwidth: float
     flops: float
@@ -57,15 +57,19 @@ class ForwardShape:
         return self.weights * self.bytes_each
 
 
-def decoder(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> ForwardShape:
+def decoder(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int
+) -> ForwardShape:
     """A dense decoder, from the numbers of its config."""
     attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
     weights = layers * (attention + 3 * hidden * intermediate) + vocab * hidden
     return ForwardShape(weights, layers, 2 * layers * kv_heads * head_dim, heads * head_dim)
 
 
-def eagle3_of(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, draft_vocab: int) -> ForwardShape:
-    """An EAGLE-3 head for such a decoder: `fc` over three taps, one layer that reads two inputs side by side, a head."""
+def eagle3_of(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, draft_vocab: int
+) -> ForwardShape:
+    """An EAGLE-3 head for such a decoder: `fc` over three taps, a layer that reads two inputs side by side, a head."""
     one = decoder(1, hidden, intermediate, heads, kv_heads, head_dim, draft_vocab)
     more = hidden * (heads + 2 * kv_heads) * head_dim + 3 * hidden * hidden
     return replace(one, weights=one.weights + more)
@@ -102,12 +106,12 @@ class Roofline(Costs):
     def plain(self, context: np.ndarray, batch: float = 1) -> np.ndarray:
         return self.forward(self.target, 1, context, batch) + self.host
 
-    def round(self, setting: Setting, context: np.ndarray, batch: float = 1) -> np.ndarray:
-        level = self.forward(self.drafter, setting.topk, context, batch)
-        absorb = self.forward(self.drafter, setting.steps + 1, context, batch)
-        verify = self.forward(self.target, setting.num_draft_tokens, context, batch)
-        small = setting.steps * self.kernels_a_level * self.hardware.launch
-        return (setting.steps - 1) * level + absorb + verify + small + self.host
+    def round(self, tree: TreeSpec, context: np.ndarray, batch: float = 1) -> np.ndarray:
+        level = self.forward(self.drafter, tree.topk, context, batch)
+        absorb = self.forward(self.drafter, tree.steps + 1, context, batch)
+        verify = self.forward(self.target, tree.num_draft_tokens, context, batch)
+        small = tree.steps * self.kernels_a_level * self.hardware.launch
+        return (tree.steps - 1) * level + absorb + verify + small + self.host
 
     def fits(self, context: float, batch: float) -> bool:
         """Do weights (but for the embedding) and caches fit into the memory?"""

@@ -17,32 +17,34 @@ import numpy as np
 from rich.table import Table
 
 from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder, eagle3_of
-from lab.cost.rounds import NODES, WIDTHS
-from lab.cost.settings import Setting, grid
+from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.output import console, write_figure
 from specdec.cli.errors import one_sentence_errors
 from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json, resolve
 from trees.optimal import expected_tau, optimal_paths
+from trees.spec import TreeSpec
 
 SIMULATED = "SIMULATED: formulas and assumed numbers, no measurement"
 
 
-def tau_of(setting: Setting, accept: Sequence[float]) -> float:
-    """Tokens a round if the child of rank r is right with probability accept[r], at every depth."""
-    ranks = list(accept[: setting.topk])
-    most = sum(len(ranks) ** depth for depth in range(setting.steps + 1))
-    table = [ranks] * setting.steps
-    return expected_tau(optimal_paths(table, min(setting.num_draft_tokens, most)), table)
+def tau_of(tree: TreeSpec, accept: Sequence[float]) -> float:
+    """Tokens a round on average, if at every depth the child of rank r is right with probability accept[r]."""
+    ranks = list(accept[: tree.topk])
+    most = sum(len(ranks) ** depth for depth in range(tree.steps + 1))
+    table = [ranks] * tree.steps
+    return expected_tau(optimal_paths(table, min(tree.num_draft_tokens, most)), table)
 
 
-def speed_up(costs: Roofline, setting: Setting, tau: float, context: float, batch: float) -> float:
-    """Tokens/s of rounds of tau tokens against plain decoding's."""
-    return tau * float(costs.plain(context, batch)) / float(costs.round(setting, context, batch))
+def speed_up(costs: Roofline, tree: TreeSpec, tau: float, context: float, batch: float) -> float:
+    """Tokens/s of rounds that emit tau tokens, to plain decoding's."""
+    return tau * float(costs.plain(context, batch)) / float(costs.round(tree, context, batch))
 
 
-def best_by_load(costs: Roofline, taus: dict[Setting, float], batches: Sequence[int], contexts: Sequence[int]) -> list[dict]:
-    """For each batch size and context the best setting, and what it gains; None where the memory is too small."""
+def best_by_load(
+    costs: Roofline, taus: dict[TreeSpec, float], batches: Sequence[int], contexts: Sequence[int]
+) -> list[dict]:
+    """A row for each batch size and context: the best tree and what it gains, or that the memory is too small."""
     found = []
     for batch, context in itertools.product(batches, contexts):
         row = {"simulated": True, "batch": batch, "context": context, "fits": costs.fits(context, batch)}
@@ -60,9 +62,6 @@ def best_by_load(costs: Roofline, taus: dict[Setting, float], batches: Sequence[
             }
         found.append(row)
     return found
-
-
-# Shown
 
 
 def print_best(rows: list[dict], name: str) -> None:
@@ -83,14 +82,14 @@ def print_best(rows: list[dict], name: str) -> None:
 
 def write_plot(
     costs: Roofline,
-    taus: dict[Setting, float],
+    taus: dict[TreeSpec, float],
     batches: Sequence[int],
     contexts: Sequence[int],
     nodes: Sequence[int],
     name: str,
     path: Path,
 ) -> None:
-    """Speed-up against batch size, context, and N, each with the best setting of those that remain."""
+    """Draw the speed-up over batch size, over context, and over N. Every point is that of the best tree there."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,9 +123,6 @@ def write_plot(
     axes[2].set_title(f"context {contexts[0]}")
     write_figure(path, figure)
     plt.close(figure)
-
-
-# The command
 
 
 def numbers(text: str) -> list[float]:
@@ -218,11 +214,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.steps < 1 or min(args.topk + args.batch + args.context) < 1:
         raise ValueError("--steps, --topk, --batch and --context must be at least 1")
     topks = [k for k in args.topk if k <= len(args.accept)]
-    settings = grid(topks, args.steps, args.num_draft_tokens)
-    if not settings:
+    trees = useful_trees(topks, args.steps, args.num_draft_tokens)
+    if not trees:
         raise ValueError("there is no setting with these --topk, --steps, --num-draft-tokens and ranks of --accept")
     costs = Roofline(hardware_of(args), *shapes_of(args))
-    taus = {setting: tau_of(setting, args.accept) for setting in settings}
+    taus = {tree: tau_of(tree, args.accept) for tree in trees}
     rows = best_by_load(costs, taus, args.batch, args.context)
     name = f"{args.target} on {args.hardware or 'the given hardware'}, acceptance {args.accept[0]:g} at rank 1"
     print_best(rows, name)

@@ -134,7 +134,7 @@ class DraftingAlong:
             state = self.drafter.extend(absorbed, behind[:, :1], (n + 1 < count).long(), first + n + 1)
 
     def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]]) -> None:
-        """Draft at one root of every row. behind [B,D]: how the text goes on; where: rows, and the places of their roots."""
+        """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
         rows, places = torch.tensor(where).T
         for name, drafter in self.drafters.items():
             seen = drafter.restrict(state) if isinstance(drafter, Restricted) else state
@@ -167,7 +167,7 @@ class DraftingAlong:
         return torch.stack(ranks, 1), torch.stack(probs, 1)
 
     def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:
-        """Features [B,longest,F] of the target along the rows; None for drafters without taps. Each text is run once."""
+        """The target's features [B,longest,F] of the rows; None for drafters without taps. Each text is run once."""
         if not self.drafter.taps:
             return None
         of: dict[int, Tensor] = {}

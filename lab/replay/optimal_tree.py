@@ -1,15 +1,16 @@
 """Measure how often a drafter's children are right, by depth and rank, and write the best static tree for it.
 
     specdec tree --prompt-file questions.jsonl --out tree.yaml
-    python -m specdec.generate --prompt-file others.jsonl --tree tree.yaml
+    specdec generate --prompt-file others.jsonl --tree tree.yaml
 
-The target answers the prompts plainly; the drafter is asked along these answers. Test on other prompts than these.
+The target answers the prompts plainly, and the drafter drafts along these answers. Test the tree on other prompts.
 """
 
 import argparse
 from pathlib import Path
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, generate, load_drafter, load_target
+from lab.models import add_model_flags, load_models
+from specdec.api import Sampling, generate
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.text import read_prompts
@@ -17,9 +18,10 @@ from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", default=DEMO_TARGET)
-    p.add_argument("--draft", default=None, help="default: the demo's")
+    p = argparse.ArgumentParser(
+        prog="specdec tree", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_flags(p)
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=20, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=128)
@@ -28,9 +30,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, root counted")
     p.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes")
     p.add_argument("--topk", type=int, default=8, help="no node has more children")
-    p.add_argument("--out", type=Path, required=True, help="a YAML file for `python -m specdec.generate --tree`")
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
+    p.add_argument("--out", type=Path, required=True, help="a YAML file for `specdec generate --tree`")
     p.add_argument("--raw", action="store_true", help="do not apply the chat template")
     return p
 
@@ -38,10 +38,7 @@ def parser() -> argparse.ArgumentParser:
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.target != DEMO_TARGET and args.draft is None:
-        raise ValueError("a target of your own needs its drafter: give --draft")
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
-    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
+    target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
     steps = min(args.steps, drafter.max_steps or args.steps)
@@ -67,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:
-    """A file for `--tree`, which is one for conf/tree too."""
+    """Write a file that `--tree` takes, and conf/tree too."""
     lines = [f"# {comment}", "_target_: trees.StaticTree", "paths:"]
     lines += [f"  - {list(path)}" for path in sorted(paths, key=lambda path: (len(path), path))]
     write_text(file, "\n".join(lines) + "\n")

@@ -2,7 +2,7 @@
 
     superset = record(target, drafter, prompts, topks=(2, 4, 8), steps=6)
     superset.save("runs/superset")
-    Superset.load("runs/superset").replay(topk=4, steps=5, num_draft_tokens=16).tau
+    Superset.load("runs/superset").replay(TreeSpec(4, 5, 16)).tau
 
 docs/replay.md says what is exact, and in what sense.
 """

@@ -16,6 +16,9 @@ from lab.replay.recording import Recording
 from specdec.contracts import TreePolicy
 from specdec.engine.trace import RowTrace, tau
 from trees import Chain, DynamicTree, StaticTree
+from trees.spec import TreeSpec
+
+Tree = TreeSpec | TreePolicy
 
 
 @dataclass
@@ -73,23 +76,16 @@ class Superset(Recording):
         self.roots, self.starts = roots, roots.cumsum(0) - roots  # [Q] each: how many of a text, and where its first is
         self._ranks: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
-    def replay(
-        self, *, topk: int, steps: int, num_draft_tokens: int, vocabulary: str = "", rule: Rule | None = None
-    ) -> Replayed:
-        """Replay the dynamic tree of these settings (`trees.DynamicTree`; topk 1 is a chain).
+    def replay(self, tree: Tree, vocabulary: str = "", rule: Rule | None = None) -> Replayed:
+        """Replay one tree: a dynamic tree of a recorded topk, or a static tree or chain of any width.
 
-        rule: cuts the tree at each root (`lab.replay.acceptance`). Raises ValueError for settings outside what was
-        recorded."""
-        return self.replay_many([DynamicTree(topk, steps, num_draft_tokens)], vocabulary, rule)[0]
+        rule: cuts a dynamic tree at each root (`lab.replay.acceptance`).
 
-    def replay_static(self, tree: StaticTree | Chain, vocabulary: str = "") -> Replayed:
-        """Replay a static tree, of any width: what it accepts follows from the ranks of the text's tokens."""
-        return self.replay_many([tree], vocabulary)[0]
+        Raises ValueError for what was not recorded."""
+        return self.replay_many([tree], vocabulary, rule)[0]
 
-    def replay_many(
-        self, trees: Sequence[TreePolicy], vocabulary: str = "", rule: Rule | None = None
-    ) -> list[Replayed]:
-        """Replay all trees at once, each as `replay` or `replay_static` does. This is much less work than in turn."""
+    def replay_many(self, trees: Sequence[Tree], vocabulary: str = "", rule: Rule | None = None) -> list[Replayed]:
+        """Replay many trees at once, which is much less work than one after the other."""
         acceptances = [self._acceptance(tree, vocabulary, rule) for tree in trees]
         return self._rounds(acceptances)
 
@@ -117,7 +113,9 @@ class Superset(Recording):
             rounds.append(begins[:roots].sum().item())
         return DrawnChains(rounds, int(self.roots.sum()))
 
-    def _acceptance(self, tree: TreePolicy, vocabulary: str, rule: Rule | None) -> Acceptance:
+    def _acceptance(self, tree: Tree, vocabulary: str, rule: Rule | None) -> Acceptance:
+        if isinstance(tree, TreeSpec):
+            tree = tree.build()
         if isinstance(tree, Chain):
             tree = StaticTree([[0] * depth for depth in range(1, tree.steps + 1)])
         if isinstance(tree, StaticTree):

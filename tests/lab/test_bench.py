@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 from helpers import save_hf, tiny_drafter, tiny_target
+from lab.cost.hardware import bandwidth, read_bytes, weight_bytes
 
 from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
 from lab.bench.bench_command import main
 from lab.bench.contenders import NotAvailable, Ours, Run, of_transformers_by_name
 from lab.bench.table import print_rows, remarks
-from lab.cost.hardware import bandwidth, read_bytes, weight_bytes
 from lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target

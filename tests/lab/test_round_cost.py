@@ -5,8 +5,8 @@ import re
 import sys
 
 import pytest
-
 from lab.cost.cost import Point, Setting
+
 from scripts import round_cost
 
 TINY = ["shape=tiny", "topk=[1,2]", "num_draft_tokens=[3,8]", "steps=3", "context=12", "new_tokens=13"]

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
-from specdec.cli.settings import read_settings
 
 from lab.cost import tune as lab
 from lab.cost import tune_command
@@ -16,6 +15,7 @@ from lab.cost.rounds import useful_trees
 from lab.cost.tune import MeasuredRate, Prediction, finalists, measure_rates, predict, predict_all, round_contexts, tune
 from lab.replay import record
 from specdec.cli import generate as command
+from specdec.cli.settings import read_settings
 from specdec.engine.engine import Engine
 from trees.spec import TreeSpec
 

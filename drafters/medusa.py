@@ -73,9 +73,6 @@ class Medusa(Drafter):
         readout = self.blocks[level](hidden)
         return DraftState(hidden.expand(-1, width, -1), readout.expand(-1, width, -1), self.head_of(level))
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        pass
-
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
         feats = feats.to(self.head_of(0).weight.dtype)  # the drafter's may be narrower than the target's

@@ -81,19 +81,28 @@ class RecurrentDrafter(Drafter):
 
     # Decoding
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
+    def reset(self, rows: int, slots: int) -> None:
         shape = self.shape
         freeze(self)
         self.rope.reserve(slots, self.embedding)
-        self.cache = KVCache(self.layers, batch, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        cache = KVCache(self.layers, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = cache.clear(0)
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return cache_bytes(self.layers, batch, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
 
     def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(
+        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+    ) -> DraftState:
         count = tokens.shape[1]
-        cache = self.cache
-        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads)
+        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
         positions = cache.lens[:, None] + torch.arange(count, device=tokens.device)
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)

@@ -42,11 +42,14 @@ class WrappedDrafter(Drafter):
     def conventions(self) -> Mapping[str, str]:
         return self.drafter.conventions
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        self.drafter.reset(batch, slots, first)
+    def reset(self, rows: int, slots: int) -> None:
+        self.drafter.reset(rows, slots)
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return self.drafter.cache_bytes(batch, slots)
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return self.drafter.cache_bytes(rows, slots)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self.drafter.admit(row, first, feats, tokens, n)
 
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self.drafter.extend(feats, tokens, n, max_len)

@@ -1,13 +1,14 @@
 """The Python interface: load a target, load a drafter, generate."""
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from drafters.formats import load_drafter
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Engine, Result, RoundReport, Row
-from specdec.engine.sequence import per_row
+from specdec.engine.engine import Engine, Result, RoundReport
+from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.loader import load_target
 from specdec.model.target import Target
@@ -25,7 +26,7 @@ class Generation:
     """The result of one call: a row for each prompt, and what it took."""
 
     text: list[str]
-    rows: list[Row]
+    rows: list[Sequence]
     result: Result
     steps: int  # 0 without a drafter
     verifier: Verifier | None  # None without a drafter
@@ -94,7 +95,7 @@ def answer(
     *,
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
-    stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
     logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
@@ -126,7 +127,7 @@ def answer(
     return Generation(text, result.rows, result, tree.steps if tree else 0, engine.verifier if tree else None)
 
 
-def _stops_of_rows(stop: str | Sequence[str] | Sequence[Sequence[str]], rows: int) -> list[list[str]]:
+def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]], rows: int) -> list[list[str]]:
     """The stop strings of each row."""
     stop = [stop] if isinstance(stop, str) else list(stop)
     if any(isinstance(strings, str) for strings in stop) or not stop:

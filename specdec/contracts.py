@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
@@ -51,6 +52,20 @@ class DraftState:
         """The rows index [B'] only."""
         return DraftState(self.hidden[index], self.readout[index], self.head)
 
+    def joined(self, other: "DraftState") -> "DraftState":
+        """These rows, and below them the rows of `other`. What a drafter keeps of a position may be as long as its text
+        (n-grams): the shorter ones are filled up with zeros."""
+        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
+        hidden = [F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)]
+        return DraftState(torch.cat(hidden), torch.cat([self.readout, other.readout]), self.head)
+
+    def slot(self, level: int, width: int) -> "DraftState":
+        """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""
+        at = slice(level, level + 1)
+        return DraftState(
+            self.hidden[:, at].expand(-1, width, -1), self.readout[:, at].expand(-1, width, -1), self.head
+        )
+
 
 class Vocabulary(Protocol):
     """The tokens that a drafter can propose."""
@@ -67,7 +82,8 @@ class Drafter(nn.Module):
     and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
     continuation up, fit too: what they remember of a position is their `hidden`.
 
-    A drafter that keeps nothing but a `cache` overrides `reset`, `extend` and `step`, and one that learns `unroll`.
+    A drafter that keeps nothing of the rows overrides `extend` and `step`. One that has a cache overrides `reset` and
+    `admit` too, and one that learns `unroll`.
     """
 
     taps: tuple[int, ...] = ()  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
@@ -93,27 +109,32 @@ class Drafter(nn.Module):
         """Put other heads in the place of `heads_in_use`."""
         raise ValueError(f"{type(self).__name__} has no head")
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        """Forget everything; make room for `slots` positions of `batch` rows.
+    def reset(self, rows: int, slots: int) -> None:
+        """Forget everything; make room for `rows` rows of `slots` positions. None of them is in use before it is
+        admitted."""
 
-        first [B]: token 0 of each row, the only one that no `extend` brings."""
-        raise NotImplementedError
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
+    def cache_bytes(self, rows: int, slots: int) -> int:
         """Bytes of what `reset` keeps, for `engine.memory`."""
         return 0
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        """Prefill: R rows join. They take the places row .. row+R-1; those before are in use already. What was known of
+        the places taken is forgotten.
+
+        first [R]: token 0 of each row, the only one that no `extend` brings. The rest is as for `extend`: the first n
+        [R] of T positions, feats [R,T,F], tokens [R,T]. Returns the state of the new rows."""
+        return self.extend(feats, tokens, n, tokens.shape[1])
 
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
         [B,P] one further on.
 
         `max_len` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the
-        state (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
+        state (W = 1, or W = block) at the last absorbed position."""
         raise NotImplementedError
 
     def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only, ascending, in all that `reset` and `extend` keep, and forget the
-        others."""
+        """Go on with the rows index [B'] only, ascending, in all that is kept of rows, and forget the others."""
         if self.cache is not None:
             self.cache.compact(index)
 
@@ -121,6 +142,17 @@ class Drafter(nn.Module):
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the
         level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
         raise NotImplementedError
+
+    def root(self, first: DraftState) -> DraftState:
+        """Of the state that `extend` gave, the part that tells the root's children (W = 1)."""
+        return first if self.block is None else first.slot(0, 1)
+
+    def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        """What tree policies call: the state of the W nodes of a level, by a `step`, or, if `first`, the state that the
+        tree began with, is a block, by its slot for that level."""
+        if self.block is None:
+            return self.step(tokens, hidden, level, ancestors)
+        return first.slot(level, tokens.shape[1])
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one

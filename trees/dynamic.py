@@ -58,6 +58,7 @@ class DynamicTree:
         b = len(state.hidden)
         device = state.hidden.device
         slots = torch.arange(w, device=device)
+        first, state = state, drafter.root(state)
         scores, draft_ids = state.top(w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
         pool_tokens, pool_scores = [tokens], [scores]
@@ -67,7 +68,7 @@ class DynamicTree:
         eye = torch.eye(w, dtype=torch.bool, device=device).expand(b, w, w)
         ancestors = eye
         for level in range(1, self.steps):
-            state = drafter.step(tokens, hidden, level, ancestors)
+            state = drafter.expand(first, tokens, hidden, level, ancestors)
             gains, draft_ids = state.top(w)
             candidate_scores = (scores[..., None] + gains).flatten(1)  # [B,W*W]
             candidate_tokens = drafter.vocab.to_target(draft_ids).flatten(1)

@@ -69,8 +69,9 @@ def measure_acceptance(
     end = torch.tensor([len(row) for row in rows], device=device)
     texts = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rows], device=device)
     feats = target(texts, None, taps=drafter.taps, logits=False)[1] if drafter.taps else None
-    drafter.reset(len(texts), longest + 1 + steps, texts[:, 0])
-    state = drafter.extend(None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start, first)
+    drafter.reset(len(texts), longest + 1 + steps)
+    prompts = None if feats is None else feats[:, :first]
+    state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
     hits = torch.zeros(steps, topk, device=device)
     tries = torch.zeros(steps, 1, device=device)
     for place in range(most):  # the root is token `place` of each output

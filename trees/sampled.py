@@ -58,6 +58,7 @@ class SampledTree:
         vocab = drafter.vocab
         in_target = vocab.to_target(torch.arange(vocab.size, device=root.device))
         q = torch.zeros(b, n, vocab.target_size, device=root.device)
+        first, state = state, drafter.root(state)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         for level, branch in enumerate(self.expansion, 1):
             parents = slice(self.starts[level - 1], self.starts[level])
@@ -69,7 +70,7 @@ class SampledTree:
             if level < self.steps:
                 frontier, ancestors = self._frontier(level, root.device)
                 hidden = state.hidden[:, frontier // branch]
-                state = drafter.step(tokens[-1][:, frontier], hidden, level, ancestors.expand(b, -1, -1))
+                state = drafter.expand(first, tokens[-1][:, frontier], hidden, level, ancestors.expand(b, -1, -1))
         return DraftTree(
             tokens=torch.cat(tokens, 1),
             parents=self.parents.expand(b, n),

@@ -47,6 +47,7 @@ class StaticTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
+        first, state = state, drafter.root(state)
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, level in enumerate(self.levels, 1):
             gains, draft_ids = state.top(self.topk)
@@ -56,7 +57,8 @@ class StaticTree:
                 expanded = scores[-1].index_select(1, level.inner)
                 hidden = state.hidden.index_select(1, level.parents)
                 ancestors = level.ancestors.expand(b, -1, -1)
-                state = drafter.step(tokens[-1].index_select(1, level.inner), hidden, depth, ancestors)
+                inner = tokens[-1].index_select(1, level.inner)
+                state = drafter.expand(first, inner, hidden, depth, ancestors)
         return DraftTree(
             tokens=torch.cat(tokens, 1),
             parents=self.parents.expand(b, n),

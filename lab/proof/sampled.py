@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lab.proof.laws import chi_square
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Engine, Row
+from specdec.engine.engine import Engine
+from specdec.engine.sequence import Sequence
 from specdec.model.target import Target
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling, Verifier
@@ -57,7 +58,7 @@ def prove_sampled(
 
 
 @torch.inference_mode()
-def _places(target: Target, row: Row, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
+def _places(target: Target, row: Sequence, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
     text = torch.tensor([row.prompt + row.tokens], device=target.device)
     logits = target(text, None)[0][0, len(row.prompt) - 1 : -1].float().cpu()
     tokens = torch.tensor(row.tokens)[:, None]

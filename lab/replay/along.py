@@ -41,6 +41,9 @@ class Restricted(WrappedDrafter):
     def vocab(self) -> DraftVocab:
         return self.restricted_vocab
 
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self.restrict(super().admit(row, first, feats, tokens, n))
+
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self.restrict(super().extend(feats, tokens, n, max_len))
 
@@ -123,9 +126,10 @@ class DraftingAlong:
         start = torch.tensor(starts, device=self.device)
         count = torch.tensor([piece.count for piece in pieces], device=self.device)
         feats = self._features(pieces, rows, longest)
-        self.drafter.reset(len(rows), longest + self.slots, tokens[:, 0])
+        self.drafter.reset(len(rows), longest + self.slots)
         first = max(starts)
-        state = self.drafter.extend(None if feats is None else feats[:, :first], tokens[:, 1 : first + 1], start, first)
+        prompts = None if feats is None else feats[:, :first]
+        state = self.drafter.admit(0, tokens[:, 0], prompts, tokens[:, 1 : first + 1], start)
         for n in range(int(count.max())):
             root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
             behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))
@@ -150,7 +154,7 @@ class DraftingAlong:
     def _draft_along(self, drafter: Drafter, state: DraftState, behind: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D] under the
         drafter, which is fed the text."""
-        ids = drafter.vocab.from_target(behind)
+        ids, first, state = drafter.vocab.from_target(behind), state, drafter.root(state)
         ranks, probs = [], []
         for depth in range(self.steps):
             logits, draft_id = state.logits[:, 0].float().log_softmax(-1), ids[:, depth : depth + 1]
@@ -163,7 +167,7 @@ class DraftingAlong:
             probs.append(torch.where(known, q, 0))
             if depth + 1 < self.steps:
                 ancestors = torch.ones(len(behind), 1, depth + 1, dtype=torch.bool, device=behind.device)
-                state = drafter.step(behind[:, depth : depth + 1], state.hidden, depth + 1, ancestors)
+                state = drafter.expand(first, behind[:, depth : depth + 1], state.hidden, depth + 1, ancestors)
         return torch.stack(ranks, 1), torch.stack(probs, 1)
 
     def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 
 from specdec.api import generate
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Row
+from specdec.engine.sequence import Sequence
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.target import Target
 from specdec.types import Sampling, Verifier
@@ -45,7 +45,7 @@ class Score:
 class _Tally:
     """What one way to decode has done so far."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Sequence] = field(default_factory=list)
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     texts: list[list[int]] = field(default_factory=list)

@@ -149,8 +149,13 @@ class Probe(WrappedDrafter):
         self.draft: list[tuple[float, bool]] = []  # (entropy of the drafter, was a child accepted?) of roots
         self._root, self._next = math.nan, math.nan  # entropy of the drafter at this round's root and at the next one
 
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self._root_state(super().admit(row, first, feats, tokens, n))
+
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
-        state = super().extend(feats, tokens, n, max_len)
+        return self._root_state(super().extend(feats, tokens, n, max_len))
+
+    def _root_state(self, state: DraftState) -> DraftState:
         self._root, self._next = self._next, float(_entropy(state.logits[0, 0]))
         self._note(0, state)
         return state

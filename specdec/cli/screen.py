@@ -20,7 +20,7 @@ class Screen:
         self.colour = sys.stdout.isatty()
 
     def __call__(self, report: RoundReport) -> None:
-        if self.trees and report.tree is not None and report.places[0] == 0:  # the first row has not been dropped
+        if self.trees and report.tree is not None:
             path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
             print("\n" + draw(report.tree, path, lambda token: self.tokenizer.decode([token])))
         if self.quiet:

@@ -1,123 +1,187 @@
-"""The rows that rounds compute: what has ended is dropped, and costs nothing but its place in the result.
+"""The rows that rounds compute: sequences join, and rows whose sequence has ended are dropped.
 
 To drop rows is to move together what is kept of the others, which takes a part of a round. Whether that pays nobody
 knows, because nobody knows when the others end. So it is with packets that may be acknowledged together, but late, and
 the answer is the same (Dooly, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998): carry ended rows until
 that would cost as much as to drop them, which costs at most about twice as much as the best choice in hindsight.
 
-The rule counts rounds and not seconds, so a run can be repeated, and it knows of a row's end what late reading knows
-(`late.read_late`), so both loops drop the same rows before the same rounds, and draw the same numbers for the others.
+The rule counts rounds and not seconds, so a run can be repeated. It knows of a row's end what a loop that reads one
+round late knows, so both loops drop the same rows before the same rounds, and draw the same numbers for the others.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from specdec.contracts import DraftState
-from specdec.engine.sequence import Row
-from specdec.model.cache import KVCache
+from specdec.engine.clock import Clock
+from specdec.engine.round import Round, RoundOutput, RoundSettings
+from specdec.engine.sequence import Sequence
 from specdec.sampling.filters import settings_of
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.sampling.penalties import Penalties
 
-PRICE = 0.25  # of dropping rows, in rounds: up to 0.4 of plain ones, 0.02 to 0.12 of those of trees (docs/log.md)
-
-
-@dataclass
-class RoundOutput:
-    """What a round made on the device. tree, verdict and logits are None if it drafted nothing, or nobody looks."""
-
-    tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
-    n: Tensor  # [B] how many of them
-    logprobs: Tensor | None = None  # [B,P] if asked for
-    tree: DraftTree | None = None
-    verdict: Verdict | None = None
-    logits: Tensor | None = None  # [B,N,V]
-    places: list[int] | None = None  # [B] which rows of the call these are, ascending; None: all
-    sampling: Sampling | SamplingBatch | None = None  # of these rows; None: that of the call
-
-    def read(self) -> list[Tensor]:
-        """What the host wants to know."""
-        return [self.tokens, self.n] if self.logprobs is None else [self.tokens, self.n, self.logprobs]
-
-    def outcome(self) -> "Outcome":
-        """Read at once, which waits for the device."""
-        return Outcome(self, *(x.tolist() for x in self.read()))
+PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.02 to 0.12 for trees, up to 0.4 for plain rounds.
 
 
-@dataclass
-class Outcome:
-    """A round as the host has read it: `Made.read` in lists."""
+class Progress:
+    """How far the rows are, on the device. It ends a row by the rule of `Sequence.add`."""
 
-    made: RoundOutput
-    tokens: list[list[int]]
-    counts: list[int]
-    logprobs: list[list[float]] | None = None
+    def __init__(self, sequences: abc.Sequence[Sequence], device: torch.device):
+        width = max((len(s.eos) for s in sequences), default=0)
+        eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]  # no token is -1
+        self.eos = torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width)  # [B,E]
+        self.active = torch.tensor([s.finish is None for s in sequences], device=device)  # [B] which still decode
+        self.left = torch.tensor([s.left for s in sequences], device=device)  # [B] how many tokens each may add
+
+    def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only."""
+        self.active, self.left, self.eos = self.active[index], self.left[index], self.eos[index]
+
+    def settle(self, tokens: Tensor, n: Tensor) -> None:
+        """A round emitted the first n [B] of tokens [B,P]. Changes both tensors in place."""
+        kept = torch.where(self.active, n.minimum(self.left), 0)
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (tokens[..., None] == self.eos[:, None]).any(-1) & (place < kept[:, None])
+        self.left -= kept
+        self.active &= ~ends.any(1) & (self.left > 0)
 
 
-def play(
-    engine, root: Tensor, state: DraftState | None, cache: KVCache, active: Tensor, how: tuple, **plain
-) -> tuple[Tensor, DraftState | None, RoundOutput]:
-    """A round of an `engine.Engine` of which the rows `active` [B] go on: the next root and state, and what it made.
+def penalties_of(sequences: abc.Sequence[Sequence], vocab: int, device: torch.device) -> Penalties | None:
+    """The penalties of these rows as the host knows their texts; None if no row has any."""
+    samplings = [s.sampling for s in sequences]
+    if not any(sampling.penalised for sampling in samplings):
+        return None
+    return Penalties(samplings, [s.prompt for s in sequences], vocab, device, [s.tokens for s in sequences])
 
-    how: the arguments of `Engine.round` from `sampling` on; plain: further ones of `Engine.plain_round`.
+
+class Batch:
+    """What rounds work on, and what one round leaves to the next.
+
+    Row b holds `sequences[b]`. Rows whose sequence has ended stay until they are dropped; then the rows behind them
+    move up. New sequences join behind the others.
     """
-    if engine.drafter is None:
-        root, logprobs = engine.plain_round(root, cache, active, *how, **plain)
-        return (
-            root,
-            None,
-            RoundOutput(root[:, None], torch.ones_like(root), None if logprobs is None else logprobs[:, None]),
-        )
-    root, state, tree, verdict, logits = engine.round(root, state, cache, active, *how)
-    return root, state, RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits)
 
-
-class Live:
-    """What rounds work on: some rows of a call, and what one round leaves to the next."""
-
-    def __init__(self, engine, rows: Sequence[Row], root: Tensor, state: DraftState | None, cache: KVCache, how: tuple):
-        """rows: of the call, all of which the tensors hold; how: the arguments of `Engine.round` from `sampling` on."""
-        self.engine, self.rows = engine, rows
-        self.root, self.state, self.cache, self.how = root, state, cache, how
-        self.places = list(range(len(rows)))  # [B] which rows of the call there are, ascending
+    def __init__(
+        self,
+        round_: Round,
+        rows: int,
+        room: int,
+        generator: torch.Generator,
+        clock: Clock,
+        *,
+        overlap: bool = False,
+        compact: bool = True,
+    ):
+        """Make room for `rows` sequences of up to `room` tokens. overlap: rounds are launched before the last one is
+        read, so the device ends rows by itself. compact: drop rows that have ended."""
+        self.round, self.rows, self.room, self.overlap, self.compact = round_, rows, room, overlap, compact
+        self.generator, self.clock = generator, clock
+        self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
+        if round_.drafter is not None:
+            round_.drafter.reset(rows, round_.draft_slots(room))
+        self.sequences: list[Sequence] = []
+        self.root: Tensor | None = None  # [B]
+        self.state: DraftState | None = None
+        self.progress: Progress | None = None
+        self.settings: RoundSettings | None = None
         self.carried = 0.0  # what ended rows have cost, in rounds, since any were dropped; the next round included
-        self.compact = engine.compact and (engine.drafter is None or True)
+        self.known_going = 0  # how many rows `progress.active` holds to go on, if the device does not end them
+        self.observed = True  # somebody looks at trees, verdicts and logits
 
-    def ended(self) -> list[bool]:
-        """Of all rows of the call, as far as the host knows."""
-        return [row.finish is not None for row in self.rows]
+    @property
+    def device(self) -> torch.device:
+        return self.cache.lens.device
 
-    def shed(self, ended: Sequence[bool]) -> Tensor | None:
-        """Before a round, knowing which rows of the call have ended: drop those if they have been carried for long
-        enough. Returns where the others stood [B'], or None if nothing was dropped."""
-        kept = [i for i, place in enumerate(self.places) if not ended[place]]
-        if not self.compact or len(kept) == len(self.places):
-            return None
-        self.carried += 1 - len(kept) / len(self.places)
-        if self.carried < PRICE:
-            return None
+    def going(self) -> list[Sequence]:
+        """Those that the host does not know to have ended."""
+        return [s for s in self.sequences if s.finish is None]
+
+    def free(self) -> int:
+        """How many sequences can join."""
+        return self.rows - len(self.going())
+
+    # Joining and leaving: between rounds of which none is unread
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
+        self._drop([s.finish is not None for s in self.sequences])
+        root, state = self._prefill(sequences, len(self.sequences))
+        self.root = root if self.root is None else torch.cat([self.root, root])
+        self.state = state if self.state is None else self.state.joined(state)
+        self.sequences = self.sequences + sequences
+        self._refresh()
+
+    def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None]:
+        settings = self._settings(sequences)
+        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings)
+        told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
+        for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
+            sequence.add([token], logprob)
+        self.clock.mark("prefill")
+        return root, state
+
+    def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
+        return RoundSettings(
+            settings_of([s.sampling for s in sequences], self.device),
+            self.generator,
+            self.clock,
+            penalties_of(sequences, self.round.target.config.vocab, self.device),
+            any(s.logprobs is not None for s in sequences),
+        )
+
+    def _refresh(self) -> None:
+        """Make anew what follows from what the host knows of the sequences."""
+        self.settings, self.progress = self._settings(self.sequences), Progress(self.sequences, self.device)
+        self.known_going = len(self.going())
+
+    def stop(self) -> None:
+        """Let rows stand still that the host knows to have ended, and the device may not."""
+        if self.progress is not None:
+            self.progress.active &= torch.tensor([s.finish is None for s in self.sequences], device=self.device)
+
+    # Rounds
+
+    def launch(self, max_len: int, ended: abc.Container[Sequence]) -> RoundOutput:
+        """Start the next round. No sequence that still decodes has committed more than `max_len` tokens; `ended` are
+        those that have ended, as far as the decision to drop them may know."""
+        self._shed([s in ended for s in self.sequences])
+        if not self.overlap and (going := len(self.going())) != self.known_going:
+            self.known_going = going
+            self.stop()
+        self.cache.max_len = max_len
+        self.root, self.state, output = self.round.play(
+            self.root, self.state, self.cache, self.progress.active, self.settings
+        )
+        if self.overlap:
+            self.progress.settle(output.tokens, output.n)
+        return output
+
+    def _shed(self, ended: list[bool]) -> None:
+        """Drop rows that have ended if they have been carried for long enough."""
+        if not self.compact or not any(ended):
+            return
+        self.carried += sum(ended) / len(ended)
+        if self.carried >= PRICE:
+            self._drop(ended)
+
+    def _drop(self, ended: list[bool]) -> None:
+        if not any(ended):
+            return
+        kept = [b for b, over in enumerate(ended) if not over]
         self.carried = 0.0
-        self.places = [self.places[i] for i in kept]
-        index = torch.tensor(kept, device=self.root.device)
-        self._keep(index)
-        return index
-
-    def play(self, active: Tensor) -> RoundOutput:
-        """The next round, in which the rows `active` [B] go on."""
-        self.root, self.state, made = play(self.engine, self.root, self.state, self.cache, active, self.how)
-        made.places, made.sampling = self.places, self.how[0]
-        return made
-
-    def _keep(self, index: Tensor) -> None:
-        sampling, generator, clock, penalties, logprobs = self.how
-        sampling = settings_of([self.rows[place].sampling for place in self.places], index.device)
-        self.how = sampling, generator, clock, penalties, logprobs
-        if penalties is not None:
-            penalties.compact(index)
+        self.sequences = [self.sequences[b] for b in kept]
+        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
         self.root = self.root[index]
         self.cache.compact(index)
         if self.state is not None:
             self.state = self.state.compact(index)
-            self.engine.drafter.compact(index)
+            self.round.drafter.compact(index)
+        self.progress.compact(index)
+        penalties = self.settings.penalties
+        if penalties is not None:
+            penalties.compact(index)
+        if self.sequences:
+            sampling = settings_of([s.sampling for s in self.sequences], self.device)
+            self.settings = replace(self.settings, sampling=sampling)

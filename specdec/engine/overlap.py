@@ -1,67 +1,31 @@
-"""The loop that reads one round late: while the host reads what a round emitted, the device already runs the next.
+"""The loop over rounds: it reads each at once, or one round late, while the device already runs the next.
 
-Which rows have ended the device decides for itself (`Progress`), by the rule of `rows.Row.add`, so a row stands still
-from the same round on as in the loop that reads at once: text, traces and the room that caches need are the same. Only
-what a `Stop` ends is noticed a round late; that round of the row is void, and `Row` drops it.
+Which rows have ended the device then decides for itself (`batch.Progress`), by the rule of `Sequence.add`, so a row
+stands still from the same round on as in the loop that reads at once: text, traces and the room that caches need are
+the same. Only what a `Stop` ends is noticed a round late; that round of the row is void, and `Sequence` drops it.
 """
 
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.contracts import DraftState
-from specdec.engine.batch import Live, Outcome, RoundOutput
-from specdec.engine.sequence import Row
-from specdec.model.cache import KVCache
+from specdec.engine.batch import Batch
+from specdec.engine.round import RoundOutput
+from specdec.engine.sequence import Sequence
+from specdec.types import Sampling, SamplingBatch
 
 
-class Progress:
-    """How far the rows are, on the device: active [B], which still decode; left [B], how many tokens each may add."""
+@dataclass
+class ReadRound:
+    """A round as the host has read it."""
 
-    def __init__(self, batch: int, device: torch.device):
-        self.active = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.left = torch.zeros(batch, dtype=torch.int64, device=device)
-
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Start from what the host knows of the rows."""
-        self.active.copy_(torch.tensor([row.finish is None for row in rows]))
-        self.left.copy_(torch.tensor([row.limit - len(row.tokens) for row in rows]))
-
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only."""
-        self.active, self.left = self.active[index], self.left[index]
-
-    def settle(self, tokens: Tensor, n: Tensor, eos: Tensor) -> None:
-        """A round emitted the first n [B] of tokens [B,P]; eos [E] end a row. Changes both tensors in place."""
-        kept = torch.where(self.active, n.minimum(self.left), 0)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = (tokens[..., None] == eos).any(-1) & (place < kept[:, None])
-        self.left -= kept
-        self.active &= ~ends.any(1) & (self.left > 0)
-
-
-class Rounds:
-    """The rounds of one call, one after the other, on whatever the engine allocates for each."""
-
-    def __init__(
-        self, engine, rows: Sequence[Row], root: Tensor, state: DraftState | None, cache: KVCache, *, eos, how
-    ):
-        self.live = Live(engine, rows, root, state, cache, how)
-        self.progress = Progress(len(rows), root.device)
-        self.progress.begin(rows)
-        self.eos = torch.tensor(sorted(eos), dtype=torch.int64, device=root.device)
-
-    def launch(self, max_len: int) -> RoundOutput:
-        """Start the next round; no row that still decodes has committed more than `bound` tokens."""
-        live = self.live
-        kept = live.shed(live.ended())
-        if kept is not None:
-            self.progress.compact(kept)
-        live.cache.max_len = max_len
-        made = live.play(self.progress.active)
-        self.progress.settle(made.tokens, made.n, self.eos)
-        return made
+    output: RoundOutput
+    sequences: list[Sequence]  # of its rows
+    sampling: Sampling | SamplingBatch  # of its rows
+    tokens: list[list[int]]
+    counts: list[int]
+    logprobs: list[list[float]] | None = None
 
 
 class Reader:
@@ -73,11 +37,10 @@ class Reader:
         self.events = [torch.cuda.Event(), torch.cuda.Event()] if self.cuda else []
         self.turn = 0
 
-    def start(self, made: RoundOutput) -> int:
+    def start(self, source: list[Tensor]) -> int:
         """Copy without waiting; the number returned is for `finish`. No more than two may be under way."""
         self.turn = 1 - self.turn
-        source = made.read()
-        if [x.shape for x in self.buffers[self.turn]] != [x.shape for x in source]:  # rows may have been dropped
+        if [x.shape for x in self.buffers[self.turn]] != [x.shape for x in source]:  # rows join and are dropped
             self.buffers[self.turn] = [torch.empty(x.shape, dtype=x.dtype, pin_memory=self.cuda) for x in source]
         for buffer, x in zip(self.buffers[self.turn], source, strict=True):
             buffer.copy_(x, non_blocking=True)
@@ -85,30 +48,75 @@ class Reader:
             self.events[self.turn].record()
         return self.turn
 
-    def finish(self, number: int, made: RoundOutput) -> Outcome:
+    def finish(self, number: int) -> list[list]:
         """Wait for that copy only, and not for what was launched since."""
         if self.cuda:
             self.events[number].synchronize()
-        return Outcome(made, *(buffer.tolist() for buffer in self.buffers[number]))
+        return [buffer.tolist() for buffer in self.buffers[number]]
 
 
-def read_late(rows: Sequence[Row], rounds, path: int, device: torch.device) -> Iterator[Outcome]:
-    """Run `rounds` until all rows have ended, and yield every round's outcome after the next was launched. Whoever
-    takes an outcome records it in the rows before taking another. path: P, the most tokens that a round emits.
+@dataclass
+class _Pending:
+    """A round that was launched and not read."""
 
-    A round that the rows' limits show to be void is not launched, so what is launched in vain is one round, where a
-    text ends early."""
-    reader, waiting = Reader(device), None
-    while waiting is not None or any(row.finish is None for row in rows):
-        launched = None
-        going = [row for row in rows if row.finish is None]
-        # The round under way gives every row a token at least.
-        if waiting is None or any(row.limit - len(row.tokens) > 1 for row in going):
-            known = max(len(row.prompt) + len(row.tokens) - 1 for row in going)
-            made = rounds.launch(known if waiting is None else known + path)
-            launched = reader.start(made), made
-        if waiting is not None:
-            yield reader.finish(*waiting)
-            if all(row.finish is not None for row in rows):
-                return
-        waiting = launched
+    output: RoundOutput
+    sequences: list[Sequence]
+    sampling: Sampling | SamplingBatch
+    copy: int  # `Reader.start`'s number
+
+
+class Loop:
+    """The rounds of a batch, of which up to `lag` (0 or 1) are launched before the oldest is read."""
+
+    def __init__(self, batch: Batch, lag: int):
+        self.batch, self.lag = batch, lag
+        self.reader = Reader(batch.device)
+        self.pending: list[_Pending] = []
+        self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Let sequences join. Every round must have been read."""
+        self.batch.admit(sequences)
+        self.ended = self._over()
+
+    def next(self) -> ReadRound | None:
+        """Launch what is to be launched, and read the oldest round; None if there is none. Whoever takes a round adds
+        it to its sequences before asking for another.
+
+        A round that the sequences' limits show to be void is not launched, so what is launched in vain is one round,
+        where a text ends early."""
+        while True:
+            launched = self._launch()
+            if not self.batch.going():
+                self.pending.clear()  # void: all their rows ended before
+                return None
+            if len(self.pending) > self.lag or not launched:
+                return self._read(self.pending.pop(0))
+
+    def drain(self) -> ReadRound | None:
+        """Read the oldest round without launching another."""
+        return self._read(self.pending.pop(0)) if self.pending else None
+
+    def _launch(self) -> bool:
+        going = self.batch.going()
+        # Every round under way gives each row a token at least.
+        if not any(s.left > len(self.pending) for s in going):
+            return False
+        known = max(s.committed for s in going)
+        # Which rows may be dropped is known a round late in both loops.
+        over = self._over()
+        ended, self.ended = (over, over) if self.lag else (self.ended, over)
+        output = self.batch.launch(known + self.batch.round.path * len(self.pending), ended)
+        rows = _Pending(output, self.batch.sequences, self.batch.settings.sampling, 0)
+        if self.lag:
+            rows.copy = self.reader.start(output.to_read())
+        self.pending.append(rows)
+        return True
+
+    def _over(self) -> set[Sequence]:
+        return {s for s in self.batch.sequences if s.finish is not None}
+
+    def _read(self, pending: _Pending) -> ReadRound:
+        output = pending.output
+        read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in output.to_read()]
+        return ReadRound(output, pending.sequences, pending.sampling, *read)

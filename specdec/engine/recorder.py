@@ -7,7 +7,7 @@ of the others), rows.jsonl, rounds.jsonl, nodes.safetensors.
 import hashlib
 import json
 import platform
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor
 from specdec import __version__
 from specdec.cli.files import check_replaceable, replace_folder
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import RoundReport, Row
+from specdec.engine.engine import RoundReport
+from specdec.engine.sequence import Sequence
 from specdec.engine.trace import RowTrace
 from specdec.model.checkpoint import read_json
 from specdec.sampling.filters import filtered_probs
@@ -127,22 +128,24 @@ class Recorder:
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
-        self._batch: list[Row] | None = None  # the engine's rows of the call that is under way, and ours
-        self._rows: list[TracedRow] = []
+        self._rows: dict[Sequence, TracedRow] = {}  # of the sequences that have not ended
         self._mark = 0  # where on the clock the next round begins
 
-    def name(self, questions: Sequence[str], categories: Sequence[str | None] | None = None) -> None:
+    def name(self, questions: abc.Sequence[str], categories: abc.Sequence[str | None] | None = None) -> None:
         """Say what the rows of the next call are; without this they are numbered."""
         self._names = list(zip(questions, categories or [None] * len(questions), strict=True))
 
     def __call__(self, report: RoundReport) -> None:
-        if report.rows is not self._batch:
+        if report.prefill:
             self._begin(report)
         else:
             self._add(report)
-        for ours, row in zip(self._rows, report.rows, strict=True):
-            ours.finish = row.finish
-        self._mark = len(report.clock.marks)  # the mark that ends the observers' time is yet to come
+        for row in report.rows:
+            if row in self._rows:
+                self._rows[row].finish = row.finish
+                if row.finish is not None:
+                    del self._rows[row]
+        self._mark = report.clock.position  # the mark that ends the observers' time is yet to come
 
     def _begin(self, report: RoundReport) -> None:
         rows = self.trace.rows
@@ -150,26 +153,24 @@ class Recorder:
         if len(names) != len(report.rows):
             raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")
         call = rows[-1].call + 1 if rows else 0
-        seconds = report.clock.seconds()["prefill"]
-        self._batch, self._names = report.rows, None
-        self._rows = [
-            TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
-            for (question, category), row in zip(names, report.rows, strict=True)
-        ]
-        rows += self._rows
+        seconds = report.clock.intervals()[-1][1]
+        self._names = None
+        for (question, category), row in zip(names, report.rows, strict=True):
+            ours = TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
+            self._rows[row] = ours
+            rows.append(ours)
 
     def _add(self, report: RoundReport) -> None:
         seconds = report.clock.seconds(self._mark)
-        trees, paths = [None] * len(report.places), [[0]] * len(report.places)
+        trees, paths = [None] * len(report.rows), [[0]] * len(report.rows)
         if report.tree is not None:
             values = node_values(report.tree, report.logits, report.sampling)
             trees = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
-        for place, path, tree in zip(report.places, paths, trees, strict=True):
-            ours, row, emitted = self._rows[place], report.rows[place], report.emitted[place]
+        for row, emitted, path, tree in zip(report.rows, report.emitted, paths, trees, strict=True):
             if emitted:  # else the row had ended before
-                context = len(row.prompt) + len(row.tokens) - len(emitted)
+                ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
                 ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree))
                 ours.steps = 0 if report.tree is None else report.tree.steps
 

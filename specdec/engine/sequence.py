@@ -1,6 +1,6 @@
-"""The rows of a batch: what each asks for, what belongs to its text, and when it has ended."""
+"""A sequence: what it asks for, what belongs to its text, and when it has ended."""
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -9,17 +9,18 @@ from specdec.types import Sampling
 
 
 class Stop(Protocol):
-    """What ends one row before its `eos` or its limit does, such as a string (`specdec.text.StopStrings`)."""
+    """What ends one sequence before its `eos` or its limit does, such as a string (`specdec.text.StopStrings`)."""
 
     def add(self, token: int) -> bool:
-        """The row's next token -> is it the last one? Called for each token once, in order."""
+        """The sequence's next token -> is it the last one? Called for each token once, in order."""
 
 
-@dataclass
-class Row:
-    """One sequence while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
+@dataclass(eq=False)
+class Sequence:
+    """One text while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
 
-    finish: 'eos', 'stop' (a `Stop` said so), 'length' (max_new_tokens) or 'context' (the target's context is full).
+    finish: 'eos', 'stop' (a `Stop` said so), 'length' (max_new_tokens), 'context' (the target's context is full) or
+    'abort' (the caller did not want more).
     """
 
     prompt: list[int]
@@ -27,16 +28,32 @@ class Row:
     at_limit: str = "length"
     sampling: Sampling = field(default_factory=Sampling)
     stop: Stop | None = None
+    eos: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
     finish: str | None = None
     trace: RowTrace = field(default_factory=RowTrace)
 
-    def add(self, tokens: list[int], eos: frozenset[int], logprobs: list[float] | None = None) -> list[int]:
-        """Append what still belongs to the text, and return it. logprobs: of the tokens, if the row keeps them."""
-        kept = tokens[: self.limit - len(self.tokens)]
+    @property
+    def committed(self) -> int:
+        """Tokens that lie in the caches: all but the last one, which is the root of the next tree."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still add."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that caches must hold for it, those of the prompt included."""
+        return len(self.prompt) + self.limit
+
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> list[int]:
+        """Append what still belongs to the text, and return it. logprobs: of the tokens, if the sequence keeps them."""
+        kept = tokens[: self.left]
         for count, token in enumerate(kept, 1):
-            if token in eos:
+            if token in self.eos:
                 self.finish = "eos"
             elif self.stop is not None and self.stop.add(token):
                 self.finish = "stop"
@@ -44,37 +61,59 @@ class Row:
                 kept = kept[:count]
                 break
         self.tokens += kept
-        if logprobs is not None:
+        if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs[: len(kept)]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit
         return kept
 
 
-def make_rows(
-    prompts: Sequence[list[int]],
-    max_new_tokens: int | Sequence[int],
-    sampling: Sampling | Sequence[Sampling] | None,
-    stop: Sequence[Stop | None] | None,
+def make_sequence(
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    stop: Stop | None,
+    eos: frozenset[int],
+    logprobs: bool,
     *,
     vocab: int,
     context: int,
-) -> list[Row]:
-    """A row for each prompt, for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence,
-    for what it does not take."""
+) -> Sequence:
+    """A sequence for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence, for what that
+    target does not take."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    _check_prompt(prompt, vocab, context)
+    room = context - len(prompt)
+    return Sequence(
+        prompt,
+        min(max_new_tokens, room),
+        "length" if max_new_tokens <= room else "context",
+        sampling or Sampling(),
+        stop,
+        eos,
+        logprobs=[] if logprobs else None,
+    )
+
+
+def make_sequences(
+    prompts: abc.Sequence[list[int]],
+    max_new_tokens: int | abc.Sequence[int] = 128,
+    sampling: Sampling | abc.Sequence[Sampling] | None = None,
+    stop: abc.Sequence[Stop | None] | None = None,
+    eos: frozenset[int] = frozenset(),
+    logprobs: bool = False,
+    **target: int,
+) -> list[Sequence]:
+    """A sequence for each prompt; what is a list or tuple has one value for each. target: as for `make_sequence`."""
     if not prompts:
         raise ValueError("no prompt was given")
     count = len(prompts)
-    limits = per_row(max_new_tokens, count, "max_new_tokens")
-    if min(limits) < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {min(limits)}")
-    samplings = per_row(Sampling() if sampling is None else sampling, count, "sampling")
-    rows = []
-    for prompt, limit, how, end in zip(prompts, limits, samplings, per_row(stop, count, "stop"), strict=True):
-        _check_prompt(prompt, vocab, context)
-        room = context - len(prompt)
-        rows.append(Row(prompt, min(limit, room), "length" if limit <= room else "context", how, end))
-    return rows
+    limits, samplings = per_row(max_new_tokens, count, "max_new_tokens"), per_row(sampling, count, "sampling")
+    return [
+        make_sequence(*own, eos, logprobs, **target)
+        for own in zip(prompts, limits, samplings, per_row(stop, count, "stop"), strict=True)
+    ]
 
 
 def _check_prompt(prompt: list[int], vocab: int, context: int) -> None:

@@ -129,9 +129,11 @@ class CacheView:
 
     The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool tells which scratch
     slots each of them sees, itself included; None means causal. All committed slots are visible, except those that lie
-    `window` or more positions behind; for that the depth [B,n] of the new positions must be known, and offset be 0.
-    groups is the number of query heads to a key head. A single causal position of a single row reads `bound` slots
-    without a mask: there, in plain decoding, the bound must be exact.
+    `window` or more positions behind. For that the depth [B,n] of the new positions must be known; scratch slots before
+    `offset` are taken to lie as deep as the new ones. groups is the number of query heads to a key head.
+
+    The rows of a prefill are empty, so it attends to its own positions only. A single causal position of a single row
+    reads `max_len` slots without a mask: there, in plain decoding, `max_len` must be exact.
     """
 
     def __init__(
@@ -142,13 +144,14 @@ class CacheView:
         groups: int,
         offset: int = 0,
         *,
+        prefill: bool = False,
         depth: Tensor | None = None,
         window: int | None = None,
         scale: float | None = None,
     ):
         nodes = torch.arange(offset, offset + n, device=cache.lens.device)
         self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
-        self.fresh = ancestors is None and cache.max_len == 0
+        self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
         # No position exceeds its slot, so a window of all visible slots hides nothing.
         self.window = window if window is not None and window < self.visible else None

@@ -31,11 +31,11 @@ LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 class SlotCache(Cache):
     """One forward's way for transformers' modules to write into a KVCache at our slots, and to read from it."""
 
-    def __init__(self, cache: KVCache, n: int):
+    def __init__(self, cache: KVCache, n: int, offset: int = 0):
         super().__init__(layers=[])
         self.cache = cache
-        self.slots = cache.slots_of(torch.arange(n, device=cache.lens.device))
-        self.visible = min(cache.max_len + n, cache.slots)
+        self.slots = cache.slots_of(torch.arange(offset, offset + n, device=cache.lens.device))
+        self.visible = min(cache.max_len + offset + n, cache.slots)
         self.head_dim = cache.layers[0].shape[-1]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -215,11 +215,13 @@ class TransformersTarget(nn.Module):
         last: Tensor | None = None,
         logits: bool = True,
         documents: Tensor | None = None,
+        prefill: bool = False,
+        offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `specdec.model.target.Target.forward`."""
         keep = 1 if not logits else 0 if last is None else last
         if cache is not None:
-            context = self._context(cache, tokens.shape[1], depth, ancestors)
+            context = self._context(cache, tokens.shape[1], depth, ancestors, offset)
         else:
             context = {"use_cache": False} | (self._separate(documents) if documents is not None else {})
         out = self.model(input_ids=tokens, logits_to_keep=keep, output_hidden_states=bool(taps), **context)
@@ -231,13 +233,13 @@ class TransformersTarget(nn.Module):
         # The model takes one list of positions for all rows: of those, row b wants the b-th.
         return out.logits.diagonal().movedim(-1, 0)[:, None], feats
 
-    def _context(self, cache: KVCache, n: int, depth: Tensor | None, ancestors: Tensor | None) -> dict:
+    def _context(self, cache: KVCache, n: int, depth: Tensor | None, ancestors: Tensor | None, offset: int = 0) -> dict:
         """The arguments that place n new positions behind the committed ones."""
         nodes = torch.arange(n, device=cache.lens.device)
         depth = nodes.expand(cache.batch, n) if depth is None else depth
         if ancestors is None:
             ancestors = (nodes[:, None] >= nodes).expand(cache.batch, n, n)
-        slots = SlotCache(cache, n)
+        slots = SlotCache(cache, n, offset)
         return {
             "past_key_values": slots,
             "use_cache": True,

@@ -179,16 +179,16 @@ class Target(nn.Module):
         """Root mean square of a hidden state behind the final norm, as its weights set it."""
         return self.norm.gain().square().mean().sqrt()
 
-    def new_cache(self, batch: int, slots: int) -> KVCache:
-        """An empty cache of `batch` rows; whatever happened to the weights before, the forwards over it see."""
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""
         self.bind()
         for rope in self.ropes:
             rope.reserve(slots, self.norm.weight)
-        return KVCache(self.config.layers, batch, slots, *self.cache_shape, like=self.norm.weight)
+        return KVCache(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
+    def cache_bytes(self, rows: int, slots: int) -> int:
         """What `new_cache` will take."""
-        return cache_bytes(self.config.layers, batch, slots, *self.cache_shape, like=self.norm.weight)
+        return cache_bytes(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
     def forward(
         self,
@@ -201,15 +201,19 @@ class Target(nn.Module):
         last: Tensor | None = None,
         logits: bool = True,
         documents: Tensor | None = None,
+        prefill: bool = False,
+        offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
 
         Without a cache the tokens are whole texts from position 0 on, causal, and nothing is kept.
 
         depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
-        ancestors [B,N,N] bool: which new tokens each one sees, itself included; None for causal.
+        ancestors [B,N,offset+N] bool: which scratch slots each token sees, its own included; None for causal.
+        offset: the tokens take the scratch slots behind so many, which an earlier forward has filled.
         taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
         last [B]: compute logits at this position of each row only.
+        prefill: the rows of the cache are empty, and the tokens are whole prompts, right-padded.
         documents [B,N], without a cache: rows hold several texts, equal numbers stand together. No text sees another,
         and positions count in each.
 
@@ -230,7 +234,8 @@ class Target(nn.Module):
             groups = self.query_heads // self.cache_shape[0]
             positions = cache.lens[:, None] + depth
             views = [
-                CacheView(cache, n, ancestors, groups, depth=depth, window=window, scale=scale) for window in windows
+                CacheView(cache, n, ancestors, groups, offset, prefill=prefill, depth=depth, window=window, scale=scale)
+                for window in windows
             ]
         kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
         embed, blocks, norm, head = self.parts

@@ -20,7 +20,16 @@ from specdec.types import DraftTree, Sampling
 class Penalties:
     """The tokens of each row of a batch, counted on the device, and the penalties that they bring."""
 
-    def __init__(self, samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]], vocab: int, device):
+    def __init__(
+        self,
+        samplings: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        vocab: int,
+        device: torch.device,
+        outputs: Sequence[Sequence[int]] | None = None,
+    ):
+        """One row for each sampling. outputs: what the rows have written so far; nothing if not given."""
+
         def column(name: str) -> Tensor:
             return torch.tensor([float(getattr(s, name)) for s in samplings], device=device)[:, None, None]
 
@@ -31,6 +40,8 @@ class Penalties:
         for row, prompt in zip(self.prompt, prompts, strict=True):
             row[torch.tensor(prompt, device=device)] = True
         self.counts = torch.zeros(len(prompts), vocab, dtype=torch.int32, device=device)  # of the output
+        for row, output in zip(self.counts, outputs or (), strict=False):
+            row += torch.tensor(output, dtype=torch.int64, device=device).bincount(minlength=vocab)
 
     def add(self, tokens: Tensor, n: Tensor) -> None:
         """The first n [B] of tokens [B,P] are output from now on."""

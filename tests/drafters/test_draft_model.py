@@ -53,8 +53,8 @@ def test_every_node_is_scored_as_after_its_own_path():
     texts = [[3, 5, 7, 2], [1, 9], [2, 4, 6, 8, 10, 12]]
     padded = torch.tensor([t + [0] * (6 - len(t)) for t in texts])
     lens = torch.tensor([len(t) for t in texts])
-    drafter.reset(3, 32, padded[:, 0])
-    states = [drafter.extend(None, padded[:, 1:], lens - 1, 5)]
+    drafter.reset(3, 32)
+    states = [drafter.admit(0, padded[:, 0], None, padded[:, 1:], lens - 1)]
     first = torch.tensor([[1, 2], [3, 4], [5, 6]])
     second = torch.tensor([[7, 8], [9, 10], [11, 12]])
     own = torch.eye(2, dtype=torch.bool).expand(3, 2, 2)

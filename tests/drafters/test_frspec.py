@@ -28,8 +28,9 @@ def test_restricted_logits_are_columns_of_the_full_ones(kind, own_vocab):
     feats = torch.randn(1, 5, len(full.taps) * 32)
     logits = []
     for drafter in (full, part):
-        drafter.reset(1, 32, torch.zeros(1, dtype=torch.int64))
-        logits.append(drafter.extend(feats, torch.ones(1, 5, dtype=torch.int64), torch.tensor([5]), 5).logits[0, 0])
+        drafter.reset(1, 32)
+        first, tokens = torch.zeros(1, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
+        logits.append(drafter.admit(0, first, feats, tokens, torch.tensor([5])).logits[0, 0])
     columns = [list(known).index(i) for i in expected]
     torch.testing.assert_close(logits[1], logits[0][columns], rtol=0, atol=1e-5)
 

@@ -37,13 +37,14 @@ def golden_drafter(name: str):
 def test_both_drafting_steps_match(name):
     drafter, reference = golden_drafter(name)
     policy = DynamicTree(topk=5, steps=5, num_draft_tokens=24)
-    drafter.reset(1, 64, reference["step0_ids"][:, 0])
+    drafter.reset(1, 64)
     absorbed = 0
     for step in ("step0", "step1"):
         feats, ids = reference[f"{step}_features"], reference[f"{step}_ids"]
         new = feats.shape[1]
         absorbed += new
-        state = drafter.extend(feats, ids[:, -new:], torch.tensor([new]), absorbed)
+        part = feats, ids[:, -new:], torch.tensor([new])
+        state = drafter.admit(0, ids[:, 0], *part) if step == "step0" else drafter.extend(*part, absorbed)
         tree = policy.grow(drafter, ids[:, -1], state)
         assert tree.tokens.tolist() == reference[f"{step}_draft_tokens"].tolist()
         assert tree.depth[0].tolist() == reference[f"{step}_positions"].tolist()

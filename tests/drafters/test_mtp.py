@@ -89,14 +89,14 @@ def test_mimo_head_equals_its_formula():
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     weights = {name.removeprefix("model.mtp_layers.0."): w for name, w in tensors.items()}
     expected = restated_mimo(weights, embed[tokens[0]], feats[0])
-    drafter.reset(1, 32, tokens[:, 0])
-    state = drafter.extend(feats, tokens, torch.tensor([9]), 9)
+    drafter.reset(1, 32)
+    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
     torch.testing.assert_close(state.hidden[0, 0], expected[-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state.logits[0, 0], expected[-1] @ head.T, rtol=1e-4, atol=1e-4)
     swapped = mtp_inside.build(CONFIG | {}, tensors, stand_in(embed, head), "mimo")
     swapped.blocks[0].hidden_first = False  # the order of everybody else
-    swapped.reset(1, 32, tokens[:, 0])
-    wrong = swapped.extend(feats, tokens, torch.tensor([9]), 9)
+    swapped.reset(1, 32)
+    wrong = swapped.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
     assert (wrong.hidden - state.hidden).abs().max() > 0.1
 
 
@@ -151,13 +151,14 @@ def test_drafts_equal_those_of_transformers(make):
     drafter = mtp_inside.build(main.config.to_dict(), published(theirs), target, "theirs").eval()
     feats, tokens = torch.randn(1, 14, H), torch.randint(V, (1, 14))
     cache = MtpCache(config=main.config.get_mtp_config())
-    drafter.reset(1, 32, tokens[:, 0])
+    drafter.reset(1, 32)
     done = 0
     for count in (7, 3, 1, 3):
         piece = slice(done, done + count)
         positions = torch.arange(done + 1, done + count + 1)[None]
         drafted, logits, _ = theirs(tokens[:, piece], feats[:, piece], None, positions, cache)
-        state = drafter.extend(feats[:, piece], tokens[:, piece], torch.tensor([count]), done + count)
+        part = feats[:, piece], tokens[:, piece], torch.tensor([count])
+        state = drafter.extend(*part, done + count) if done else drafter.admit(0, tokens[:, 0], *part)
         done += count
         torch.testing.assert_close(state.logits, logits, rtol=1e-4, atol=1e-4)
         assert Chain(2).grow(drafter, tokens[:, done - 1], state).tokens[0, 1] == drafted[0, 0]
@@ -198,8 +199,8 @@ def test_qwen3_next_head_equals_its_layer(dense):
     rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
     mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     expected = head["norm"](head["layers"][0](head["fc"](torch.cat(x, -1)), rope, attention_mask=mask))
-    drafter.reset(1, 32, tokens[:, 0])
-    state = drafter.extend(feats, tokens, torch.tensor([9]), 9)
+    drafter.reset(1, 32)
+    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
     torch.testing.assert_close(state.hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
 
 

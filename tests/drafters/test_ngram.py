@@ -46,8 +46,8 @@ def absorb(drafter, texts: list[list[int]]):
     longest = max(map(len, texts))
     padded = torch.tensor([t + [4] * (longest - len(t)) for t in texts])
     lens = torch.tensor([len(t) for t in texts])
-    drafter.reset(len(texts), longest + 20, padded[:, 0])
-    return drafter.extend(None, padded[:, 1:], lens - 1, longest - 1)
+    drafter.reset(len(texts), longest + 20)
+    return drafter.admit(0, padded[:, 0], None, padded[:, 1:], lens - 1)
 
 
 @pytest.mark.parametrize("mode", ["lookup", "suffix"])

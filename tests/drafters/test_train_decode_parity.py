@@ -17,9 +17,9 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
     tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
     with torch.no_grad():
         unrolled = list(drafter.unroll(feats, tokens, steps))
-        drafter.reset(2, 64, torch.zeros(2, dtype=torch.int64))
+        drafter.reset(2, 64)
         n = torch.full((2,), prefix)
-        state = drafter.extend(feats[:, :prefix], tokens[:, :prefix], n, prefix)
+        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats[:, :prefix], tokens[:, :prefix], n)
         for j, expected in enumerate(unrolled):
             torch.testing.assert_close(state.logits[:, 0], expected.logits[:, prefix - 1], rtol=0, atol=1e-5)
             torch.testing.assert_close(state.hidden[:, 0], expected.hidden[:, prefix - 1], rtol=0, atol=1e-5)
@@ -37,13 +37,14 @@ def test_extending_in_pieces_equals_extending_at_once(kind):
     drafter = tiny_drafter(target, kind=kind)
     torch.manual_seed(0)
     feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
-    drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))
-    whole = drafter.extend(feats, tokens, torch.tensor([9]), 9)
-    drafter.reset(1, 64, torch.zeros(1, dtype=torch.int64))
+    drafter.reset(1, 64)
+    whole = drafter.admit(0, torch.zeros(1, dtype=torch.int64), feats, tokens, torch.tensor([9]))
+    drafter.reset(1, 64)
     done = 0
     for count in (4, 1, 4):
         padded = slice(done, min(done + 5, 9))  # more than is absorbed: the rest is scratch
-        state = drafter.extend(feats[:, padded], tokens[:, padded], torch.tensor([count]), done + 5)
+        piece = feats[:, padded], tokens[:, padded], torch.tensor([count])
+        state = drafter.extend(*piece, done + 5) if done else drafter.admit(0, tokens[:, 0], *piece)
         done += count
         drafter.step(tokens[:, :1].expand(1, 2), state.hidden.expand(1, 2, -1), 1, torch.eye(2, dtype=torch.bool)[None])
     torch.testing.assert_close(state.logits, whole.logits, rtol=0, atol=1e-5)

@@ -4,8 +4,10 @@ import pytest
 import torch
 from helpers import DRAFTERS, tiny_target
 
+from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
+from specdec.engine.sequence import Sequence
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, StaticTree
 
@@ -31,15 +33,12 @@ def engine_on_gpu(policy: str, drafter: str) -> Engine:
 @torch.inference_mode()
 def test_round_does_not_synchronise(policy, sampling, drafter):
     engine = engine_on_gpu(policy, drafter)
-    rows = engine._rows([[1, 2, 3], [4]], 20)
-    generator = torch.Generator("cuda").manual_seed(0)
-    root, state, cache = engine._prefill(rows, sampling, generator)
-    active = torch.tensor([True, False], device="cuda")
-    clock = Clock(engine.device)
-    root, state, *_ = engine.round(root, state, cache, active, sampling, generator, clock)  # warm up the libraries
+    batch = Batch(engine.round, 2, 24, torch.Generator("cuda").manual_seed(0), Clock(engine.device), overlap=True)
+    batch.admit([Sequence(prompt, 20, sampling=sampling) for prompt in ([1, 2, 3], [4])])
+    batch.launch(3, ())  # the libraries are warm now
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.round(root, state, cache, active, sampling, generator, clock)
+        batch.launch(7, ())
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -6,10 +6,9 @@ import pytest
 import test_gpu
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
-from test_late import SAMPLED, assert_same, outcome
+from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec.engine import graphs
-from specdec.engine import overlap as late
+from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.types import Sampling
@@ -64,12 +63,13 @@ def test_penalties_and_rows_that_differ():
 
 
 def test_every_bucket(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
     pair = parts()
     replayed = Engine(*pair)
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
     assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
-    assert {key[0] for key in replayed.graphs.rounds.graphs} == {8, 16, 32, 48}
+    assert {key[0] for key in replayed.graphs.batch.graphs} == {8, 16, 32, 48}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -91,8 +91,8 @@ def test_replays_do_not_synchronise(monkeypatch, sampling):
 
         monkeypatch.setattr(owner, name, guarded)
 
-    guard(graphs.StaticRounds, "launch")
-    guard(late.Reader, "start")
+    guard(static_batch.StaticBatch, "launch")
+    guard(overlap.Reader, "start")
     engine.generate(**how)
 
 
@@ -104,7 +104,7 @@ def test_memory_stays_flat():
         torch.cuda.synchronize()
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert len(set(held[1:])) == 1
-    assert len(engine.graphs.rounds.graphs) == 1
+    assert len(engine.graphs.batch.graphs) == 1
 
 
 def test_weights_that_change_are_seen():

@@ -7,12 +7,13 @@ import pytest
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from tape import Tape
-from test_late import SAMPLED, assert_same, outcome
+from test_overlap import SAMPLED, assert_same, outcome
 
 from drafters import ngram
 from specdec import kernels
 from specdec.cli import generate as command
-from specdec.engine import graphs
+from specdec.contracts import Drafter
+from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, read_trace, write_trace
 from specdec.model.hf_target import TransformersTarget
@@ -89,12 +90,12 @@ def test_one_call_after_another_on_the_same_graph():
     target, drafter, policy = parts()
     recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
     outcome(recorded, sampling=SAMPLED, **SHORT)
-    rounds = recorded.graphs.rounds
+    rounds = recorded.graphs.batch
     places = [x.data_ptr() for x in static_tensors(recorded)]
     for seed, prompts in enumerate(([[1, 2], [6, 7, 8, 9, 10]], [[16], [0]])):
         how = {"prompts": prompts, "max_new_tokens": [20, 4 + seed], "sampling": SAMPLED, "seed": seed}
         assert_same(outcome(recorded, **how), outcome(plain, **how))
-    assert recorded.graphs.rounds is rounds
+    assert recorded.graphs.batch is rounds
     outcome(recorded, **how)
     assert drafter.cache is rounds.draft_cache
     assert [x.data_ptr() for x in static_tensors(recorded)] == places
@@ -104,10 +105,10 @@ def test_one_call_after_another_on_the_same_graph():
 
 
 def static_tensors(engine: Engine) -> list[torch.Tensor]:
-    rounds = engine.graphs.rounds
+    rounds = engine.graphs.batch
     caches = [rounds.cache, rounds.draft_cache]
     kept = [rounds.root, rounds.state.readout, rounds.state.hidden, rounds.progress.active, rounds.progress.left]
-    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + rounds.made.read()
+    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + rounds.made.to_read()
 
 
 def test_penalties_and_rows_that_differ_are_inputs_too():
@@ -121,16 +122,17 @@ def test_penalties_and_rows_that_differ_are_inputs_too():
 
 
 def test_a_graph_for_each_length(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
-    assert graphs.buckets(5) == [5]
-    assert graphs.buckets(8) == [8]
-    assert graphs.buckets(50) == [8, 16, 32, 50]
+    assert static_batch.buckets(5) == [5]
+    assert static_batch.buckets(8) == [8]
+    assert static_batch.buckets(50) == [8, 16, 32, 50]
     target, drafter, policy = parts()
     recorded = Engine(target, drafter, policy, graphs=Tape())
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
     assert_same(outcome(recorded, **how), outcome(launching(target, drafter, policy), **how))
-    assert recorded.graphs.rounds.buckets == [8, 16, 32, 48]
-    assert {key[0] for key in recorded.graphs.rounds.graphs} == {8, 16, 32, 48}
+    assert recorded.graphs.batch.buckets == [8, 16, 32, 48]
+    assert {key[0] for key in recorded.graphs.batch.graphs} == {8, 16, 32, 48}
 
 
 def test_what_no_longer_fits_is_made_anew():
@@ -164,7 +166,7 @@ def test_longer_texts_than_there_was_room_for():
     for length, room, captures in ((10, 256, 1), (300, 512, 2), (10, 512, 3)):
         how = {"prompts": [[3] * length], "max_new_tokens": 4}
         assert_same(outcome(recorded, **how), outcome(launching(target), **how))
-        assert (recorded.graphs.rounds.room, recorded.graphs.backend.captures) == (room, captures)
+        assert (recorded.graphs.batch.room, recorded.graphs.backend.captures) == (room, captures)
 
 
 class Forgetful(type(tiny_drafter(tiny_target()))):
@@ -192,14 +194,14 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
         Engine(target, graphs=True)
     with pytest.raises(ValueError, match=r"NGram cannot be captured: .* round to round; decode without graphs"):
         Engine(target, lookup, Chain(3), graphs=Tape())
-    with pytest.raises(ValueError, match=r"read late: late=False needs graphs=False"):
-        Engine(target, graphs=Tape(), late=False)
+    with pytest.raises(ValueError, match=r"read late: overlap=False needs graphs=False"):
+        Engine(target, graphs=Tape(), overlap=False)
     for parts_ in ((target,), (target, lookup, Chain(3))):
         assert Engine(*parts_).graphs is None
-        assert not Engine(*parts_).late
+        assert not Engine(*parts_).overlap
     assert graphs.obstacle(target, None) is None
     assert not TransformersTarget.capturable
-    assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (), {})())
+    assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (Drafter,), {})())
 
 
 def test_the_command_can_do_without(monkeypatch):
@@ -234,7 +236,7 @@ def test_engines_that_are_dropped_leave_nothing():
     target, drafter, policy = parts()
     engine = Engine(target, drafter, policy, graphs=Tape())
     engine.generate([[3]], max_new_tokens=4)
-    cache = weakref.ref(engine.graphs.rounds.cache)
+    cache = weakref.ref(engine.graphs.batch.cache)
     gc.disable()
     try:
         del engine

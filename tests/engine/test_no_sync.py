@@ -7,10 +7,11 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from tape import NoHostSync
 
+from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
-from specdec.sampling.penalties import Penalties
-from specdec.types import Sampling, SamplingBatch
+from specdec.engine.sequence import Sequence
+from specdec.types import Sampling
 from specdec.verify import VERIFIERS
 from trees import Chain, DynamicTree, SampledTree, StaticTree
 
@@ -56,15 +57,19 @@ def test_round(drafter, policy, sampling):
     run_rounds(Engine(target, DRAFTERS[drafter](target), POLICIES[policy]), sampling)
 
 
-def run_rounds(engine: Engine, sampling: Sampling | SamplingBatch, penalties: Penalties | None = None) -> None:
-    rows = engine._rows([[1, 2, 3], [4]], 20)
-    generator = torch.Generator().manual_seed(0)
-    root, state, cache = engine._prefill(rows, sampling, generator, penalties)
-    active = torch.tensor([True, False])
-    how = sampling, generator, Clock(engine.device), penalties, penalties is not None
+def run_rounds(engine: Engine, *samplings: Sampling, logprobs: bool = False) -> None:
+    """Two rounds of two rows, of which the second stands still."""
+    rows = [
+        Sequence(prompt, 20, sampling=sampling, logprobs=[] if logprobs else None)
+        for prompt, sampling in zip(([1, 2, 3], [4]), samplings * 2, strict=False)
+    ]
+    batch = Batch(engine.round, 2, 24, torch.Generator().manual_seed(0), Clock(engine.device))
+    batch.admit(rows)
+    root, state, active = batch.root, batch.state, torch.tensor([True, False])
+    batch.cache.max_len = 3
     with NoHostSync():
         for _ in range(2):
-            root, state, *_ = engine.round(root, state, cache, active, *how)
+            root, state, _ = engine.round.play(root, state, batch.cache, active, batch.settings)
 
 
 # Rows that differ in everything, under penalties, with log-probabilities
@@ -75,10 +80,7 @@ MIXED = [Sampling(repetition_penalty=1.3), Sampling(0.8, 5, 0.9, 0.02, presence_
 @torch.inference_mode()
 def test_rows_that_differ_and_penalties(policy):
     target = tiny_target()
-    penalties = Penalties(MIXED, [[1, 2, 3], [4]], target.config.vocab, torch.device("cpu"))
-    run_rounds(
-        Engine(target, tiny_drafter(target), POLICIES[policy]), SamplingBatch(MIXED, torch.device("cpu")), penalties
-    )
+    run_rounds(Engine(target, tiny_drafter(target), POLICIES[policy]), *MIXED, logprobs=True)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -94,12 +96,4 @@ def test_rules_do_not_wait_either(verifier, sampling):
 @pytest.mark.parametrize("penalised", [False, True])
 @torch.inference_mode()
 def test_plain_round(penalised):
-    engine, prompts = Engine(tiny_target()), [[1, 2, 3], [4]]
-    sampling = SamplingBatch(MIXED, engine.device) if penalised else Sampling(1.0)
-    penalties = Penalties(MIXED, prompts, 17, engine.device) if penalised else None
-    generator = torch.Generator().manual_seed(0)
-    root, _, cache = engine._prefill(engine._rows(prompts, 20), sampling, generator, penalties)
-    how = sampling, generator, Clock(engine.device), penalties, penalised
-    active = torch.tensor([True, True])
-    with NoHostSync():
-        engine.plain_round(root, cache, active, *how)
+    run_rounds(Engine(tiny_target()), *(MIXED if penalised else [Sampling(1.0)]), logprobs=penalised)

@@ -55,7 +55,7 @@ def test_a_trace_is_what_happened(target, tree, sampling):
         context = len(PROMPTS[i]) + 1
         for number, r in enumerate(row.rounds):
             report = reports[number + 1]
-            place = report.places.index(i)
+            place = report.rows.index(result.rows[i])
             assert r.context == context
             assert torch.equal(r.tree.tokens, report.tree.tokens[place].int())
             assert torch.equal(r.tree.parents, report.tree.parents[place].int())

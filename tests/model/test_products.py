@@ -154,15 +154,15 @@ def test_a_drafter_sees_its_weights_as_they_are(name, learns):
     feats = torch.randn(1, 3, len(drafter.taps) * target.config.hidden, generator=torch.Generator().manual_seed(0))
 
     def decoded() -> torch.Tensor:
-        drafter.reset(1, 16, tokens[:, 0])
-        return drafter.extend(feats, tokens, torch.tensor([3]), 3).logits[0, 0]
+        drafter.reset(1, 16)
+        return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([3])).logits[0, 0]
 
     def unrolled() -> torch.Tensor:
         return next(iter(drafter.unroll(feats, tokens, 1))).logits[0, -1]
 
     before = decoded()
     torch.testing.assert_close(unrolled(), before)
-    drafter.reset(1, 16, tokens[:, 0])  # bound again
+    drafter.reset(1, 16)  # frozen again
     for parameter in drafter.parameters():
         parameter.mul_(1.5)
     after = unrolled()

@@ -16,10 +16,10 @@ EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 def start(drafter, target, b=2):
     """The drafter's state after six positions, always the same ones."""
     g = torch.Generator().manual_seed(4)
-    drafter.reset(b, 64, torch.zeros(b, dtype=torch.int64))
+    drafter.reset(b, 64)
     feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
     tokens = torch.randint(17, (1, 6), generator=g).expand(b, -1)
-    return drafter.extend(feats, tokens, torch.full((b,), 6), 6)
+    return drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats, tokens, torch.full((b,), 6))
 
 
 def grow(policy, drafter, target, sampling, b=2):

@@ -28,8 +28,8 @@ def start(drafter, target, b=3):
     tokens = torch.randint(target.config.vocab, (b, 6), generator=g)
     feats = torch.randn(b, 6, len(drafter.taps) * target.config.hidden, generator=g)
     n = torch.tensor([6, 2, 4])[:b]
-    drafter.reset(b, 64, torch.zeros(b, dtype=torch.int64))
-    state = drafter.extend(feats if drafter.taps else None, tokens, n, 6)
+    drafter.reset(b, 64)
+    state = drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats if drafter.taps else None, tokens, n)
     return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
@@ -160,10 +160,9 @@ def measured_place_by_place(target, drafter, prompts, outputs, steps, topk):
         text = torch.tensor([prompt + output])
         feats = target(text, None, taps=drafter.taps)[1]
         for root in range(len(prompt), text.shape[1]):
-            drafter.reset(1, 64, text[:, 0])
-            state = drafter.extend(
-                None if feats is None else feats[:, :root], text[:, 1 : root + 1], torch.tensor([root]), root
-            )
+            drafter.reset(1, 64)
+            known = None if feats is None else feats[:, :root]
+            state = drafter.admit(0, text[:, 0], known, text[:, 1 : root + 1], torch.tensor([root]))
             for depth in range(1, min(steps, text.shape[1] - 1 - root) + 1):
                 token = text[:, root + depth : root + depth + 1]
                 children = drafter.vocab.to_target(state.logits[0, 0].topk(topk).indices)

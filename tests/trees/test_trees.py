@@ -5,14 +5,14 @@ import torch
 from helpers import tiny_drafter, tiny_target
 
 from specdec.cli.drawing import draw
-from specdec.contracts import DraftState
+from specdec.contracts import Drafter, DraftState
 from specdec.sampling.likely import BLOCK, MANY, top
 from specdec.types import DraftTree
 from trees import Chain, DynamicTree
 from trees.ancestors import ancestors_of
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Gives the same logits at every node, so that scores are known by hand."""
 
     class vocab:
@@ -23,6 +23,7 @@ class ScriptedDrafter:
             return ids + 100
 
     def __init__(self, logits):
+        super().__init__()
         self.logits = torch.tensor(logits)
 
     def state(self, b, w):
@@ -85,9 +86,10 @@ def test_ties_never_orphan_a_node(logits, n):
 def test_invariants_with_a_real_drafter(policy):
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=8)
-    drafter.reset(3, 64, torch.zeros(3, dtype=torch.int64))
+    drafter.reset(3, 64)
     f = len(drafter.taps) * target.config.hidden
-    state = drafter.extend(torch.randn(3, 6, f), torch.randint(17, (3, 6)), torch.tensor([6, 2, 4]), 6)
+    feats, tokens, n = torch.randn(3, 6, f), torch.randint(17, (3, 6)), torch.tensor([6, 2, 4])
+    state = drafter.admit(0, torch.zeros(3, dtype=torch.int64), feats, tokens, n)
     tree = policy.grow(drafter, torch.tensor([1, 2, 3]), state)
     check_invariants(tree, policy.num_draft_tokens)
 
@@ -99,8 +101,8 @@ def test_topk_1_is_the_chain():
     feats, tokens = torch.randn(2, 6, len(drafter.taps) * target.config.hidden), torch.randint(17, (2, 6))
     trees = []
     for policy in (Chain(4), DynamicTree(1, 4, 5)):
-        drafter.reset(2, 64, torch.zeros(2, dtype=torch.int64))
-        state = drafter.extend(feats, tokens, torch.tensor([6, 3]), 6)
+        drafter.reset(2, 64)
+        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats, tokens, torch.tensor([6, 3]))
         trees.append(policy.grow(drafter, torch.tensor([1, 2]), state))
     for field in ("tokens", "parents", "depth", "ancestors"):
         assert torch.equal(getattr(trees[0], field), getattr(trees[1], field)), field

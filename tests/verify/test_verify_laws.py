@@ -10,7 +10,7 @@ from scipy import stats
 from test_verify import random_tree
 
 from drafters.vocab import DraftVocab
-from specdec.contracts import DraftState
+from specdec.contracts import Drafter, DraftState
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling
@@ -36,8 +36,9 @@ WARM = Sampling(1.0)
 FILTERED = Sampling(0.8, top_k=5, top_p=0.9)
 
 
-class TableDrafter:
+class TableDrafter(Drafter):
     def __init__(self, ids=None):
+        super().__init__()
         self.vocab = DraftVocab(V, None if ids is None else torch.tensor(ids))
 
     def state(self, tokens):

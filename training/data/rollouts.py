@@ -21,7 +21,8 @@ from torch import Tensor
 
 from specdec.api import make_tree
 from specdec.contracts import Drafter
-from specdec.engine.engine import Engine, Row
+from specdec.engine.engine import Engine
+from specdec.engine.sequence import Sequence
 from specdec.engine.trace import tau
 from specdec.model.target import Target
 from specdec.types import Sampling
@@ -113,12 +114,12 @@ class Rollouts:
             prompts.append(ids[: start or rng.integers(1, max(len(ids), 2))].tolist())
         return sorted(prompts, key=len)
 
-    def _decode(self, prompts: list[list[int]], step: int, number: int) -> list[Row]:
+    def _decode(self, prompts: list[list[int]], step: int, number: int) -> list[Sequence]:
         seed = int(np.random.SeedSequence([self.seed, step, number]).generate_state(1)[0])
         settings = {"max_new_tokens": self.settings.max_new_tokens, "sampling": self.sampling}
         return self.engine.generate(prompts, seed=seed, **settings).rows
 
-    def _rejected(self, row: Row) -> list[int]:
+    def _rejected(self, row: Sequence) -> list[int]:
         """Which of a row's tokens the target put in the place of a draft: the last of a round that accepted less than
         the tree is deep, unless the text ended before it."""
         places, end = [], 1  # the first token is the prefill's
@@ -128,7 +129,7 @@ class Rollouts:
                 places.append(end - 1)
         return places
 
-    def _sample(self, row: Row) -> Sample:
+    def _sample(self, row: Sequence) -> Sample:
         ids = np.array([*row.prompt, *row.tokens], dtype=np.int32)
         weights = np.ones(len(ids), dtype=np.float32)
         weights[[len(row.prompt) + place for place in self._rejected(row)]] = self.settings.weight

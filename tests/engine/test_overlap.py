@@ -1,6 +1,7 @@
 """Reading one round late changes nothing but the time: same text, same traces, same trees."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from tape import NoHostSync
 from test_conf_matrix import NAMES, PAIRS, fresh_drafter, load
 
 from drafters import eagle3
-from specdec.engine.batch import RoundOutput
-from specdec.engine.clock import SilentClock
+from specdec.engine.batch import Batch, Progress
+from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
-from specdec.engine.overlap import Progress, Rounds, read_late
-from specdec.engine.sequence import Row
+from specdec.engine.overlap import Loop
+from specdec.engine.round import RoundOutput
+from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
 from specdec.types import Sampling
 from trees import Chain, DynamicTree
@@ -24,13 +26,16 @@ SAMPLED = Sampling(0.8, 5, 0.9, 0.02)
 
 
 class Watcher:
-    """An observer that keeps what it sees."""
+    """An observer that keeps what it sees: of every report the numbers of its rows, and then what it says of them."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.numbers = [], {}
 
     def __call__(self, report):
-        made = [report.places, report.emitted, report.accepted, [row.finish for row in report.rows]]
+        if report.prefill:
+            self.numbers |= {row: len(self.numbers) + i for i, row in enumerate(report.rows)}
+        rows = [self.numbers[row] for row in report.rows]
+        made = [rows, report.emitted, report.accepted, [row.finish for row in report.rows]]
         if report.tree is not None:
             tree = report.tree
             parts = tree.tokens, tree.parents, tree.ancestors, tree.logq, report.verdict.path, report.logits
@@ -54,11 +59,12 @@ def assert_same(left: tuple, right: tuple) -> None:
         assert a is None or a == pytest.approx(b, abs=1e-4)
     running = left[2][0][0]  # what is computed for rows that have ended does not matter
     for a, b in zip(left[2], right[2], strict=True):
-        assert a[1:4] == b[1:4]
         ours, theirs = ([seen[0].index(row) for row in running] for seen in (a, b))
+        for x, y in zip(a[1:4], b[1:4], strict=True):
+            assert [x[row] for row in ours] == [y[row] for row in theirs]
         for x, y in zip(a[4:], b[4:], strict=True):
             torch.testing.assert_close(x[ours], y[theirs], rtol=0, atol=1e-4)
-        running = [row for row, finish in enumerate(a[3]) if finish is None]
+        running = [row for row, at in zip(running, ours, strict=True) if a[3][at] is None]
 
 
 @pytest.mark.parametrize(("tree", "verifier"), PAIRS)
@@ -67,7 +73,7 @@ def test_as_the_loop_that_reads_at_once(drafter, tree, verifier):
     """Rows of three lengths and three limits, of which some end early. Greedily, rules do not differ."""
     target = tiny_target(vocab=11)
     parts = fresh_drafter(drafter, target), instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
-    once, late = Engine(target, *parts, graphs=False), Engine(target, *parts, graphs=False, late=True)
+    once, late = Engine(target, *parts, graphs=False), Engine(target, *parts, graphs=False, overlap=True)
     for sampling in (Sampling(), SAMPLED) if verifier == "match" else (SAMPLED,):
         expected = outcome(once, sampling=sampling)
         assert {row[1] for row in expected[0]} >= {"eos"}
@@ -79,7 +85,7 @@ def test_plain_decoding_too(sampling):
     target = tiny_target(vocab=11)
     for prompts, limits in ((PROMPTS, LIMITS), (PROMPTS[:1], 30)):
         how = {"prompts": prompts, "sampling": sampling, "max_new_tokens": limits}
-        assert_same(outcome(Engine(target, late=True), **how), outcome(Engine(target), **how))
+        assert_same(outcome(Engine(target, overlap=True), **how), outcome(Engine(target), **how))
 
 
 def test_what_only_the_host_knows():
@@ -98,7 +104,7 @@ def test_what_only_the_host_knows():
     samplings = [Sampling(repetition_penalty=1.3), SAMPLED, Sampling(0.7, frequency_penalty=0.5)]
     told = []
     for late in (False, True):
-        engine = Engine(target, *parts, late=late)
+        engine = Engine(target, *parts, overlap=late)
         stops = [None, Third(), None]
         told.append(outcome(engine, sampling=samplings, stop=stops, logprobs=True, eos=frozenset()))
     assert_same(told[1], told[0])
@@ -108,61 +114,72 @@ def test_what_only_the_host_knows():
 def test_a_target_of_transformers_too(tmp_path):
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
     for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
-        told = [outcome(Engine(target, *parts, late=late), max_new_tokens=20) for late in (False, True)]
+        told = [outcome(Engine(target, *parts, overlap=late), max_new_tokens=20) for late in (False, True)]
         assert_same(told[1], told[0])
 
 
 def test_the_end_of_the_context():
     target = tiny_target(context=24)
     parts = tiny_drafter(target, draft_vocab=8), Chain(4)
-    told = [outcome(Engine(target, *parts, late=late), max_new_tokens=100, eos=frozenset()) for late in (False, True)]
+    told = [
+        outcome(Engine(target, *parts, overlap=late), max_new_tokens=100, eos=frozenset()) for late in (False, True)
+    ]
     assert_same(told[1], told[0])
     assert [row[1] for row in told[0][0]] == ["context"] * 3
     assert [len(row[0]) for row in told[0][0]] == [24 - len(prompt) for prompt in PROMPTS]
 
 
 def test_the_device_ends_rows_as_the_host_does():
-    """`Progress` against `Row.add`, on random rounds."""
+    """`Progress` against `Sequence.add`, on random rounds."""
     choose = random.Random(0)
     for _ in range(200):
-        eos = frozenset(choose.sample(range(6), choose.randint(0, 2)))
-        rows = [Row([0], choose.randint(1, 9)) for _ in range(4)]
+        eos = [frozenset(choose.sample(range(6), choose.randint(0, 2))) for _ in range(4)]
+        rows = [Sequence([0], choose.randint(1, 9), eos=own) for own in eos]
         for row in rows:
-            row.add([choose.randrange(6)], eos)
-        progress = Progress(4, torch.device("cpu"))
-        progress.begin(rows)
+            row.add([choose.randrange(6)])
+        progress = Progress(rows, torch.device("cpu"))
         for _ in range(4):
             tokens = [[choose.randrange(6) for _ in range(3)] for _ in rows]
             n = [choose.randint(1, 3) for _ in rows]
-            progress.settle(torch.tensor(tokens), torch.tensor(n), torch.tensor(sorted(eos), dtype=torch.int64))
+            progress.settle(torch.tensor(tokens), torch.tensor(n))
             for row, emitted, count in zip(rows, tokens, n, strict=True):
                 if row.finish is None:
-                    row.add(emitted[:count], eos)
+                    row.add(emitted[:count])
             assert progress.active.tolist() == [row.finish is None for row in rows]
 
 
 class Script:
-    """Rounds that emit what they are told, and note when they were launched and with which bound."""
+    """A batch of one row, whose rounds emit what they are told, and note when they were launched and with which
+    `max_len`."""
 
-    def __init__(self, rounds: list[int]):
-        self.rounds, self.log = iter(rounds), []
+    device = torch.device("cpu")
+    round = SimpleNamespace(path=3)
+    settings = SimpleNamespace(sampling=Sampling())
 
-    def launch(self, max_len: int) -> RoundOutput:
+    def __init__(self, row: Sequence, rounds: list[int]):
+        self.sequences, self.rounds, self.log = [row], iter(rounds), []
+
+    def going(self) -> list[Sequence]:
+        return [row for row in self.sequences if row.finish is None]
+
+    def launch(self, max_len: int, ended) -> RoundOutput:
         n = next(self.rounds)
         self.log.append(f"launch {max_len}")
         return RoundOutput(torch.ones(1, 3, dtype=torch.int64), torch.tensor([n]))
 
 
-def follow(script: Script, row: Row, eos: frozenset[int] = frozenset()) -> list[str]:
-    for result in read_late([row], script, 3, torch.device("cpu")):
-        row.add(result.tokens[0][: result.counts[0]], eos)
-        script.log.append(f"read {result.counts[0]}")
+def follow(row: Sequence, rounds: list[int]) -> list[str]:
+    script = Script(row, rounds)
+    loop = Loop(script, lag=1)
+    while (read := loop.next()) is not None:
+        row.add(read.tokens[0][: read.counts[0]])
+        script.log.append(f"read {read.counts[0]}")
     return script.log
 
 
 def test_a_round_is_launched_before_the_one_before_it_is_read():
-    row = Row([0, 0], 8, tokens=[1])
-    log = follow(Script([1, 3, 3, 3]), row)
+    row = Sequence([0, 0], 8, tokens=[1])
+    log = follow(row, [1, 3, 3, 3])
     # Two tokens are known, one of them not in the cache; an unread round may add three.
     assert log == ["launch 2", "launch 5", "read 1", "launch 6", "read 3", "launch 9", "read 3"]
     assert row.finish == "length"
@@ -170,20 +187,20 @@ def test_a_round_is_launched_before_the_one_before_it_is_read():
 
 def test_no_round_is_launched_that_must_be_void():
     """The unread round brings the last token, whatever else it brings."""
-    row = Row([0, 0], 3, tokens=[1])
-    assert follow(Script([1, 3]), row) == ["launch 2", "launch 5", "read 1", "read 3"]
+    row = Sequence([0, 0], 3, tokens=[1])
+    assert follow(row, [1, 3]) == ["launch 2", "launch 5", "read 1", "read 3"]
     assert row.tokens == [1, 1, 1]
 
 
 def test_one_round_is_void_after_a_text_that_ends_early():
-    row = Row([0], 9, tokens=[2])
-    assert follow(Script([3, 3]), row, frozenset({1})) == ["launch 1", "launch 4", "read 3"]
+    row = Sequence([0], 9, tokens=[2], eos=frozenset({1}))
+    assert follow(row, [3, 3]) == ["launch 1", "launch 4", "read 3"]
     assert row.tokens == [2, 1]
     assert row.finish == "eos"
 
 
 def test_nothing_is_launched_for_rows_that_ended_in_the_prefill():
-    assert follow(Script([]), Row([0], 1, tokens=[1], finish="length")) == []
+    assert follow(Sequence([0], 1, tokens=[1], finish="length"), []) == []
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
@@ -191,10 +208,8 @@ def test_nothing_is_launched_for_rows_that_ended_in_the_prefill():
 def test_launching_does_not_wait(drafter):
     target = tiny_target()
     engine = Engine(target, *([] if drafter is None else [DRAFTERS[drafter](target), DynamicTree(3, 3, 9)]))
-    rows = engine._rows([[1, 2, 3], [4]], 20)
-    generator = torch.Generator().manual_seed(0)
-    root, state, cache = engine._prefill(rows, SAMPLED, generator)
-    rounds = Rounds(engine, rows, root, state, cache, eos=EOS, how=(SAMPLED, generator, SilentClock(), None, True))
+    batch = Batch(engine.round, 2, 30, torch.Generator(), Clock(engine.device), overlap=True)
+    batch.admit([Sequence(prompt, 20, sampling=SAMPLED, eos=EOS, logprobs=[]) for prompt in ([1, 2, 3], [4])])
     with NoHostSync():
         for max_len in (3, 7):
-            rounds.launch(max_len)
+            batch.launch(max_len, ())

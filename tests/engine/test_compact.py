@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from test_batches import HEAVY, SETTINGS, TREES, After, ragged
-from test_late import SAMPLED, assert_same, outcome
+from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec.engine import batch as live
-from specdec.engine.batch import Live
+from specdec.engine import batch as batches
+from specdec.engine.batch import Batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
-from specdec.engine.sequence import Row
+from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.model.hf_target import TransformersTarget
 from specdec.types import Sampling
@@ -22,10 +22,10 @@ from trees import Chain, DynamicTree, SampledTree
 EOS = frozenset([11])
 
 
-@pytest.fixture(params=[0.0, live.PRICE], ids=["at once", "by the rule"])
+@pytest.fixture(params=[0.0, batches.PRICE], ids=["at once", "by the rule"])
 def price(request, monkeypatch) -> float:
     """At price 0 rows are dropped as soon as they are known to have ended."""
-    monkeypatch.setattr(live, "PRICE", request.param)
+    monkeypatch.setattr(batches, "PRICE", request.param)
     return request.param
 
 
@@ -36,7 +36,7 @@ class Forwards:
         self.rows: list[int] = []
         self.hook = target.register_forward_pre_hook(lambda _, args: self.rows.append(len(args[0])))
 
-    def of(self, engine: Engine, *args, **how) -> tuple[list[Row], list[int]]:
+    def of(self, engine: Engine, *args, **how) -> tuple[list[Sequence], list[int]]:
         self.rows.clear()
         rows = engine.generate(*args, **how).rows
         return rows, self.rows[1:]
@@ -51,7 +51,7 @@ def test_rows_that_have_ended_are_not_computed(drafter, late):
     """Of 16 rows all but one end in the second round. That is read when the third is under way, if rounds are read
     late, and acted on from the fourth on in either case."""
     target = tiny_target()
-    engine = Engine(target, *([DRAFTERS[drafter](target), Chain(1)] if drafter else []), late=late)
+    engine = Engine(target, *([DRAFTERS[drafter](target), Chain(1)] if drafter else []), overlap=late)
     limits = [2] * 16
     limits[5] = 20
     rows, computed = Forwards(target).of(engine, [[3, 1]] * 16, max_new_tokens=limits, eos=frozenset())
@@ -72,13 +72,13 @@ def test_what_is_carried_is_bounded(size):
     for r, count in enumerate(computed):
         carried = carried if count == before else 0.0
         carried += 1 - alive[max(r - 1, 0)] / count
-        assert carried < live.PRICE
+        assert carried < batches.PRICE
         before = count
     assert computed[-1] < size
 
 
 def test_a_row_alone_and_rows_that_end_together_are_left_alone(monkeypatch):
-    monkeypatch.setattr(Live, "_keep", lambda *_: pytest.fail("nothing is to be dropped"))
+    monkeypatch.setattr(Batch, "_drop", lambda _, ended: any(ended) and pytest.fail("nothing is to be dropped"))
     engine = Engine(tiny_target())
     engine.generate([[3, 1]], max_new_tokens=9)
     engine.generate([[3, 1]] * 4, max_new_tokens=9, eos=frozenset())
@@ -136,7 +136,7 @@ def test_loops_drop_the_same_rows_before_the_same_rounds(tree):
     target = tiny_target()
     parts = tiny_drafter(target, draft_vocab=8), TREES[tree]
     how = requests(6) | {"sampling": [SAMPLED, Sampling(1.0, presence_penalty=0.5), Sampling()] * 2}
-    told = [outcome(Engine(target, *parts, late=late), **how, stop=stops(6)) for late in (True, False)]
+    told = [outcome(Engine(target, *parts, overlap=late), **how, stop=stops(6)) for late in (True, False)]
     assert [seen[0] for seen in told[0][2]] == [seen[0] for seen in told[1][2]]
     assert_same(*told)
     assert len(told[0][2][-1][0]) < 6
@@ -152,7 +152,7 @@ def test_a_target_of_transformers_too(tmp_path):
 def test_rows_follow_their_own_laws_after_others_were_dropped(rule, monkeypatch):
     """Half of the rows end with the prefill and are dropped before the first round; tokens 2 and 3 of the others follow
     their exact joint law, for two settings by turns. By chance a p-value fails once in a thousand; draws are seeded."""
-    monkeypatch.setattr(live, "PRICE", 0.0)
+    monkeypatch.setattr(batches, "PRICE", 0.0)
     target, kinds = tiny_target(vocab=11), SETTINGS[1:]
     tree = SampledTree((3, 2, 1)) if rule == "rejection" else DynamicTree(3, 3, 10)
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), tree, make_verifier(rule))
@@ -189,7 +189,7 @@ def test_a_trace_does_not_tell():
 @torch.inference_mode()
 def test_the_rows_of_a_cache_move_together_in_its_own_memory():
     g = torch.Generator().manual_seed(0)
-    cache = KVCache(layers=2, batch=5, slots=9, kv_heads=2, head_dim=3, like=torch.empty(0))
+    cache = KVCache(layers=2, rows=5, slots=9, kv_heads=2, head_dim=3, like=torch.empty(0))
     for kv in cache.layers:
         kv.copy_(torch.randn(kv.shape, generator=g))
     cache.lens += torch.tensor([4, 9, 2, 6, 3])
@@ -201,7 +201,6 @@ def test_the_rows_of_a_cache_move_together_in_its_own_memory():
     assert (cache.batch, cache.slots) == (3, 9)
     assert [kv.data_ptr() for kv in cache.layers] == memory
     for layer, (kv, old) in enumerate(zip(cache.layers, before, strict=True)):
-        assert kv.is_contiguous()
         assert torch.equal(kv[:, :, :6], old[:, index, :6])
         assert torch.equal(cache.read(layer, 0, 6)[1], old[1, index, :6].transpose(1, 2))
     new = torch.randn(3, 2, 2, 3, generator=g)

@@ -203,8 +203,8 @@ def load_check():
 def test_the_check_fails_where_it_should(chosen, off, passed):
     """24 settings at 51 to 74 tokens/s, the chosen one at 71 unless it is the slowest of them; predictions `off`."""
     check = load_check()
-    assert len(set(check.SETTINGS)) == 24
-    rates = {str(s): 51.0 + i for i, s in enumerate(check.SETTINGS)} | {"4/3/12": 71.0, "plain": 90.0}
+    assert len(set(check.TREES)) == 24
+    rates = {str(s): 51.0 + i for i, s in enumerate(check.TREES)} | {"4/3/12": 71.0, "plain": 90.0}
     rows = [{"name": name, "measured": rate, "predicted": (1 + off) * rate} for name, rate in rates.items()]
     found = check.conclude(rows, str(TreeSpec(*chosen)))
     assert found["passed"] == passed

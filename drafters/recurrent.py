@@ -1,5 +1,7 @@
-"""What all recurrent drafters share: one transformer layer over its own cache, fed with the target's features at
-committed positions and with its own output at drafted ones; and the same layer unrolled for training.
+"""What all recurrent drafters share: one transformer layer over a cache of its own.
+
+At committed positions it is fed with the target's features, at drafted ones with its own output. Training unrolls the
+same layer.
 
 Conventions (EAGLE, SafeAILab/EAGLE `cnets.py`): draft position t holds the feature of token t and the embedding of
 token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on level l has position lens + l - 1.

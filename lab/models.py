@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
+from specdec.api import DEMO_TARGET, ModelSettings
+from specdec.cli.flags import add_flags, read_flags
 from specdec.contracts import Drafter
 from specdec.model.target import Target
 from specdec.text import encode_prompt, read_prompts
@@ -14,26 +15,17 @@ def bundled(name: str) -> str:
     return str(DEMO_TARGET.parent / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 
-def add_model_flags(parser: argparse._ActionsContainer) -> None:
-    """The flags that `load_models` reads."""
-    parser.add_argument("--target", help="folder or hub name of the target (default: the bundled demo)")
-    parser.add_argument("--draft", help="its drafter, as specdec generate takes it (default: the demo's)")
-    parser.add_argument("--dtype", default="auto", help="as specdec generate takes it")
-    parser.add_argument("--device", default="cpu")
+def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
+    """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
+    add_flags(group, ModelSettings, "target", "draft", *more, "dtype", "device")
 
 
-def load_models(args: argparse.Namespace, **drafter_settings) -> tuple[Target, Drafter]:
-    """The pair that the flags name. drafter_settings: those of `specdec.load_drafter`.
-
-    Raises ValueError for a target without its drafter: the demo's fits no other target."""
-    check_models(args)
-    target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
-    return target, load_drafter(args.draft or DEMO_DRAFTER, target, **drafter_settings)
-
-
-def check_models(args: argparse.Namespace) -> None:
-    if args.target is not None and args.draft is None:
-        raise ValueError("a target of your own needs its drafter: give --draft")
+def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:
+    """The pair that the flags name. Raises ValueError for a target without its drafter."""
+    models = read_flags(ModelSettings, args)
+    models.check_pair()
+    target = models.load_target()
+    return target, models.load_drafter(target)
 
 
 def read_encoded(target: Target, file: Path, limit: int | None, raw: bool = False) -> list[list[int]]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lab.figure_style import COLOURS, STYLE, plt
 from lab.machine import machine_in_short
-from lab.models import add_model_flags, check_models, load_models, read_encoded
+from lab.models import add_model_flags, load_models, read_encoded
 from lab.output import console, write_figure
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
@@ -150,9 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     sizes = sizes_of(args.batch_sizes)
     if min(args.limit, args.trials) < 1:
         raise ValueError(f"--limit and --trials must be at least 1, got {args.limit} and {args.trials}")
-    check_models(args)
-    output_folder(args.out)
     target, drafter = load_models(args)
+    output_folder(args.out)
     tree = TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build()
     engines = {PLAIN: Engine(target), SPECULATIVE: Engine(target, drafter, tree)}
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)

@@ -26,7 +26,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import CONF
 from training.loop.checkpoint import checkpoints, read_newest
-from training.loop.curves import read_log
+from training.loop.log import read_log
 
 TIMES = ("seconds", "rollout_seconds")
 SMALL = ["drafter.draft_vocab_size=200", "objective.steps=2", "data.heldout=8", "data.limit=200", "data.max_length=128",

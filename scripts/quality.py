@@ -27,7 +27,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import CONF, settings_errors
 from training.loop.checkpoint import checkpoints
-from training.loop.curves import read_log
+from training.loop.log import read_log
 
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 

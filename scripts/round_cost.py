@@ -245,7 +245,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(told | {"out": str(out)}))
 
 
-main = hydra_command(run, "round_cost")
+main = hydra_command(run, "round_cost", "python scripts/round_cost.py")
 
 if __name__ == "__main__":
     main()

@@ -15,6 +15,7 @@ INTERFACE = {
     "DEMO_DRAFTER",
     "DEMO_TARGET",
     "Generation",
+    "ModelSettings",
     "Sampling",
     "TreeSpec",
     "answer",

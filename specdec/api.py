@@ -1,8 +1,8 @@
-"""The Python interface: load a target, load a drafter, generate."""
+"""The Python interface: load a target, load a drafter, make a tree and a verifier, generate."""
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters.formats import load_drafter
@@ -10,6 +10,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
@@ -21,9 +22,55 @@ DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which target and which drafter, and how they are loaded.
+
+    Command lines and settings files take their names, types, defaults and help from these fields."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "folder or hub name of the target (default: the bundled demo)"}
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+    )
+    token_map: Path | None = field(
+        default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
+    )
+    feedback: str | None = field(
+        default=None,
+        metadata={"choices": ("pre", "post"), "help": "of MTP heads in a target: before or after the norm"},
+    )
+    draft_dtype: str | None = field(
+        default=None,
+        metadata={
+            "choices": tuple(sorted(DTYPES)),
+            "metavar": "NAME",
+            "help": "of the drafter (default: the target's)",
+        },
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
+    device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
+
+    def check_pair(self, otherwise: str = "") -> None:
+        """Raise ValueError for a target without a drafter: the demo's fits no other. otherwise: what else helps."""
+        if self.target is not None and self.draft is None:
+            raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
+
+    def load_target(self) -> Target:
+        return load_target(self.target or DEMO_TARGET, dtype=self.dtype, device=self.device)
+
+    def load_drafter(self, target: Target) -> Drafter:
+        dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
+        return load_drafter(
+            self.draft or DEMO_DRAFTER, target, token_map=self.token_map, feedback=self.feedback, dtype=dtype
+        )
+
+
 @dataclass
 class Generation:
-    """The result of one call: a row for each prompt, and what it took."""
+    """The answers to a batch of prompts, a row for each, and what they took."""
 
     text: list[str]
     rows: list[Sequence]
@@ -33,7 +80,7 @@ class Generation:
 
     @property
     def lossless(self) -> bool:
-        """Is the text distributed as the target's own? Only a verifier can make it otherwise."""
+        """Whether the text is distributed as the target's own. Only a verifier can make it otherwise."""
         return self.verifier is None or self.verifier.lossless
 
     @property
@@ -55,7 +102,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding only: the prefill, with the first token, is left out, and so is the time spent on showing text."""
+        """Tokens per second of decoding. The prefill with the first token does not count, nor does showing text."""
         decoded = self.num_tokens - len(self.rows)
         return decoded / self.result.decode_seconds if decoded else 0.0
 
@@ -63,8 +110,10 @@ class Generation:
 def make_tree(
     topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None, sample_draft: bool = False
 ) -> TreePolicy:
-    """The tree policy of SGLang's three words: `TreeSpec.of`, built. topk 1 is a chain, whose num_draft_tokens is
-    steps + 1. With `sample_draft` the children are drawn: topk chains from different first tokens."""
+    """The policy of a tree in SGLang's words; `TreeSpec` has the other trees.
+
+    topk 1 is a chain of steps + 1 nodes. With `sample_draft` the children are drawn: topk chains from different first
+    tokens. Raises ValueError, one sentence, if there is no such tree."""
     return TreeSpec.of(topk, steps, num_draft_tokens, sample_draft).build()
 
 
@@ -78,11 +127,11 @@ def generate(
     graphs: bool | None = None,
     **request,
 ) -> Generation:
-    """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
+    """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    The `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree.
-    graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs, seed, raw, observer, as `answer` takes
-    them.
+    tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
+    the default is lossless with any tree. graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs,
+    seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
@@ -101,14 +150,15 @@ def answer(
     raw: bool = False,
     observer: Callable[[RoundReport], None] | None = None,
 ) -> Generation:
-    """`generate` with an engine, which keeps what it has allocated and captured for the next call.
+    """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
 
-    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. A
-    list of `sampling` or `max_new_tokens` has one for each prompt.
-
-    stop: strings before which the text ends, for all prompts, or a sequence of them for each. The row keeps its tokens
-    up to the one that completes a string (`finish` 'stop'), as transformers does; the text excludes the string, as
-    vLLM's does. logprobs: see `Engine.generate`.
+    A prompt is a user's message if the target's tokenizer has a chat template. It is plain text if not, and with `raw`.
+    sampling, max_new_tokens: one for all prompts, or a list with one for each.
+    stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
+    the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
+    `finish` is 'stop'.
+    logprobs: see `Engine.generate`. seed: of all draws. observer: is told of every round (`RoundReport`).
+    Raises ValueError, one sentence, for what does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -141,6 +191,7 @@ __all__ = [
     "DEMO_DRAFTER",
     "DEMO_TARGET",
     "Generation",
+    "ModelSettings",
     "Sampling",
     "TreeSpec",
     "answer",

@@ -98,6 +98,7 @@ class Drafter(nn.Module):
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
     documents: Tensor | None = None  # [B,T] for the next `unroll`: rows hold several texts, none may see another
+    how: object = ""  # the switches in which drafters of one class differ; `str` of it tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
 

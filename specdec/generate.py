@@ -1,6 +1,6 @@
-"""Decode with a draft checkpoint:  python -m specdec.generate --prompt "..."  (all flags: --help).
+"""`python -m specdec.generate`, which is `specdec generate`.
 
-Only the entry: from Python, `specdec.generate` is the function of `specdec.api`; importing this module would hide it.
+Only a command: from Python, `specdec.generate` is the function of `specdec.api`, which importing this module hides.
 """
 
 from specdec.cli.generate import main

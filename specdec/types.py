@@ -8,7 +8,8 @@ Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -45,21 +46,28 @@ class Verdict:
     logprobs: Tensor | None = None
 
 
+# Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FILTERS = ("top_k", "top_p", "min_p")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
     the sense of transformers; temperature 0 is greedy, after the penalties. docs/sampling.md has formulas and sources.
 
-    `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1, `presence_penalty` 0 and `frequency_penalty` 0 are off.
+    Command lines and settings files take their names, types, defaults and help from these fields.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of the tokens of prompt and output
-    presence_penalty: float = 0.0  # of the tokens of the output
-    frequency_penalty: float = 0.0  # the same, for each time that they occur
+    temperature: float = field(default=0.0, metadata={"help": "0 (default) is greedy"})
+    top_k: int = field(default=0, metadata={"help": "keep the N likeliest tokens; 0 (default) is off"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens of mass X; 1 (default) is off"})
+    min_p: float = field(default=0.0, metadata={"help": "drop what is below X times the likeliest; 0 (default) is off"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "of prompt and output; 1 (default) is off"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "of the output, -2 to 2; 0 (default) is off"})
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "the same, for each occurrence; 0 (default) is off"}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -70,8 +78,9 @@ class Sampling:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
-            raise ValueError("top_k, top_p and min_p need a temperature above 0: at temperature 0 decoding is greedy")
+        if self.greedy and not self.active.isdisjoint(FILTERS):
+            names = f"{', '.join(FILTERS[:-1])} and {FILTERS[-1]}"
+            raise ValueError(f"{names} need a temperature above 0: at temperature 0 decoding is greedy")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -84,7 +93,12 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return not self.active.isdisjoint(PENALTIES)
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        """The names of the settings that are not off, which is to say not at their defaults."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 
 class SamplingBatch:
@@ -105,6 +119,11 @@ class SamplingBatch:
         # What no row asks for is not computed.
         self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)
         self.any_min_p = any(s.min_p for s in rows)
+
+    @property
+    def program(self) -> tuple[bool, ...]:
+        """What of it decides which operators run, and not only on which numbers: a CUDA graph is kept for each."""
+        return self.any_cut, self.any_min_p
 
 
 class Verifier(Protocol):

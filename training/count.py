@@ -3,9 +3,9 @@
     specdec count --data answers.jsonl --size 4096 --out map.json
     specdec count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
 
---data are conversations (ShareGPT or OpenAI form), of which the answers count: best the target's own, from
-`training.regenerate`. --text are plain text files, which count whole. Special tokens that end a text are always in the
-map. The map is a list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
+Of --data, conversations in ShareGPT or OpenAI form, the answers count; the target's own, from `training.regenerate`,
+are best. Of --text, plain text files, everything counts. Tokens that end a text are always in the map. The map is a
+list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import torch
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_whole
+from specdec.cli.flags import command_parser
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import count_tokens, read_conversations, tokenise
@@ -25,7 +26,7 @@ from training.loop.checkpoint import save_state
 
 
 def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
-    """[V] how often each token stands in an answer of `data` or anywhere in `text`."""
+    """[V]: how often each token stands in an answer of `data` or anywhere in `text`."""
     vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:
@@ -42,7 +43,7 @@ def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tenso
 
 
 def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> list[int]:
-    """`size` token ids, `always` among them, by falling count."""
+    """`size` token ids, those of `always` among them, the most frequent first."""
     ranked = counts.sort(descending=True, stable=True).indices.tolist()
     room = size - len(always)
     kept = set(itertools.islice((i for i in ranked if i not in always), room)) | always
@@ -50,6 +51,8 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 
 
 def write(ids: list[int], path: Path) -> None:
+    """Write a token map, as .pt or else as JSON."""
+
     def fill(aside: Path) -> None:
         if path.suffix == ".pt":
             save_state(ids, aside)
@@ -59,15 +62,19 @@ def write(ids: list[int], path: Path) -> None:
     write_whole(path, fill)
 
 
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("count", __doc__, "(--data FILE ... | --text FILE ...) --size N --out FILE [options]")
+    p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
+    p.add_argument("--data", type=Path, nargs="*", default=[], help="conversations: what the assistant says counts")
+    p.add_argument("--text", type=Path, nargs="*", default=[], help="text files: everything counts")
+    p.add_argument("--size", type=int, required=True, help="tokens in the map")
+    p.add_argument("--out", type=Path, required=True, help="the map: .json or .pt")
+    return p
+
+
 @one_sentence_errors
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
-    parser.add_argument("--data", type=Path, nargs="*", default=[])
-    parser.add_argument("--text", type=Path, nargs="*", default=[])
-    parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     if not args.data and not args.text:
         raise ValueError("nothing to count: give --data with conversations or --text with text files")
     if args.out.suffix not in (".json", ".pt"):

@@ -1,7 +1,7 @@
 """A small target from scratch: a byte-level BPE tokenizer with a chat template, and a Llama trained on conversations.
 
-Only the demo and tests need this; a user brings a target of his own. The model is transformers' Llama, so that what our
-engine loads was not made by our engine.
+Only the demo and the tests need this; a user brings a target. The model is transformers' Llama, so that the engine does
+not load what it made itself.
 """
 
 import json
@@ -29,8 +29,8 @@ TARGET_FILES = (
     "tokenizer_config.json",
 )  # fmt: skip
 
-# One role token, the text, one end token: no white space to get wrong. The generation markers tell which tokens are the
-# assistant's, so the loss mask comes from the template and not from counted offsets.
+# A message is one role token, the text, and one end token, with no white space between them. The generation markers
+# tell which tokens are the assistant's, so the loss mask comes from the template.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
@@ -44,7 +44,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any string round-trips; digits stand alone, so that arithmetic is learnable at this size."""
+    """Byte-level BPE, so that any string comes back unchanged. Digits stand alone, which a model of this size needs to
+    learn any arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -73,7 +74,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pack(tokenizer, conversations: list[list[dict]], length: int, limit: int) -> Tensor:
-    """Rendered conversations end to end, cut into rows: ids [rows, length], at most `limit` tokens."""
+    """Rendered conversations one behind the other, cut into rows: ids [rows, length], `limit` tokens at most."""
     ids: list[int] = []
     for start in range(0, len(conversations), 1000):
         rendered = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations[start : start + 1000]]

@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from specdec import registry
@@ -156,9 +156,37 @@ class TreeSpec:
         return {word: getattr(self, word) for word in WORDS}
 
 
+@dataclass(frozen=True)
+class TreeSettings:
+    """A tree as command lines and settings files name it: what is None is left out."""
+
+    steps: int | None = field(default=None, metadata={"help": f"levels (default {STEPS})"})
+    topk: int | None = field(
+        default=None,
+        metadata={"help": f"nodes expanded on a level, children of each (default {TOPK}); 1: a chain"},
+    )
+    num_draft_tokens: int | None = field(
+        default=None, metadata={"help": f"nodes that the target verifies, the root counted (default {NODES})"}
+    )
+    sample_draft: bool = field(
+        default=False, metadata={"help": "draw the drafts, filtered as the target's: topk chains of steps tokens"}
+    )
+    tree: str | None = field(
+        default=None,
+        metadata={
+            "metavar": "TREE",
+            "help": f"instead of these: {', '.join(registry.names('tree'))}, or a file with `paths` of child ranks",
+        },
+    )
+
+    def spec(self) -> TreeSpec:
+        """Raises ValueError, one sentence, for settings that contradict each other, and for no tree."""
+        return TreeSpec.of(**asdict(self))
+
+
 def shape_of(tree: TreePolicy | TreeSpec) -> str:
     """topk/steps/num_draft_tokens, such as 4/5/16."""
-    return "/".join(str(getattr(tree, word)) for word in WORDS)
+    return f"{tree.topk}/{tree.steps}/{tree.num_draft_tokens}"
 
 
 def describe(tree: TreePolicy) -> str:

@@ -52,8 +52,8 @@ class KernelCase:
     others: dict[str, Launch] | None = None  # further backends, by name
 
 
-def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:
-    return torch.randn(shape, device="cuda", dtype=dtype)
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
 def size(*tensors: Tensor) -> int:
@@ -143,13 +143,11 @@ def commit_case(context: int, layers: int = 32, steps: int = 8) -> KernelCase:
 
 
 def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[str, KernelCase]:
-    from specdec.kernels import filtered_sampling, head_topk, soft_cross_entropy
+    from specdec.kernels import filtered_sampling, head_topk
 
     hidden, weight, logits = random(width, HIDDEN), random(drafts, HIDDEN) / 64, random(nodes, VOCAB) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    x = random(256, 7, drafts, dtype=torch.float32)  # positions of a piece, steps of the unroll
-    logp = random(256, drafts, dtype=torch.float32).log_softmax(-1)
     return {
         "head_topk": KernelCase(
             lambda: head_topk.launch(hidden, weight, width),
@@ -161,11 +159,6 @@ def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[st
             lambda: filtered_sampling.launch(logits, *filters),
             lambda: draw(filtered_probs(logits, sampling), None),
             moved=size(logits),
-        ),
-        "soft_cross_entropy": KernelCase(
-            lambda: soft_cross_entropy.launch(x, logp),
-            lambda: soft_cross_entropy.reference(x, logp),
-            moved=2 * size(x) + size(logp),
         ),
     }
 

@@ -18,8 +18,8 @@ from contextlib import nullcontext
 from lab.bench.pair import random_batch, random_pair
 from lab.bench.plain_eagle3 import PlainEagle3
 from training.features.online import online_features
-from training.objectives.base import TERMS
 from training.objectives.eagle3 import Eagle3Objective
+from training.objectives.terms import all_terms
 
 WAYS = ("plain", "pieces", "deferred")
 
@@ -56,7 +56,7 @@ def main() -> None:
     for name, default in (("vocab", 128000), ("length", 2048), ("hidden", 256), ("steps", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learnt", type=float, default=1.0, help="share of the assistant's tokens")
-    parser.add_argument("--term", choices=TERMS, default="ce", help="of the loss; plain has ce only")
+    parser.add_argument("--term", choices=all_terms(), default="ce", help="of the loss; plain has ce only")
     parser.add_argument("--way", choices=WAYS, help="this one only, in this process")
     args = parser.parse_args()
     if args.way:

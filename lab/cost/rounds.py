@@ -64,7 +64,9 @@ class _RoundWatch:
 
     def __call__(self, report: RoundReport) -> None:
         self.clock = report.clock
-        self.contexts.append(max(len(row.prompt) + len(row.tokens) - 1 for row in report.rows))
+        if report.prefill:
+            self.rows = report.rows  # a later report leaves out the rows that have ended
+        self.contexts.append(max(row.committed for row in self.rows))
 
 
 def time_rounds(engine: Engine, prompts: list[list[int]], new: int, sampling: Sampling) -> list[tuple[int, dict]]:

@@ -20,6 +20,7 @@ from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Rooflin
 from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.output import console, write_figure
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import command_parser, whole_numbers
 from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json, resolve
 from trees.optimal import expected_tau, optimal_paths
@@ -136,12 +137,8 @@ def numbers(text: str) -> list[float]:
     return found
 
 
-def counts(text: str) -> list[int]:
-    return sorted({int(number) for number in numbers(text)})
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="specdec simulate", description=f"{SIMULATED}.")
+    p = command_parser("simulate", f"{SIMULATED}.", "(--hardware NAME | --bandwidth X --flops X) [options]")
     hard = p.add_argument_group("hardware: peaks")
     hard.add_argument("--hardware", choices=sorted(HARDWARE), help="a preset, which the numbers below override")
     hard.add_argument("--bandwidth", type=float, help="GB/s")
@@ -160,17 +157,23 @@ def parser() -> argparse.ArgumentParser:
     pair.add_argument(
         "--accept",
         type=numbers,
+        metavar="X,X,...",
         default=[0.7, 0.12, 0.06, 0.03, 0.02, 0.01, 0.01, 0.01],
         help="how often the child of rank 1, 2, ... is right; default: near the bundled EAGLE-3 head's",
     )
     swept = p.add_argument_group("what is swept")
-    swept.add_argument("--batch", type=counts, default=[1, 2, 4, 8, 16, 32, 64, 128])
-    swept.add_argument("--context", type=counts, default=[512, 2048, 8192, 32768])
-    swept.add_argument("--topk", type=counts, default=list(WIDTHS))
-    swept.add_argument("--steps", type=int, default=8)
-    swept.add_argument("--num-draft-tokens", type=counts, default=list(NODES))
-    p.add_argument("--out", type=Path, help="a chart, PNG")
-    p.add_argument("--json", action="store_true", help="everything as one JSON object in the last line")
+    swept.add_argument("--batch", type=whole_numbers, default=[2**i for i in range(8)], help="(default 1,2,4,... 128)")
+    swept.add_argument(
+        "--context", type=whole_numbers, default=[512, 2048, 8192, 32768], help="tokens (default 512,... 32768)"
+    )
+    swept.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="(default 1,2,4,8)")
+    swept.add_argument("--steps", type=int, default=8, help="levels at most (default 8)")
+    swept.add_argument(
+        "--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes (default 2,3,4,6,8,12,... 64)"
+    )
+    out = p.add_argument_group("output")
+    out.add_argument("--out", type=Path, help="a chart, PNG")
+    out.add_argument("--json", action="store_true", help="everything as one JSON object in the last line")
     return p
 
 

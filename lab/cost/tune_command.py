@@ -2,7 +2,7 @@
 
 Measures what rounds cost (once for a machine and pair), replays what the drafter would have had accepted under every
 setting, predicts tokens/s, decodes with the best few and plainly, and writes the fastest as a file for
-`specdec generate --settings`. docs/tuning.md says how; --help lists all flags.
+`specdec generate --settings`. docs/tuning.md says how.
 """
 
 import argparse
@@ -18,10 +18,12 @@ from lab.cost.model import CostModel
 from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.cost.tune import Tuned, report_of, tree_entries, tune, write_settings
 from lab.machine import machine
-from lab.models import add_model_flags, check_counts, check_models, load_models, read_encoded
+from lab.models import add_model_flags, check_counts, load_models, read_encoded
 from lab.output import console, progress_bar
 from lab.replay import record
+from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import add_flags, command_parser, read_flags, whole_numbers
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -30,43 +32,33 @@ SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
 
 
-def whole_numbers(text: str) -> list[int]:
-    """'1,2,4' -> [1, 2, 4]."""
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"wants whole numbers, such as 1,2,4, and not {text!r}") from None
-    if numbers[0] < 1:
-        raise argparse.ArgumentTypeError(f"wants numbers of at least 1, got {numbers[0]}")
-    return numbers
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="specdec tune", description="Find a pair's fastest setting here.")
+    p = command_parser("tune", __doc__, "--prompt-file FILE --out FILE [options]")
     model = p.add_argument_group("models")
-    add_model_flags(model)
-    model.add_argument("--token-map", type=Path, help="the drafter proposes these tokens only (FR-Spec)")
-    model.add_argument("--feedback", choices=("pre", "post"), help="of MTP heads in a target")
+    add_model_flags(model, "token_map", "feedback")
     text = p.add_argument_group("what is decoded")
     text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    text.add_argument("--limit", type=int, default=16, help="prompts")
-    text.add_argument("--max-new-tokens", type=int, default=64)
-    text.add_argument("--batch-size", type=int, default=1, help="prompts decoded together")
-    text.add_argument("--temperature", type=float, default=0.0)
-    text.add_argument("--seed", type=int, default=0)
+    text.add_argument("--limit", type=int, default=16, help="prompts (default 16)")
+    text.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    text.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
+    add_flags(text, Sampling, "temperature")
+    text.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     tries = p.add_argument_group("what is tried")
-    tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="1,2,4,8")
-    tries.add_argument("--steps", type=int, default=8, help="levels at most")
-    tries.add_argument("--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes: 2,3,4,6,...")
+    tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="(default 1,2,4,8)")
+    tries.add_argument("--steps", type=int, default=8, help="levels at most (default 8)")
+    tries.add_argument(
+        "--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes (default 2,3,4,6,8,12,... 64)"
+    )
     tries.add_argument(
         "--tree", action="append", default=[], help="a static tree to try too: its file, or a name; may be given again"
     )
-    tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real")
-    tries.add_argument("--repeats", type=int, default=3, help="of real decoding, and of every measured round")
+    tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real (default 4)")
+    tries.add_argument("--repeats", type=int, default=3, help="of real decoding and measured rounds (default 3)")
     tries.add_argument("--remeasure", action="store_true", help="do not use kept measurements")
-    p.add_argument("--out", type=Path, required=True, help="the settings file")
-    p.add_argument("--json", action="store_true", help="the report as one JSON object in the last line")
+    out = p.add_argument_group("output")
+    out.add_argument("--out", type=Path, required=True, help="the settings file")
+    out.add_argument("--json", action="store_true", help="the report as one JSON object in the last line")
     return p
 
 
@@ -74,7 +66,7 @@ def check_flags(args: argparse.Namespace) -> None:
     check_counts(args, "limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats")
     if args.max_new_tokens < 2:
         raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
-    check_models(args)
+    read_flags(ModelSettings, args).check_pair()
     if not args.out.absolute().parent.is_dir():
         raise ValueError(f"cannot write {args.out}: there is no folder {args.out.absolute().parent}")
 
@@ -166,7 +158,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_flags(args)
-    target, drafter = load_models(args, token_map=args.token_map, feedback=args.feedback)
+    target, drafter = load_models(args)
     costs, tuned = find(args, target, drafter)
     print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:

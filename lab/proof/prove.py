@@ -12,9 +12,10 @@ from pathlib import Path
 from lab.models import check_counts
 from lab.proof.page import as_json, markdown, print_proof
 from lab.proof.proof import prove
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
+from specdec.api import DEMO_DRAFTER, ModelSettings, load_drafter
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
+from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.text import encode_prompt, read_prompts
 
 DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp", "medusa"))
@@ -22,16 +23,14 @@ PROMPTS = ["What are the benefits of regular exercise?", "Write a short story ab
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="specdec prove", description="Is speculative decoding lossless here?")
-    p.add_argument("--target", help="folder or hub name (default: the bundled demo)")
-    p.add_argument("--draft", nargs="+", help="drafters, as of specdec generate; default: all bundled ones and n-grams")
-    p.add_argument("--prompt-file", type=Path, help="as of specdec generate; default: three questions")
+    p = command_parser("prove", __doc__)
+    add_flags(p, ModelSettings, "target", "dtype", "device")
+    p.add_argument("--draft", nargs="+", help="drafters (default: all bundled ones, and n-grams)")
+    p.add_argument("--prompt-file", type=Path, help="as specdec generate takes it (default: three questions)")
     p.add_argument("--limit", type=int, help="only so many prompts")
-    p.add_argument("--max-new-tokens", type=int, default=64)
-    p.add_argument("--draws", type=int, default=100_000, help="of three tokens, for each rule, tree and sampling")
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    p.add_argument("--draws", type=int, default=100_000, help="for each rule, tree and sampling (default 100000)")
+    p.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
     p.add_argument("--out", type=Path, help="write the page here, as Markdown")
     p.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the tables")
     p.add_argument("--self-test", action="store_true", help="break the rules, one token in 1,000: is it found?")
@@ -46,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("a target of your own needs its drafters: give --draft")
     if args.out is not None and not args.out.parent.is_dir():
         raise ValueError(f"there is no folder {args.out.parent} for the page")
-    target = load_target(args.target or DEMO_TARGET, dtype=args.dtype, device=args.device)
+    target = read_flags(ModelSettings, args).load_target()
     drafts = args.draft or [*DEMO_DRAFTERS, "ngram", "ngram:suffix"]
     drafters = {Path(str(draft)).name: load_drafter(draft, target) for draft in drafts}
     questions = read_prompts(args.prompt_file) if args.prompt_file else PROMPTS

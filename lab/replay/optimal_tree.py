@@ -13,25 +13,26 @@ from lab.models import add_model_flags, load_models
 from specdec.api import Sampling, generate
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
+from specdec.cli.flags import add_flags, command_parser
 from specdec.text import read_prompts
 from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="specdec tree", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_model_flags(p)
-    p.add_argument("--prompt-file", type=Path, required=True)
-    p.add_argument("--limit", type=int, default=20, help="prompts")
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--temperature", type=float, default=0.0, help="of the answers; 0 is greedy")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, root counted")
-    p.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes")
-    p.add_argument("--topk", type=int, default=8, help="no node has more children")
-    p.add_argument("--out", type=Path, required=True, help="a YAML file for `specdec generate --tree`")
-    p.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    p = command_parser("tree", __doc__, "--prompt-file FILE --out FILE [options]")
+    add_model_flags(p.add_argument_group("models"))
+    text = p.add_argument_group("answers")
+    text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
+    text.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
+    text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
+    add_flags(text, Sampling, "temperature")
+    text.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    text.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    tree = p.add_argument_group("tree")
+    tree.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, the root counted (default 16)")
+    tree.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes (default 8)")
+    tree.add_argument("--topk", type=int, default=8, help="no node has more children (default 8)")
+    tree.add_argument("--out", type=Path, required=True, help="a YAML file for `specdec generate --tree`")
     return p
 
 

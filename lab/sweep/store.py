@@ -15,7 +15,8 @@ from pathlib import Path
 
 from lab.sweep.points import SweepPoint, code_version
 from specdec.cli.files import replace_folder, write_whole
-from specdec.engine.recorder import Recorder, write_trace
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import write_trace
 from specdec.model.checkpoint import read_json
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"

@@ -19,8 +19,10 @@ from rich.table import Table
 
 from lab.output import console
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import command_parser
 from specdec.engine import trace
-from specdec.engine.recorder import TracedRow, read_trace
+from specdec.engine.recorder import TracedRow
+from specdec.engine.trace_files import read_trace
 
 Rows = Sequence[TracedRow]
 Interval = tuple[float, float]
@@ -254,15 +256,21 @@ def _cell(entry: dict[str, float | None]) -> str:
     return f"{entry['value']:.3f}{between}"
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="specdec metrics", description="Every metric of one trace or more.")
+def parser() -> argparse.ArgumentParser:
+    p = command_parser(
+        "metrics", "Every metric of one trace or more; docs/metrics.md says what each means.", "TRACE ..."
+    )
     p.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a folder that --trace wrote")
     p.add_argument("--level", type=float, default=0.95, help="of the confidence intervals (default 0.95)")
     p.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over questions (default 1000)")
     p.add_argument("--seed", type=int, default=0, help="of the bootstrap")
     p.add_argument("--json", action="store_true", help="one JSON object, a trace's folder to its metrics, and no table")
-    args = p.parse_args(argv)
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     how = {"level": args.level, "resamples": args.resamples, "seed": args.seed}
     summaries = {str(folder): summary(read_trace(folder).rows, **how) for folder in args.traces}
     if args.json:

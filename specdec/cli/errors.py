@@ -1,4 +1,4 @@
-"""What every command line shares: a user's mistake is one sentence and exit code 2."""
+"""How every command ends: a user's mistake is one sentence on standard error and exit code 2."""
 
 import functools
 import sys
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 def one_sentence_errors(main: Callable) -> Callable:
-    """Turn a ValueError of `main` into 'error: ...' on standard error and exit code 2; anything else is our bug."""
+    """`main`, with its ValueError printed as 'error: ...' and exit code 2. Any other exception is a bug of ours, and
+    keeps its traceback. An interrupt exits with 130; a reader that went away, as `head` does, is no error."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -18,7 +19,7 @@ def one_sentence_errors(main: Callable) -> Callable:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
-        except BrokenPipeError:  # the reader went away, as `head` does
+        except BrokenPipeError:
             sys.stderr.close()
             sys.exit(0)
 

@@ -1,4 +1,4 @@
-"""Text on the terminal while it is decoded, and the trees it came from."""
+"""The text on the terminal while it is decoded, and the trees that it comes from."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ PLAIN = "\033[0m"
 
 
 class Screen:
-    """Shows text as it is accepted; drafted tokens coloured on a terminal. Quiet unless it shows a single row."""
+    """An observer of rounds that prints the first row's text as it grows. On a terminal drafted tokens are green.
+
+    quiet: print no text, as a batch of several rows needs. trees: draw every tree before its text."""
 
     def __init__(self, target, *, quiet: bool, trees: bool, stops: Sequence[str] = ()):
         self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
@@ -30,7 +32,7 @@ class Screen:
         self._show(emitted[accepted:], "")
 
     def end(self) -> None:
-        """Show what was held back, and end the line."""
+        """Print what was held back, the beginning of a stop string or of a character, and end the line."""
         if not self.quiet:
             print(self.stream.end())
 

@@ -1,70 +1,61 @@
-"""Settings files: flags of `python -m specdec.generate` as YAML, with a report of where they come from.
+"""Settings files: flags of `specdec generate` as YAML, with a report of where they come from.
 
-Every key but `report` is a flag with underscores for hyphens. What is typed on the command line comes after the file
-and wins; where it contradicts a whole entry of the file (a tree file against topk), that entry gives way.
+Every key but `report` is a flag, with underscores for hyphens. A flag that is typed wins over the file. Entries of the
+file that contradict it are left out: with --topk typed, a tree of the file is.
 """
 
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import fields
 
-from omegaconf import DictConfig, OmegaConf
-from yaml import YAMLError
+from specdec.api import ModelSettings
+from specdec.cli.flags import kind_of
+from specdec.registry import read_yaml
+from specdec.types import Sampling
+from specdec.verify import VerifierSettings
+from trees.spec import WORDS, TreeSettings
 
-SHAPE = ("steps", "topk", "num_draft_tokens")
-DRAFTER = ("draft", "token_map", "feedback", "draft_dtype")
-MODELS = ("target", *DRAFTER, "dtype", "device")
-DRAFTING = (*DRAFTER, *SHAPE, "sample_draft", "tree", "verifier", "verifier_args")
-SAMPLING = {
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "frequency_penalty": float,
-}
-KEYS = (*dict.fromkeys((*MODELS, *DRAFTING, *SAMPLING)), "no_draft")
 REPORT = "report"
-# All others are text.
-KINDS = dict.fromkeys(SHAPE, int) | dict.fromkeys(("no_draft", "sample_draft"), bool) | SAMPLING
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-# What is typed, and the entries of a file that give way to it.
+# Every key and its type. A path is a text here.
+KINDS = {f.name: kind_of(f) for part in (ModelSettings, TreeSettings, VerifierSettings, Sampling) for f in fields(part)}
+KINDS |= {"no_draft": bool}
+NAMED = {int: "a whole number", float: "a number", bool: "true or false"}
+
+OF_TARGET = {"target", "dtype", "device"}
+OF_DRAFTER = {f.name for f in fields(ModelSettings)} - OF_TARGET
+DRAFTING = tuple(
+    f.name for part in (ModelSettings, TreeSettings, VerifierSettings) for f in fields(part) if f.name not in OF_TARGET
+)
+NOT_A_TREE = (*WORDS, "sample_draft")  # what contradicts --tree, which is a whole tree
+# A flag that is typed -> the entries of a file that give way to it.
 GIVES_WAY = {
     **{name: {"no_draft"} for name in DRAFTING},
-    **{name: {"no_draft", "tree"} for name in (*SHAPE, "sample_draft")},
-    "draft": {"no_draft", *DRAFTER} - {"draft"},
-    "tree": {"no_draft", "sample_draft", *SHAPE},
+    **{name: {"no_draft", "tree"} for name in NOT_A_TREE},
+    "draft": {"no_draft", *OF_DRAFTER} - {"draft"},
+    "tree": {"no_draft", *NOT_A_TREE},
     "no_draft": set(DRAFTING),
 }
 
 
 def read_settings(path: str | os.PathLike) -> dict:
     """The entries of a settings file without its report. Raises ValueError, one sentence, for anything else."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no such settings file: {path}")
-    try:
-        content = OmegaConf.load(file)
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from None
-    if not isinstance(content, DictConfig):
+    entries = read_yaml(path, "settings")
+    if not isinstance(entries, dict):
         raise ValueError(f"{path} holds no settings: it is not a mapping of names to values")
-    entries = OmegaConf.to_container(content)
     entries.pop(REPORT, None)
     for name, value in entries.items():
-        if name not in KEYS:
-            raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KEYS)}, and {REPORT}")
-        kind = KINDS.get(name, str)
+        if name not in KINDS:
+            raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KINDS)}, and {REPORT}")
+        kind = KINDS[name] if KINDS[name] in NAMED else str
         taken = (int, float) if kind is float else (kind,)
         if value is not None and type(value) not in taken:  # a bool would pass for an int
-            raise ValueError(f"{path}: {name} takes {WORDS[kind]}, and not {value!r}")
+            raise ValueError(f"{path}: {name} takes {NAMED.get(kind, 'a text')}, and not {value!r}")
     return entries
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line of which --settings FILE stands for the flags in the file."""
+    """Parse a command line in which --settings FILE stands for the flags in the file."""
     given = parser.parse_args(argv)
     if given.settings is None:
         return given

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""The decoding loop: rounds, the batch they work on, how they are read, and what they leave in a trace."""

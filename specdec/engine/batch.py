@@ -1,12 +1,13 @@
-"""The rows that rounds compute: sequences join, and rows whose sequence has ended are dropped.
+"""The rows that rounds compute. Sequences join a batch, and rows whose sequence has ended are dropped from it.
 
-To drop rows is to move together what is kept of the others, which takes a part of a round. Whether that pays nobody
-knows, because nobody knows when the others end. So it is with packets that may be acknowledged together, but late, and
-the answer is the same (Dooly, Goldman and Scott, "TCP dynamic acknowledgment delay", STOC 1998): carry ended rows until
-that would cost as much as to drop them, which costs at most about twice as much as the best choice in hindsight.
+Compacting a batch moves together what is kept of the other rows. That costs a part of a round. Whether it pays depends
+on when the other rows end, which nobody knows. The rule is therefore the online one of Dooly, Goldman and Scott ("TCP
+dynamic acknowledgment delay", STOC 1998): carry ended rows until that has cost as much as compacting would. It costs at
+most about twice as much as the best choice in hindsight.
 
-The rule counts rounds and not seconds, so a run can be repeated. It knows of a row's end what a loop that reads one
-round late knows, so both loops drop the same rows before the same rounds, and draw the same numbers for the others.
+The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as a
+loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds, and draw the
+same numbers for the others.
 """
 
 from collections import abc
@@ -86,8 +87,8 @@ class Batch:
         self.state: DraftState | None = None
         self.progress: Progress | None = None
         self.settings: RoundSettings | None = None
-        self.carried = 0.0  # what ended rows have cost, in rounds, since any were dropped; the next round included
-        self.known_going = 0  # how many rows `progress.active` holds to go on, if the device does not end them
+        self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
+        self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
         self.observed = True  # somebody looks at trees, verdicts and logits
 
     @property

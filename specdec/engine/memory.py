@@ -9,8 +9,8 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
 
 GIB = 2**30
-# Bytes that filters, draws and the rules of verification hold for a logit at most: some ten tensors of four or eight
-# bytes each, of which a top-p filter has the most at a time (`sampling.filtered_probs`).
+# Bytes per logit that filters, draws and the rules of verification hold at most. A top-p filter holds the most at a
+# time, some ten tensors of four or eight bytes (`sampling.filters.filtered_probs`).
 VERIFY = 56
 PENALTIES = 32  # the same for `penalties.Penalties`
 SMALL = 2**20  # trees, masks of nodes, lengths and the like
@@ -23,7 +23,7 @@ class Request:
     batch: int
     prompt: int
     room: int
-    greedy: bool = True  # and nothing but the likeliest token is asked of the logits
+    greedy: bool = True  # nothing but the likeliest token is asked of the logits
     penalised: bool = False
 
 

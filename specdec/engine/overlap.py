@@ -1,8 +1,8 @@
-"""The loop over rounds: it reads each at once, or one round late, while the device already runs the next.
+"""The loop over rounds. It reads each round at once, or one round late while the device already runs the next.
 
-Which rows have ended the device then decides for itself (`batch.Progress`), by the rule of `Sequence.add`, so a row
-stands still from the same round on as in the loop that reads at once: text, traces and the room that caches need are
-the same. Only what a `Stop` ends is noticed a round late; that round of the row is void, and `Sequence` drops it.
+When it reads late, the device decides which rows have ended (`batch.Progress`), by the rule of `Sequence.add`. So a row
+stands still from the same round on as when rounds are read at once: text, traces and the room that caches need are the
+same. Only an end that a `Stop` brings is noticed a round late. That round of the row is void, and `Sequence` drops it.
 """
 
 from dataclasses import dataclass

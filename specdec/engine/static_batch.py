@@ -131,7 +131,7 @@ class StaticBatch(Batch):
         settings, eos, observed = self.settings, self.progress.eos, self.observed
         # Frozen parts hold tensors of their own, and are frozen anew by the next cache or `reset`.
         self.bindings += [vars(m).get(name) for m in self._modules() for name in ("parts", "frozen")]
-        # Without an ancestor mask a single row's only position would take the bound for the exact length.
+        # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
         itself = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=self.device)
         self.bindings += [itself, self.round.policy and dict(vars(self.round.policy))]
 
@@ -187,7 +187,7 @@ def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:
 
 def _kind(sampling) -> Any:
     """What of a sampling is part of the program: a `Sampling`, and of `SamplingBatch` which filters it has."""
-    return (sampling.any_cut, sampling.any_min_p) if isinstance(sampling, SamplingBatch) else sampling
+    return sampling.program if isinstance(sampling, SamplingBatch) else sampling
 
 
 def _refill(kept: Any, new: Any) -> None:

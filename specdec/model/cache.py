@@ -18,9 +18,9 @@ class KVCache:
     it). Of these the first B are in use. Slots 0..lens[b]-1 of row b are committed. A forward of N nodes writes slots
     lens[b]..lens[b]+N-1; `commit` moves the accepted ones down, and the rest is simply overwritten next time.
 
-    `max_len` is a host-side upper bound of lens, of the rows that still decode: attention reads only `max_len` plus the
-    scratch slots in use, not all S. It costs no synchronisation, because a round emits at most P tokens; the engine
-    tightens it when it reads them.
+    `max_len` is a host-side upper bound of lens, over the rows that still decode. Attention reads only `max_len` plus
+    the scratch slots in use, not all S. Keeping it costs no synchronisation: a round emits at most P tokens, and the
+    engine tightens `max_len` when it reads them.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):

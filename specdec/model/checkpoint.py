@@ -1,7 +1,7 @@
 """Read and write checkpoint folders of the Hugging Face form, strictly.
 
 A tensor that is missing, left over or of another shape is an error that names it. Pickles (.bin, .pt) are opened by
-torch's restricted unpickler only, which makes tensors and plain values and runs no code.
+torch's restricted unpickler only, which makes tensors and plain values, and runs no code.
 """
 
 import json
@@ -22,7 +22,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """A local folder as it is; a hub name `owner/model` as the folder of its snapshot, downloaded if need be."""
+    """The folder of a checkpoint: a local folder itself, or the snapshot of a hub name `owner/model`, downloaded if it
+    is not in the hub's cache. Raises ValueError if there is neither."""
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -34,7 +35,7 @@ def resolve(path: str | os.PathLike) -> Path:
         snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
         if not any(snapshot.glob("*.safetensors")):
             snapshot = _download(str(path), [*SMALL_FILES, "*.bin", "*.pt"])
-    except Exception as error:  # the hub's own errors and whatever its HTTP library raises
+    except Exception as error:  # the hub's library and its HTTP library raise errors of many types
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
     return snapshot
@@ -44,13 +45,14 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model"]
 
 
 def _download(name: str, patterns: list[str]) -> Path:
-    """The snapshot's folder; HF_HUB_OFFLINE=1 keeps the hub's library to what it has in its cache."""
+    """The snapshot's folder. With HF_HUB_OFFLINE=1 the hub's library reads its cache only."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def read_json(path: Path) -> dict:
+    """The JSON object in a file of a checkpoint folder; ValueError if it is missing or no JSON object."""
     if not path.is_file():
         raise ValueError(f"{path.parent} is not a checkpoint: it has no {path.name}")
     try:
@@ -62,12 +64,12 @@ def read_json(path: Path) -> dict:
     return content
 
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the first of these that a folder has
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the first that a folder has is read
 NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state")  # pickles of other things
 
 
 def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint folder, or those with the names `only`, one at a time."""
+    """Names and tensors of a checkpoint folder, one at a time: all, or those in `only`."""
     for file in weight_files(folder):
         if file.suffix != ".safetensors":
             tensors = _pickled_tensors(file, "cpu")
@@ -80,7 +82,9 @@ def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device: no weight is read."""
+    """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device. No weight is read.
+
+    Raises ValueError for a tensor that two files hold."""
     headers: dict[str, Tensor] = {}
     for file in weight_files(folder):
         found = _safetensors_headers(file) if file.suffix == ".safetensors" else _pickled_tensors(file, "meta")
@@ -120,7 +124,8 @@ SAFETENSORS_DTYPES = {
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors: those of an index, or all of the first kind that the folder has."""
+    """The files that hold a checkpoint's tensors: those that an index names, or all of the first kind in `WEIGHTS` that
+    the folder has. Raises ValueError if one is missing or there is none."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if (folder / index).is_file():
             names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
@@ -152,7 +157,7 @@ def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
 
 
 def read_pickle(file: Path, device: str = "cpu"):
-    """What a .bin or .pt holds, tensors and plain values only; anything else in it is refused, not run."""
+    """The tensors and plain values in a .bin or .pt. Raises ValueError, and runs nothing, if it holds anything else."""
     try:
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError:
@@ -162,14 +167,17 @@ def read_pickle(file: Path, device: str = "cpu"):
 
 
 class StrictFill:
-    """Fill parameters from named tensors, each exactly once; a fused parameter is filled in parts."""
+    """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
     def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]]):
-        """parameters: checkpoint name -> (our tensor, first row, number of rows)."""
+        """source: the checkpoint's name, for errors. parameters: tensor name -> (our tensor, first row, number of
+        rows)."""
         self.source, self.parameters, self.missing = source, parameters, set(parameters)
 
     def put(self, name: str, value: Tensor) -> bool:
-        """True if the name is one of ours; ValueError on a wrong shape."""
+        """Copy a tensor to its place. False if the name is none of ours.
+
+        Raises ValueError for a wrong shape, or for a second tensor of the name."""
         if name not in self.parameters:
             return False
         if name not in self.missing:
@@ -185,13 +193,14 @@ class StrictFill:
         return True
 
     def finish(self) -> None:
+        """Raise ValueError if a tensor is missing."""
         if self.missing:
             rest = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
             raise ValueError(f"{self.source}: the checkpoint lacks the tensor {min(self.missing)}{rest}")
 
 
 def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tuple[Tensor, int, int]]:
-    """Where the rows of separate projections lie in one fused linear map."""
+    """Tensor names of separate projections -> where their rows lie in one fused linear map."""
     out, start = {}, 0
     for name, count in zip(names, rows, strict=True):
         out[f"{name}.weight"] = (linear.weight, start, count)
@@ -202,10 +211,12 @@ def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tup
 
 
 def whole(module: nn.Module, name: str) -> dict[str, tuple[Tensor, int, int]]:
+    """Tensor names of a module's parameters -> the parameters, each as a whole."""
     return {f"{name}.{key}": (p, 0, p.shape[0]) for key, p in module.named_parameters()}
 
 
 def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
+    """The dtype that a name means; 'auto' is fp32 on the CPU, and elsewhere what the config states, or bf16."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
@@ -217,6 +228,7 @@ def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
 
 
 def check_device(device: str) -> torch.device:
+    """The device of a name; ValueError if torch cannot use it here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -225,7 +237,7 @@ def check_device(device: str) -> torch.device:
 
 
 def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors as one folder, whole or not at all; an older one of the kind is replaced.
+    """Write config.json and model.safetensors as one folder, whole or not at all. They replace older ones.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """

@@ -1,8 +1,7 @@
 """Any causal language model of transformers that is made of attention, as a target through its own modules.
 
-It offers what `Target` offers. A tree goes in as a 4D attention mask with explicit positions, and keys
-and values live in our cache. transformers' modules cost more time a token than our own decoder, and may synchronise
-with the device.
+It offers what `Target` offers. A tree becomes a 4D attention mask with explicit positions, and keys and values live in
+our cache. transformers' modules take more time a token than our own decoder, and may synchronise with the device.
 """
 
 import inspect
@@ -14,22 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from specdec.model.archs import ModelConfig
 from specdec.model.archs.tensors import set_aside
 from specdec.model.attention import document_mask, document_positions, tree_mask, window_mask
 from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.cpu_linear import transpose_weights
+from specdec.model.hf_config import exact_context, read_windows
 from specdec.model.layers import Rope
 
 NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
-# Frequencies that depend on the length of the text: up to the original context they stand still.
-LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
 class SlotCache(Cache):
-    """One forward's way for transformers' modules to write into a KVCache at our slots, and to read from it."""
+    """The cache that transformers' modules see in one forward. They write into a KVCache at our slots, and read it."""
 
     def __init__(self, cache: KVCache, n: int, offset: int = 0):
         super().__init__(layers=[])
@@ -39,7 +37,7 @@ class SlotCache(Cache):
         self.head_dim = cache.layers[0].shape[-1]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Store [B,K,N,Dh] behind the committed part; give back all visible slots, [B,K,visible,Dh]."""
+        """Store keys and values [B,K,N,Dh] behind the committed part; return all visible slots [B,K,visible,Dh]."""
         new = key_states, value_states
         padded = (F.pad(x, (0, self.head_dim - x.shape[-1])).transpose(1, 2) for x in new)
         self.cache.write(layer_idx, self.slots, *padded)
@@ -57,7 +55,7 @@ class SlotCache(Cache):
 
 
 class TransformersTarget(nn.Module):
-    """A causal language model of transformers with the interface of `specdec.model.target.Target`, which see."""
+    """A causal language model of transformers with the interface of `specdec.model.target.Target`."""
 
     name: str = ""
     tokenizer = None
@@ -65,7 +63,7 @@ class TransformersTarget(nn.Module):
     capturable = False  # the modules of some families read values on the host
 
     def __init__(self, model: nn.Module):
-        """Raises ValueError, without a model's name, for a model that could not be made exact."""
+        """Raises ValueError, without the model's name, for a model whose trees would not be exact."""
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         lacking = [name for name in NEEDED if name not in inspect.signature(model.forward).parameters]
@@ -78,7 +76,9 @@ class TransformersTarget(nn.Module):
 
     @classmethod
     def load(cls, folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> "TransformersTarget":
-        """From a checkpoint folder, strictly; `name` is what the user calls it."""
+        """A target from a checkpoint folder. `name` is what the user calls it.
+
+        Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             text = config.get_text_config(decoder=True)
@@ -101,9 +101,9 @@ class TransformersTarget(nn.Module):
                 raise ValueError(
                     f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place"
                 )
-            fast_layout(model.to(device))
+            transpose_weights(model.to(device))
             return cls(model)
-        except Exception as error:  # of any type: they come from the modules of any family
+        except Exception as error:  # the modules of any family may raise errors of any type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"{name}: {reason}") from None
 
@@ -137,7 +137,7 @@ class TransformersTarget(nn.Module):
 
     @torch.inference_mode()
     def _probe(self, text: PretrainedConfig) -> None:
-        """Learn the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""
+        """Read the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""
         cache = DynamicCache()
         ids = torch.tensor([[0, 1]], device=self.device)
         out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
@@ -161,15 +161,17 @@ class TransformersTarget(nn.Module):
             head_dim=last.shape[-1] // heads,
             vocab=out.logits.shape[-1],
             eps=1e-6,
-            rope=Rope(),  # of fresh drafters; the model's own stays in its modules
+            rope=Rope(),  # for fresh drafters; the model's own is in its modules
             context=exact_context(text),
             tied=bool(text.tie_word_embeddings),
         )
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Raise ValueError unless a tree over rows of two lengths, and a token after part of it was committed, get the
-        logits that the plain texts get from the model. This takes a few forwards of a few tokens."""
+        """Raise ValueError unless trees get the logits that the plain texts get from the model.
+
+        A tree over rows of two lengths is verified, and then a token after part of it was committed. This takes a few
+        forwards of a few tokens."""
         device, family = self.device, self.model.config.model_type
         ids = (torch.arange(16, device=device) * 31 + 7).remainder(self.config.vocab).view(2, 8)
         prompts, nodes, lens = ids[:, :4], ids[:, 4:], torch.tensor([4, 2], device=device)
@@ -189,8 +191,8 @@ class TransformersTarget(nn.Module):
             long = self.model(input_ids=whole[None], use_cache=False).logits[0]
             expected = torch.stack([short[-1], long[-2], long[-1]]).float()
             difference = (torch.stack([tree[row, 1], tree[row, 3], after[row, 0]]).float() - expected).abs().max()
-            # Room for rounding, in parts of what the logits span; a mask or a position that is not heeded shows more,
-            # and NaN is no more exact than a large number.
+            # The tolerance is for rounding, as a share of the range of the logits. A mask or a position that the model
+            # ignores makes a larger difference, and NaN must fail too.
             tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
             if not difference <= tolerance * (expected.max() - expected.min()):
                 raise ValueError(
@@ -230,11 +232,11 @@ class TransformersTarget(nn.Module):
             return None, feats
         if last is None:
             return out.logits, feats
-        # The model takes one list of positions for all rows: of those, row b wants the b-th.
+        # The model computes every row at all positions of `last`; row b wants the b-th of them.
         return out.logits.diagonal().movedim(-1, 0)[:, None], feats
 
     def _context(self, cache: KVCache, n: int, depth: Tensor | None, ancestors: Tensor | None, offset: int = 0) -> dict:
-        """The arguments that place n new positions behind the committed ones."""
+        """The model's arguments for n new positions, `offset` slots behind the committed ones."""
         nodes = torch.arange(n, device=cache.lens.device)
         depth = nodes.expand(cache.batch, n) if depth is None else depth
         if ancestors is None:
@@ -244,19 +246,19 @@ class TransformersTarget(nn.Module):
             "past_key_values": slots,
             "use_cache": True,
             "attention_mask": self._masks(cache.lens, depth, ancestors, slots.visible),
-            # A tree may reach beyond the end of the context, where learned positions have no row; nothing from there
+            # A tree may reach beyond the end of the context, where learned positions have no row. Nothing from there
             # is ever emitted.
             "position_ids": (cache.lens[:, None] + depth).clamp_(max=self.config.context - 1),
         }
 
     def _separate(self, documents: Tensor) -> dict:
-        """The arguments that keep the documents [B,N] of a row apart."""
+        """The model's arguments that keep the documents [B,N] of a row apart."""
         depth = document_positions(documents)
         masks = self._masks(documents.new_zeros(len(documents)), depth, document_mask(documents), documents.shape[1])
         return {"attention_mask": masks, "position_ids": depth}
 
     def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Tensor | dict[str, Tensor]:
-        """What is added to the products of queries and keys, [B,1,N,slots]; by type of layer if there are several."""
+        """The masks [B,1,N,slots] that are added to the attention scores, by type of layer if there are several."""
         seen, dtype = tree_mask(lens, ancestors, slots), self.dtype
         masks = {}
         for kind, window in self.windows.items():
@@ -265,37 +267,9 @@ class TransformersTarget(nn.Module):
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 
-def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The window of each type of layer, None for attention to all positions.
-
-    Raises ValueError for a family with layers of another sort, or with a mask that we cannot replace.
-    """
-    family, layers = config.model_type, DynamicCache(config=config).layers
-    windows: dict[str, int | None] = {}
-    for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=True):
-        window = getattr(layer, "sliding_window", None)
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or windows.setdefault(kind, window) != window:
-            raise ValueError(f"model family {family!r} cannot verify trees: it has layers that are no plain attention")
-    if "local" in getattr(config, "attention_layers", ()):
-        raise ValueError(f"model family {family!r} cannot verify trees: its local layers mask by themselves")
-    return windows
-
-
-def exact_context(config: PretrainedConfig) -> int:
-    """The longest text for which the layers attend as `_masks` says, at fixed frequencies."""
-    context = getattr(config, "max_position_embeddings", None) or 2048
-    # Attention in chunks is attention to all positions within the first of them.
-    context = min(context, read_windows(config).get("chunked_attention") or context)
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in [ropes] if "rope_type" in ropes else ropes.values():
-        if rope and rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
-            context = min(context, rope.get("original_max_position_embeddings") or context)
-    return context
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bar and no report on tensors: what matters of it becomes an error here."""
+    """Switch progress bars and reports on tensors off; what matters of them becomes an error here."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -305,15 +279,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bar:
             logging.enable_progress_bar()
-
-
-def fast_layout(model: nn.Module) -> None:
-    """On the CPU, keep each weight of a linear map transposed in memory, for modules that multiply by `F.linear`.
-
-    The product of 4 to 16 rows, a tree, with a matrix stored input-major costs 0.4 to 0.7 of the usual layout in torch
-    2.13 (MKL), and one row costs the same; see docs/log.md. Values and shapes do not change.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
-            weight = module.weight.detach()
-            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

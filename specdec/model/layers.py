@@ -17,12 +17,13 @@ from specdec.model.cpu_linear import linear
 class Freezable(nn.Module):
     """A module whose `bind` gives what it computes as a plain function of its present weights.
 
-    A decoder calls tens of modules a token, and torch looks for hooks, parameters and submodules anew at every call:
-    for the demo target that is a seventh of the time of a token (docs/log.md). So `Target` binds once per decoding, and
-    calls functions. Those see the weights as they lay in memory then: bind again after moving or casting the module.
+    A decoder calls tens of modules a token. At every call torch looks for hooks, parameters and submodules anew; for
+    the demo target that takes a seventh of the time of a token (docs/log.md). So the modules are bound once per
+    decoding, and then functions are called. The functions see the weights as they lay in memory when they were bound:
+    bind again after moving or casting the module.
     """
 
-    frozen: Callable[..., Tensor] | None = None  # bound for the decoding that is going on: see `hold`
+    frozen: Callable[..., Tensor] | None = None  # the function that calls take until `unfreeze`
 
     def bind(self) -> Callable[..., Tensor]:
         raise NotImplementedError
@@ -37,13 +38,14 @@ class Freezable(nn.Module):
 
 
 def freeze(model: nn.Module) -> None:
-    """Bind every part of a model for the calls that follow, until `release`: its weights must stay as they are."""
+    """Bind every part of a model once, for all calls until `unfreeze`. Its weights must stay as they are."""
     for module in model.modules():
         if isinstance(module, Freezable):
             module.frozen = module.bind()
 
 
 def unfreeze(model: nn.Module) -> None:
+    """Let every part of a model see its present weights at each call again."""
     for module in model.modules():
         if isinstance(module, Freezable):
             module.frozen = None
@@ -127,7 +129,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 class LinearMap(Freezable):
-    """x weight.T + bias; bound, it takes rows x [R,in] to [R,out] by the fastest product for few of them."""
+    """x weight.T + bias. Its bound function takes rows x [R,in] to [R,out] by the fastest product for few rows."""
 
     def bind(self) -> Callable[[Tensor], Tensor]:
         return linear(self.weight, self.bias)
@@ -149,7 +151,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMLP(Freezable):
-    """down(act(gate(x)) * up(x)), gate and up in one matrix: gate rows first; bound, for rows [R,H]."""
+    """down(act(gate(x)) * up(x)). Gate and up lie in one matrix, gate rows first. Bound, it takes rows [R,H]."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
         super().__init__()

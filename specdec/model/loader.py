@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
-    """Hugging Face names of the Llama layout, which all native families share."""
+    """Tensor names in the Llama layout, which all native families share -> where their rows lie in the target."""
     config = target.config
     out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
     if not config.tied:
@@ -60,10 +60,13 @@ def load_target(
     tokenizer: bool = True,
     generic: bool = False,
 ) -> "Target | TransformersTarget":
-    """A target from a checkpoint folder or hub name: our own decoder, or, for a model that it cannot be or if
-    `generic`, transformers' modules behind the same interface.
+    """A target from a checkpoint folder or hub name.
+
+    It is our own decoder; for a model that is not native, or if `generic`, it is transformers' modules behind the same
+    interface.
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
+    tokenizer: load it too; without one the target decodes token ids only.
     Raises ValueError, one sentence, for anything that does not fit.
     """
     folder = resolve(path)
@@ -76,7 +79,7 @@ def load_target(
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
     if config is None or generic:
         from specdec.model.hf_target import (
-            TransformersTarget,  # not on top: transformers' models take seconds to import
+            TransformersTarget,  # imported here because transformers' models take seconds to import
         )
 
         target = TransformersTarget.load(folder, str(path), weights, place)
@@ -94,7 +97,9 @@ def load_target(
 def load_native(
     folder: Path, name: str, raw: dict, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Target:
-    """Our own decoder, filled with every tensor of the folder that is part of the target."""
+    """Our own decoder, filled with every tensor of the folder that is the target's.
+
+    Raises ValueError for a tensor that is missing, left over or of another shape."""
     with torch.device("meta"):
         target = Target(config).to(dtype)
     target.to_empty(device=device)
@@ -119,7 +124,7 @@ def load_native(
 
 
 def read_eos(folder: Path, config: dict) -> frozenset[int]:
-    """End-of-sequence ids, from generation_config.json where there is one, as transformers does."""
+    """End-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
     generation = folder / "generation_config.json"
     eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
     if eos is None:
@@ -128,10 +133,11 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
 
 
 def load_tokenizer(folder: Path):
+    """The tokenizer of a checkpoint folder; ValueError if it has none that loads."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exception for a malformed file
+    except Exception as error:  # the tokenizers library raises a bare Exception for a malformed file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{folder} has no tokenizer that loads: {reason}") from None

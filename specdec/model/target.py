@@ -112,6 +112,7 @@ class Target(nn.Module):
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
     parts: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
+    groups: int  # query heads to a key head; like `parts`, set by `bind`
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -158,6 +159,7 @@ class Target(nn.Module):
         """Bind every part to its present weights: see `layers.Freezable`."""
         blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
         self.parts = self._bind_embed(), blocks, self.norm.bind(), self._bind_head()
+        self.groups = self.query_heads // self.cache_shape[0]
 
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
         if self.config.embed_scale is None:
@@ -222,21 +224,12 @@ class Target(nn.Module):
         b, n = tokens.shape
         if depth is None:
             depth = torch.arange(n, device=tokens.device).expand(b, n)
-        scale, windows = self.config.attention_scale, self.windows
         if cache is None:
-            self.bind()
-            for rope in self.ropes:
-                rope.reserve(n, self.norm.weight)
-            positions = depth if documents is None else document_positions(documents)
-            mask = None if documents is None else document_mask(documents)
-            views = [NoCache(window, scale, mask) for window in windows]
+            positions, views = self._place_texts(depth, documents)
         else:
-            groups = self.query_heads // self.cache_shape[0]
-            positions = cache.lens[:, None] + depth
-            views = [
-                CacheView(cache, n, ancestors, groups, offset, prefill=prefill, depth=depth, window=window, scale=scale)
-                for window in windows
-            ]
+            scale, positions = self.config.attention_scale, cache.lens[:, None] + depth
+            where = {"offset": offset, "prefill": prefill, "depth": depth, "scale": scale}
+            views = [CacheView(cache, n, ancestors, self.groups, window=window, **where) for window in self.windows]
         kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
         embed, blocks, norm, head = self.parts
         x = embed(tokens.flatten())  # [B*N,H]
@@ -253,6 +246,15 @@ class Target(nn.Module):
         if last is not None:
             x = x[torch.arange(b, device=x.device) * n + last]
         return head(x).view(b, -1, self.vocab), feats
+
+    def _place_texts(self, depth: Tensor, documents: Tensor | None) -> tuple[Tensor, list[NoCache]]:
+        """Positions [B,N] of whole texts, and the view of each kind of layer, for a forward without a cache."""
+        self.bind()
+        for rope in self.ropes:
+            rope.reserve(depth.shape[1], self.norm.weight)
+        positions = depth if documents is None else document_positions(documents)
+        mask = None if documents is None else document_mask(documents)
+        return positions, [NoCache(window, self.config.attention_scale, mask) for window in self.windows]
 
 
 def check_taps(taps: Sequence[int], layers: int) -> None:

@@ -1,1 +1,1 @@
-"""ROOM."""
+"""From logits to a token: penalties, temperature and filters, draws (docs/sampling.md)."""

@@ -5,7 +5,10 @@ from torch import Tensor
 
 from specdec.kernels import kernel_for
 from specdec.sampling.filters import filtered_probs
-from specdec.types import Sampling, SamplingBatch
+from specdec.types import PENALTIES, Sampling, SamplingBatch
+
+# What the kernel knows; penalties are in the logits already.
+IN_KERNEL = {"temperature", "top_k", "top_p", "min_p", *PENALTIES}
 
 
 def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -28,7 +31,7 @@ def sample(logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.
         return draw(filtered_probs(logits, sampling), generator)
     if sampling.greedy:
         return logits.max(-1).indices  # the first of equals, as `argmax`, in a third of its time on the CPU
-    if kernel := kernel_for("filtered_sampling", logits):
+    if sampling.active <= IN_KERNEL and (kernel := kernel_for("filtered_sampling", logits)):
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         return kernel(logits.flatten(0, -2), *filters, generator)[0].view(logits.shape[:-1])
     return draw(filtered_probs(logits, sampling), generator)

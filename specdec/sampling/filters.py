@@ -1,4 +1,4 @@
-"""The target's filtered distribution, draws from it, and log-probabilities before any filter."""
+"""The target's distribution after temperature and filters."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
 
 
 def _filtered_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The same for rows that differ, logits [B, ..., V]: what is off in a row is there a filter that drops nothing."""
+    """The same for rows that differ, logits [B, ..., V]. A filter that is off in a row drops nothing there."""
 
     def column(values: Tensor) -> Tensor:
         return values.view(-1, *[1] * (logits.ndim - 1))

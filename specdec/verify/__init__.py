@@ -3,7 +3,7 @@
 conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, whose fields are the rule's settings.
 """
 
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 
 from specdec import registry
 from specdec.types import Verifier
@@ -28,6 +28,34 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
     return registry.make("verifier", name, **settings)
 
 
+@dataclass(frozen=True)
+class VerifierSettings:
+    """A rule as command lines and settings files name it."""
+
+    verifier: str | None = field(
+        default=None,
+        metadata={
+            "help": f"{', '.join(VERIFIERS)} (default match); block and rejection need "
+            "--sample-draft; typical is lossy, and so is sglang with a threshold below 1"
+        },
+    )
+    verifier_args: str | None = field(
+        default=None,
+        metadata={"metavar": "K=X,...", "help": "its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9"},
+    )
+
+    def make(self) -> Verifier:
+        """The rule. Raises ValueError for a name, a setting or a value that does not exist."""
+        settings = {}
+        for part in self.verifier_args.split(",") if self.verifier_args else ():
+            name, _, number = part.partition("=")
+            try:
+                settings[name.strip()] = float(number)
+            except ValueError:
+                raise ValueError(f"--verifier-args takes name=number,name=number, and not {part!r}") from None
+        return make_verifier(self.verifier or "match", **settings)
+
+
 __all__ = [
     "VERIFIERS",
     "BlockVerification",
@@ -35,6 +63,7 @@ __all__ = [
     "SampleAndMatch",
     "TwoThresholds",
     "TypicalAcceptance",
+    "VerifierSettings",
     "make_verifier",
     "sample_and_match",
 ]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec import registry
+from specdec.cli import chat
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -144,6 +146,16 @@ def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_
     assert result["acceptance_by_depth"][0] > 0.9, "the target as its own drafter"
 
 
+@pytest.mark.parametrize("tree", [*registry.names("tree"), "2/3/6", "1/2/3", "drawn 2,1"])
+def test_every_tree_of_conf_by_its_name(run, tree):
+    code, out, err = run("--prompt", "The fox", "--max-new-tokens", 12, "--tree", tree, "--compare", "--json")
+    assert code == 0, err
+    assert last_json(out)["identical"] is True
+    code, _, err = run("--prompt", "x", "--tree", "oak")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no tree 'oak'; known are chain, dynamic, " in err
+
+
 def test_prompt_files_and_batches_agree(run, tmp_path):
     prompts = ["The quick brown", "What is 12?", "日本語"]
     text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
@@ -218,9 +230,9 @@ def test_context_ends_the_text(run):
 def test_chat_keeps_its_history(run, monkeypatch):
     lines = iter(["The quick", "", "brown fox"])
     seen = []
-    original = cli.encode_chat
+    original = chat.encode_chat
     monkeypatch.setattr(
-        cli, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
+        chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
     )
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or _stop(lines))
     code, _, err = run("--chat", "--max-new-tokens", 6)

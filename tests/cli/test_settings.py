@@ -2,12 +2,16 @@
 
 import argparse
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
+from specdec.api import ModelSettings
 from specdec.cli import generate as command
-from specdec.cli.settings import SAMPLING, parse_with_settings, read_settings
+from specdec.cli.settings import KINDS, parse_with_settings, read_settings
 from specdec.types import Sampling
+from specdec.verify import VerifierSettings
+from trees.spec import TreeSettings
 
 
 @pytest.fixture
@@ -129,6 +133,12 @@ def test_decoding_with_a_file(target_path, drafter_path, tmp_path, capsys):
     assert first.split('"tokens_per_second"')[0] == second.split('"tokens_per_second"')[0]
 
 
-def test_every_setting_of_sampling_can_stand_in_a_file():
-    """`settings` imports nothing of ours, and so has them by name."""
-    assert {field.name: field.type for field in fields(Sampling)} == SAMPLING
+@pytest.mark.parametrize("part", [Sampling, ModelSettings, TreeSettings, VerifierSettings])
+def test_a_field_is_a_flag_and_a_key_of_a_file(part):
+    """With its type, default and help."""
+    typed = {action.dest: action for action in command.parser()._actions}
+    for field in fields(part):
+        assert typed[field.name].default == field.default
+        assert typed[field.name].help == field.metadata["help"]
+        assert KINDS[field.name] in (bool, int, float, str, Path)
+    assert {field.name: KINDS[field.name] for field in fields(Sampling)} == {f.name: f.type for f in fields(Sampling)}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafters.formats import eagle, eagle3
+from drafters.formats import eagle3, recognise
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import Rope
 from specdec.model.target import Target
@@ -15,7 +15,7 @@ from training.objectives.eagle3 import Eagle3Objective
 from trees import DynamicTree
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-LAYOUTS = {"eagle2": eagle, "eagle3": eagle3}
+NAMES = ("eagle2", "eagle3")
 
 
 def golden_drafter(name: str):
@@ -29,10 +29,12 @@ def golden_drafter(name: str):
     target.embed.weight.copy_(reference["embed_tokens.weight"])
     target.head.weight.copy_(reference["lm_head.weight"])
     config = json.loads((GOLDEN / name / "config.json").read_text())
-    return LAYOUTS[name].build(config, load_file(GOLDEN / name / "model.safetensors"), target, name), reference
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    family, layout = recognise(config, tensors, name)
+    return family.construct(*layout.read(config, tensors, name), target, name), reference
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
 def test_both_drafting_steps_match(name):
     drafter, reference = golden_drafter(name)
@@ -59,7 +61,7 @@ def test_training_pass_matches():
         drafter,
         feats=golden["features"],
         tokens=golden["input_ids"],
-        target_logits=golden["target_logits"],
+        teacher_logits=golden["target_logits"],
         loss_mask=golden["loss_mask"],
     )
     torch.testing.assert_close(metrics["losses"], golden["ploss"], rtol=0, atol=1e-5)

@@ -38,6 +38,11 @@ def stand_in(embed: torch.Tensor, head: torch.Tensor):
     return SimpleNamespace(config=config, embed=embed, head=head, vocab=V, device=embed.weight.device)
 
 
+def build(config: dict, tensors: dict[str, torch.Tensor], target):
+    """The MTP heads that a target's checkpoint holds."""
+    return mtp_inside.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
+
+
 def block_tensors(prefix: str, scale: float = 0.3) -> dict[str, torch.Tensor]:
     q, kv, width = 6 * 8, 2 * 8, 80
     shapes = {
@@ -85,7 +90,7 @@ def test_mimo_head_equals_its_formula():
     tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in extra.items()}
     tensors["model.mtp_layers.0.input_proj.weight"] = torch.randn(H, 2 * H) * 0.2
     embed, head = torch.randn(V, H), torch.randn(V, H)
-    drafter = mtp_inside.build(CONFIG, tensors, stand_in(embed, head), "mimo")
+    drafter = build(CONFIG, tensors, stand_in(embed, head))
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     weights = {name.removeprefix("model.mtp_layers.0."): w for name, w in tensors.items()}
     expected = restated_mimo(weights, embed[tokens[0]], feats[0])
@@ -93,7 +98,7 @@ def test_mimo_head_equals_its_formula():
     state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
     torch.testing.assert_close(state.hidden[0, 0], expected[-1], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state.logits[0, 0], expected[-1] @ head.T, rtol=1e-4, atol=1e-4)
-    swapped = mtp_inside.build(CONFIG | {}, tensors, stand_in(embed, head), "mimo")
+    swapped = build(CONFIG | {}, tensors, stand_in(embed, head))
     swapped.blocks[0].hidden_first = False  # the order of everybody else
     swapped.reset(1, 32)
     wrong = swapped.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
@@ -148,7 +153,7 @@ def test_drafts_equal_those_of_transformers(make):
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn_like(buffer) * 0.3)
     target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
-    drafter = mtp_inside.build(main.config.to_dict(), published(theirs), target, "theirs").eval()
+    drafter = build(main.config.to_dict(), published(theirs), target).eval()
     feats, tokens = torch.randn(1, 14, H), torch.randint(V, (1, 14))
     cache = MtpCache(config=main.config.get_mtp_config())
     drafter.reset(1, 32)
@@ -193,7 +198,7 @@ def test_qwen3_next_head_equals_its_layer(dense):
         else:
             tensors[f"mtp.{name}"] = value
     embed = torch.randn(V, H)
-    drafter = mtp_inside.build(config.to_dict() | CONFIG, tensors, stand_in(embed, torch.randn(V, H)), "qwen")
+    drafter = build(config.to_dict() | CONFIG, tensors, stand_in(embed, torch.randn(V, H)))
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     x = [head["pre_fc_norm_embedding"](embed[tokens]), head["pre_fc_norm_hidden"](feats)]
     rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
@@ -245,10 +250,10 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
 def test_layers_that_read_each_other_are_refused():
     tensors = block_tensors("model.mtp_layers.0") | block_tensors("model.mtp_layers.1")
     with pytest.raises(ValueError, match="it has 2 MTP layers, each trained on the output of the one before"):
-        mtp_inside.build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)), "two")
+        build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)))
 
 
 def test_latent_attention_is_refused_by_name():
     tensors = {f"model.layers.{LAYERS}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, H)}
     with pytest.raises(ValueError, match="MLA"):
-        mtp_inside.build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)), "deepseek")
+        build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)))

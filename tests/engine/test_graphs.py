@@ -12,10 +12,12 @@ from test_overlap import SAMPLED, assert_same, outcome
 from drafters import ngram
 from specdec import kernels
 from specdec.cli import generate as command
+from specdec.cli import session
 from specdec.contracts import Drafter
 from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder, read_trace, write_trace
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.types import Sampling
@@ -206,9 +208,9 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
 
 def test_the_command_can_do_without(monkeypatch):
     told = []
-    monkeypatch.setattr(command, "Engine", lambda *parts, graphs: told.append(graphs))
+    monkeypatch.setattr(session, "Engine", lambda *parts, graphs: told.append(graphs))
     for flags in ([], ["--no-graphs"]):
-        command.Session(command.parser().parse_args(["--prompt", "one", *flags]))
+        session.Session(command.parser().parse_args(["--prompt", "one", *flags]))
     assert told == [None, None, False, False]
 
 

@@ -11,8 +11,10 @@ from helpers import tiny_drafter, tiny_target
 from lab.trace import metrics
 from specdec.cli import generate as command
 from specdec.engine import recorder as record
+from specdec.engine import trace_files
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder, Trace, read_trace, write_trace
+from specdec.engine.recorder import Recorder, Trace
+from specdec.engine.trace_files import read_trace, write_trace
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, SampledTree
@@ -211,7 +213,7 @@ def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(record, "save_file", full)
+    monkeypatch.setattr(trace_files, "save_file", full)
     with pytest.raises(ValueError, match=r"cannot write .*: No space left"):
         write_trace(Trace({}, {}, []), folder)
     assert same(read_trace(folder), before)
@@ -266,7 +268,7 @@ def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, m
 
 def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr(command, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for place in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(SystemExit) as stop:
             command.main(["--prompt", "x", "--trace", str(place)])

@@ -133,7 +133,7 @@ def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
 
 
 def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
-    """Two readings norm it again: after the layer, or where the residual starts."""
+    """Two readings normalise the state again: after the layer, or where the residual starts."""
     reading, outcomes = best(demo, falsified(norm_output=False))
     assert reading in ("norm_before_residual True", "feedback after the final norm")
     assert outcomes[0].tau < demo.tau

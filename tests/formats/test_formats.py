@@ -1,158 +1,27 @@
 """Every layout, by its published names and shapes: recognised, read strictly, converted to the others and back."""
 
-import copy
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from published import (
+    CONFIG,
+    LAYERS,
+    PUBLISHED,
+    H,
+    V,
+    eagle3_shapes,
+    make_target,
+    publish,
+    random_tensors,
+    without,
+    written,
+)
+from safetensors.torch import load_file
 
 from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise
 from drafters.formats.convert import convert, export
-from specdec.model.archs import ModelConfig
 from specdec.model.layers import Rope
-from specdec.model.target import Target
-
-H, V, U, I, LAYERS = 32, 40, 12, 48, 8  # noqa: E741
-HEADS, KV, DIM = 4, 2, 16  # a head dimension that is not H / HEADS, as Qwen3-30B-A3B drafters have
-CONFIG = {
-    "hidden_size": H, "intermediate_size": I, "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": DIM,
-    "rms_norm_eps": 1e-5, "vocab_size": V, "num_hidden_layers": 1, "max_position_embeddings": 64, "hidden_act": "silu",
-}  # fmt: skip
-IDS = [0, 1, 3, 4, 8, 9, 10, 20, 21, 30, 38, 39]
-
-
-def layer_shapes(prefix: str, width: int, sizes=(H, I, HEADS, KV, DIM)) -> dict[str, tuple]:
-    h, i, heads, kv, dim = sizes
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (heads * dim, width),
-        f"{prefix}.self_attn.k_proj.weight": (kv * dim, width),
-        f"{prefix}.self_attn.v_proj.weight": (kv * dim, width),
-        f"{prefix}.self_attn.o_proj.weight": (h, heads * dim),
-        f"{prefix}.mlp.gate_proj.weight": (i, h),
-        f"{prefix}.mlp.up_proj.weight": (i, h),
-        f"{prefix}.mlp.down_proj.weight": (h, i),
-        f"{prefix}.post_attention_layernorm.weight": (h,),
-    }
-
-
-def eagle3_shapes(layer: str, h: int = H, u: int = U, sizes=(H, I, HEADS, KV, DIM)) -> dict[str, tuple]:
-    return layer_shapes(layer, 2 * h, sizes) | {
-        f"{layer}.hidden_norm.weight": (h,),
-        f"{layer}.input_layernorm.weight": (h,),
-        "fc.weight": (h, 3 * h),
-        "norm.weight": (h,),
-        "lm_head.weight": (u, h),
-    }
-
-
-def training_names(shapes: dict) -> dict:
-    """ModelOpt's, while it trains."""
-    names = {
-        "layers.0.hidden_norm.weight": "hidden_norm.weight",
-        "layers.0.input_layernorm.weight": "input_embeds_norm.weight",
-        "lm_head.weight": "eagle_lm_head.weight",
-    }
-    return {f"eagle_module.{names.get(k, k)}": v for k, v in shapes.items()}
-
-
-def with_biases(shapes: dict) -> dict:
-    return shapes | {k.replace("weight", "bias"): v[:1] for k, v in shapes.items() if k.split(".")[-2][0] in "qkv"}
-
-
-def without(shapes: dict, *names: str) -> dict:
-    return {k: v for k, v in shapes.items() if k not in names}
-
-
-NESTED = {"transformer_layer_config": CONFIG | {"model_type": "llama"}, "draft_vocab_size": U}
-SPECULATORS = {"speculators_model_type": "eagle3", **NESTED}
-MAPPED = {"draft_vocab_size": U}
-# case -> layout, config, names and shapes, maps
-PUBLISHED = {
-    "EAGLE": ("eagle3", CONFIG | MAPPED, eagle3_shapes("midlayer"), ("d2t", "t2d")),
-    "EAGLE, whole vocabulary": ("eagle3", CONFIG, eagle3_shapes("midlayer", u=V), ()),
-    "SpecForge with a list": (
-        "eagle3",
-        CONFIG | MAPPED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-        eagle3_shapes("midlayer"),
-        ("d2t", "t2d"),
-    ),
-    "EAGLE-3.1": (
-        "eagle3",
-        CONFIG | MAPPED | {"fc_norm": True, "norm_output": True, "norm_output_means": "feedback"},
-        eagle3_shapes("midlayer") | {f"fc_norm.{i}.weight": (H,) for i in range(3)},
-        ("d2t", "t2d"),
-    ),
-    "speculators": ("speculators", SPECULATORS, eagle3_shapes("layers.0"), ("d2t", "t2d")),
-    "speculators with everything": (
-        "speculators",
-        SPECULATORS
-        | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
-        | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
-        eagle3_shapes("layers.0") | {"input_norm.weight": (3 * H,), "embed_tokens.weight": (V, H)},
-        ("d2t", "t2d"),
-    ),
-    "speculators, Qwen3 layer": (
-        "speculators",
-        SPECULATORS | {"transformer_layer_config": CONFIG | {"model_type": "qwen3"}},
-        eagle3_shapes("layers.0")
-        | {"layers.0.self_attn.q_norm.weight": (DIM,), "layers.0.self_attn.k_norm.weight": (DIM,)},
-        ("d2t", "t2d"),
-    ),
-    "ModelOpt": ("modelopt", CONFIG | MAPPED, with_biases(eagle3_shapes("layers.0")), ("d2t",)),
-    "ModelOpt without a head": ("modelopt", CONFIG, without(eagle3_shapes("layers.0", u=V), "lm_head.weight"), ()),
-    "ModelOpt without a head, of a part of the vocabulary": (
-        "modelopt", CONFIG | MAPPED, without(eagle3_shapes("layers.0"), "lm_head.weight"), ("d2t",)
-    ),
-    "ModelOpt, training": (
-        "modelopt-training",
-        CONFIG | MAPPED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}},
-        training_names(eagle3_shapes("layers.0")),
-        ("eagle_module.d2t",),
-    ),
-    "EAGLE-2 of Llama 2": (
-        "eagle", CONFIG, layer_shapes("layers.0", H) | {"fc.weight": (H, 2 * H), "fc.bias": (H,)}, ()
-    ),
-    "EAGLE-2 of Llama 3": (
-        "eagle",
-        CONFIG | {"bias": False, "rope_theta": 500000.0},
-        layer_shapes("layers.0", H) | {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H)},
-        (),
-    ),
-    "EAGLE-2 of speculators": (
-        "speculators",
-        {"speculators_model_type": "eagle", "fusion_bias": True, **NESTED},
-        layer_shapes("transformer", H) | {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,)},
-        (),
-    ),
-}  # fmt: skip
-
-
-def random_tensors(shapes: dict, maps: tuple[str, ...] = (), dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).mul(0.3).to(dtype) for name, shape in shapes.items()}
-    ids = torch.tensor(IDS)
-    values = {"d2t": ids - torch.arange(U), "t2d": torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)}
-    return tensors | {name: values[name.split(".")[-1]] for name in maps}
-
-
-def publish(folder, case: str):
-    """Write the checkpoint of a case as its publisher would."""
-    _, config, shapes, maps = PUBLISHED[case]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_tensors(shapes, maps), folder / "model.safetensors")
-    return folder
-
-
-def make_target(device: str = "cpu", **fields) -> Target:
-    config = {
-        "layers": LAYERS, "hidden": H, "intermediate": I, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": V,
-        "eps": 1e-5, "rope": Rope(500000.0), "context": 128, "tied": False,
-    } | fields  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        return Target(ModelConfig(**config)).eval()
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -187,7 +56,7 @@ def load_from(config: dict, tensors: dict, target):
 def conversions():
     """Every case with every other layout of its family."""
     for case, (layout, *_) in PUBLISHED.items():
-        for other in FAMILIES[eagle if "EAGLE-2" in case else eagle3]:
+        for other in FAMILIES[(eagle if "EAGLE-2" in case else eagle3).FAMILY]:
             if other.name != layout:
                 yield case, other.name
 
@@ -246,158 +115,7 @@ def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
         }
 
 
-# The traps of published checkpoints: each test holds the right reading against the wrong one.
-
-
-def written(folder, config: dict, tensors: dict):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture
-def case(tmp_path):
-    """case(name, config, tensors) -> a drafter for `target` from a published checkpoint with changes."""
-    counter = iter(range(100))
-
-    def load(name: str, target=None, drop: tuple[str, ...] = (), tensors: dict | None = None, **config):
-        _, base, shapes, maps = PUBLISHED[name]
-        merged = copy.deepcopy(base) | config
-        found = without(random_tensors(shapes, maps) | (tensors or {}), *drop)
-        return load_drafter(written(tmp_path / str(next(counter)), merged, found), target or make_target())
-
-    return load
-
-
-@torch.no_grad()
-def logits(drafter, level: int = 0) -> torch.Tensor:
-    """At the last of 6 random positions, after `level` further steps of its own."""
-    generator = torch.Generator().manual_seed(1)
-    feats = torch.randn(1, 6, len(drafter.taps) * H, generator=generator)
-    tokens = torch.randint(V, (1, 6), generator=generator)
-    return list(drafter.unroll(feats, tokens, level + 1))[-1].logits[0, 3]
-
-
-def differ(a, b, level: int = 0) -> bool:
-    return not torch.allclose(logits(a, level), logits(b, level), atol=1e-3)
-
-
-def test_q1_a_missing_head_is_refused(case):
-    with pytest.raises(ValueError, match=r"lacks the tensor lm_head.weight"):
-        case("EAGLE", drop=("lm_head.weight",))
-
-
-def test_q1_an_eagle3_head_is_not_taken_for_eagle2(case):
-    with pytest.raises(ValueError, match="not a drafter of a known layout"):
-        case("EAGLE-2 of Llama 2", tensors={"lm_head.weight": torch.zeros(V, H)})
-
-
-def test_q2_no_rope_in_the_config_is_theta_10000_and_not_the_targets(case):
-    target = make_target()
-    stated = case("EAGLE", target)
-    assert target.config.rope == Rope(500000.0)
-    assert stated.shape.rope == Rope(10000.0)
-    assert differ(stated, case("EAGLE", target, rope_theta=500000.0))
-
-
-def test_q2_speculators_leaves_out_what_is_its_classes_default(case):
-    nested = {k: v for k, v in NESTED["transformer_layer_config"].items() if k != "rms_norm_eps"}
-    assert case("speculators", transformer_layer_config=nested).shape.eps == 1e-6
-    bare = {k: v for k, v in nested.items() if k != "max_position_embeddings"} | {"model_type": "qwen3"}
-    assert case("speculators, Qwen3 layer", transformer_layer_config=bare).shape.context == 32768
-
-
-def test_q3_target_ids_in_d2t_are_refused_by_name(case):
-    for drop in ((), ("t2d",)):
-        with pytest.raises(ValueError, match="look like target ids"):
-            case("EAGLE", tensors={"d2t": torch.tensor(IDS)}, drop=drop)
-    assert case("EAGLE").vocab.ids.tolist() == IDS
-
-
-def test_q4_number_of_layers_and_architecture_are_not_believed(case):
-    claims = {"num_hidden_layers": 40, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    assert not differ(case("EAGLE"), case("EAGLE", **claims))
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "taps"),
-    [
-        ("EAGLE", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
-        ("EAGLE", {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, (1, 3, 5)),
-        ("speculators", {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, (1, 3, 5)),
-        ("ModelOpt", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, (2, 4, 6)),
-        ("EAGLE", {}, (2, 4, 5)),
-        ("speculators", {}, (2, 4, 5)),
-        ("ModelOpt", {}, (2, 4, 5)),
-    ],
-)
-def test_q5_a_list_of_layers_counts_outputs_or_inputs(case, name, field, taps):
-    assert case(name, **field).taps == taps
-
-
-def test_q6_every_switch_changes_the_forward(case):
-    base = "speculators"
-    assert differ(case(base), case(base, norm_before_residual=True))
-    assert not differ(case(base), case(base, norm_output=True))
-    assert differ(case(base), case(base, norm_output=True), level=1)
-    norms = {"input_norm.weight": torch.ones(3 * H)}
-    assert differ(case(base), case(base, tensors=norms))
-    with pytest.raises(ValueError, match="exclude each other"):
-        case(base, tensors=norms | {f"fc_norm.{i}.weight": torch.ones(H) for i in range(3)})
-    for flag in ("fc_norm", "norm_before_fc"):
-        with pytest.raises(ValueError, match=f"sets {flag} to True, but the file lacks"):
-            case(base, **{flag: True})
-
-
-def test_q6_norm_output_means_what_its_origin_means(case):
-    assert case("speculators", norm_output=True).how.feedback == "post"
-    specforge = case("EAGLE", norm_output=True)
-    assert (specforge.how.feedback, specforge.how.head_norm) == ("pre", True)
-    off = case("EAGLE", norm_output=False)
-    assert (off.how.feedback, off.how.head_norm) == ("pre", False)
-    assert differ(specforge, off)
-    assert case("EAGLE", norm_output=True, norm_output_means="feedback").how.feedback == "post"
-    assert case("speculators", norm_output=True, norm_output_means="head").how.feedback == "pre"
-
-
-def test_q7_fc_has_a_bias_in_eagle2_unless_the_config_says_no(case):
-    with pytest.raises(ValueError, match=r"lacks the tensor fc.bias"):
-        case("EAGLE-2 of Llama 2", drop=("fc.bias",))
-    with pytest.raises(ValueError, match=r"holds the tensor fc.bias"):
-        case("EAGLE-2 of Llama 2", bias=False)
-    with pytest.raises(ValueError, match=r"holds the tensor fc.bias"):
-        case("EAGLE", tensors={"fc.bias": torch.zeros(H)})
-
-
-def test_q8_mimo_puts_the_hidden_state_first(tmp_path):
-    at = "model.mtp_layers.0"
-    shapes = layer_shapes(at, H) | {f"{at}.input_proj.weight": (H, 2 * H)}
-    shapes |= {f"{at}.{n}_layernorm.weight": (H,) for n in ("token", "hidden", "input", "final")}
-    tensors = random_tensors(shapes)
-    mimo = load_drafter(written(tmp_path / "mimo", CONFIG, tensors), make_target())
-    others = load_drafter(written(tmp_path / "others", CONFIG | {"mtp": {}}, tensors), make_target())
-    assert mimo.how.hidden_first
-    assert differ(mimo, others)
-
-
-def test_q9_an_embedding_in_the_file_is_not_read(case):
-    for name in ("EAGLE", "EAGLE-2 of Llama 2"):
-        plain, other = case(name), case(name, tensors={"embed_tokens.weight": torch.randn(V, H)})
-        assert not differ(plain, other)
-        assert other.conventions["embedding"] == "the target's, not the file's"
-
-
-def test_q10_a_tied_targets_head_is_its_embedding(case):
-    target = make_target(tied=True)
-    target.head.weight = target.embed.weight
-    drafter = case("EAGLE-2 of Llama 2", target)
-    assert torch.equal(drafter.head.weight, target.embed.weight)
-    headless = case("ModelOpt without a head", target)
-    assert torch.equal(headless.head.weight, target.embed.weight)
-
-
-# Conversions that need the target, or cannot be
+# Conversions that need the target, or cannot be made
 
 
 @pytest.fixture

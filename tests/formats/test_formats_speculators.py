@@ -56,7 +56,7 @@ def test_the_library_drafts_as_we_do(kind, target_folder, tmp_path):
 
 @torch.no_grad()
 def test_what_the_library_saves_we_read(target_folder, tmp_path):
-    """Its own config leaves defaults out, and its own file holds embeddings: we must mean the same by it."""
+    """The library's own config leaves defaults out, and its file holds embeddings. We must read the same drafter."""
     target = load_target(target_folder, tokenizer=False)
     drafter = eagle3.create(target, vocab=DraftVocab(target.config.vocab, torch.arange(40)), init="random")
     save_drafter(drafter, tmp_path / "ours", target)

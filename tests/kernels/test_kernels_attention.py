@@ -12,6 +12,14 @@ from trees.ancestors import ancestors_of
 pytestmark = on_devices
 
 
+def launch_all(bf16, ints) -> None:
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
+    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
+    keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
+    words = torch.zeros(1, nodes, 2, dtype=torch.int32)
+    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), words, nodes, splits=8)
+
+
 def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """ancestors [B,n,n] and depth [B,n] of random trees."""
     parents = torch.stack([(torch.rand(batch) * max(i, 1)).long() for i in range(n)], 1)
@@ -20,7 +28,7 @@ def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=None, splits=None, causal=False, **how):
-    """Compare on random inputs; slots that nobody may see hold NaN, so that a look at one shows."""
+    """Compare on random inputs. Slots that no node may see hold NaN, so that reading one fails the test."""
     torch.manual_seed(0)
     batch, nodes = len(lens), nodes or n
     q = torch.randn(batch, n, heads, dim).to(dtype)
@@ -97,7 +105,7 @@ def test_a_drafters_level_sees_earlier_levels(device, dtype):
 
 
 def test_what_is_hidden_makes_a_difference(device):
-    """The same check with a tree that is not the one attended under fails: it can."""
+    """The same comparison fails if attention is under another tree, so the tests above can fail."""
     torch.manual_seed(1)
     q, kv = torch.randn(1, 6, 2, 32), torch.randn(2, 1, 16, 1, 32)
     keys, values = (x.transpose(1, 2) for x in kv)

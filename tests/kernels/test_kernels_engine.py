@@ -1,4 +1,4 @@
-"""The engine takes the kernels where it should, and says the same with them."""
+"""The engine uses the kernels where it should, and its text is the same with them."""
 
 import subprocess
 import sys
@@ -9,11 +9,12 @@ import torch
 from helpers import DRAFTERS, tiny_target
 from kernel_cases import on_devices
 
+from drafters.draft_model import DraftModel
 from specdec import kernels
 from specdec.engine.engine import Engine
 from specdec.kernels import kernel_for
 from specdec.model.target import Target
-from trees import DynamicTree
+from trees import Chain, DynamicTree
 
 
 @pytest.fixture
@@ -49,6 +50,22 @@ def test_greedy_text_is_the_same(device, family, triton_everywhere):
     got = engine.generate([[3, 5, 7, 2]], max_new_tokens=4).rows[0]
     assert got.tokens == wanted.tokens
     assert got.trace.accepted == wanted.trace.accepted
+
+
+@on_devices
+@pytest.mark.parametrize("tree", [Chain(4), DynamicTree(2, 3, 7)], ids=["chain", "dynamic"])
+def test_a_draft_model_sees_the_levels_before(device, tree, triton_everywhere):
+    """Nodes that see only the first level still give lossless text, so accepted lengths tell: a draft model that is the
+    target itself has a whole chain accepted, and of a tree as many as with torch."""
+    target = tiny_target().to(device)
+    engine = Engine(target, DraftModel(target), tree)
+    told = []
+    for backend in ("torch", "triton"):
+        kernels.use(backend)
+        told.append(engine.generate([[3, 1, 4], [2]], max_new_tokens=11, eos=frozenset()).rows)
+    assert [row.trace for row in told[0]] == [row.trace for row in told[1]]
+    if isinstance(tree, Chain):
+        assert [row.trace.accepted for row in told[1]] == [[4, 4]] * 2
 
 
 def test_cpu_tensors_gradients_and_autocast_go_to_torch(triton_everywhere):
@@ -88,7 +105,7 @@ def test_nothing_is_imported_before_it_is_needed():
 
 
 def test_without_triton_torch_is_taken_and_said_so():
-    """A machine with a GPU and no Triton, played by a tensor that says it is there."""
+    """A tensor that claims to be on a GPU stands for a machine with a GPU and no Triton."""
     code = """
 import sys, warnings
 sys.modules["triton"] = None  # an import fails
@@ -96,6 +113,7 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
 import torch
+from drafters.draft_model import DraftModel
 from specdec import kernels
 from types import SimpleNamespace
 torch.set_grad_enabled(False)

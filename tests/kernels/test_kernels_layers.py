@@ -11,6 +11,17 @@ from specdec.model.layers import Rope
 pytestmark = on_devices
 
 
+def launch_all(bf16, ints) -> None:
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
+    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
+    rms_norm.launch(bf16(nodes, 4096), bf16(4096), 1e-5, residual=bf16(nodes, 4096))
+    tables = bf16(nodes, dim), bf16(nodes, dim)
+    flat = bf16(slots, kv_heads * dim), bf16(slots, kv_heads * dim)
+    rope_write.launch(bf16(nodes, heads + 2 * kv_heads, dim), *tables, ints(nodes), *flat, bf16(2, dim), 1e-6)
+    commit.launch(ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1), ints(1, 8), ints(1))
+    gated.launch(bf16(nodes, 2 * 14336), "silu")
+
+
 @in_dtypes
 @pytest.mark.parametrize("size", [1, 96, 500])
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
@@ -38,7 +49,7 @@ def test_rms_norm_takes_strided_rows(device):
 
 
 def turned(device, dtype, heads, kv_heads, dim, norm, offset=False):
-    """A launch on 3 rows, the middle one padding: q, the touched keys and values, and the formula's."""
+    """q, keys and values of a launch on 3 rows, the middle one padding; the rows; the formula's results."""
     torch.manual_seed(0)
     rows = (torch.randn(3, heads + 2 * kv_heads, dim) * 2).to(dtype)
     cos, sin = (table[torch.tensor([5, 0, 90])].to(dtype) for table in Rope().tables(dim, 100))

@@ -10,7 +10,8 @@ import torch
 
 from lab.trace import metrics
 from lab.trace.metrics import BY_DEPTH, METRICS, bootstrap, by_category, summary
-from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree, write_trace
+from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
+from specdec.engine.trace_files import write_trace
 from specdec.types import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

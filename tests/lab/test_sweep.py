@@ -15,7 +15,7 @@ from lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from lab.sweep.sweep import Sweep
 from lab.trace.metrics import METRICS
-from specdec.engine.recorder import read_trace
+from specdec.engine.trace_files import read_trace
 from specdec.model.loader import load_target
 from specdec.types import Sampling
 from specdec.verify import make_verifier

@@ -62,10 +62,11 @@ def test_contexts_are_those_of_the_engine(pair, batch):
     engine = Engine(*pair, TREE.build())
     emitted, found = [], []
     for start in range(0, len(PROMPTS), batch):
-        bounds = []
+        bounds, joined = [], []
 
-        def watch(report, bounds=bounds):
-            bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in report.rows))
+        def watch(report, bounds=bounds, joined=joined):
+            joined += report.rows if report.prefill else []
+            bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in joined))
 
         rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=14, observer=watch).rows
         emitted += [row.trace.emitted for row in rows]

@@ -95,7 +95,7 @@ def test_ragged_prefill_and_tree_match_single_sequences(case, tmp_path):
 
 @pytest.mark.parametrize("case", ["mistral-window", "gemma3"])
 def test_a_window_shorter_than_the_path(case, tmp_path):
-    """There the window hides ancestors in the tree as well."""
+    """A window so short also hides ancestors in the tree."""
     model = save_hf(tmp_path, **CASES[case] | {"sliding_window": 2})
     assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
 
@@ -147,7 +147,7 @@ def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
 def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
-    """Both orders of names, with the eyes left out; the released configs leave most text fields out, too."""
+    """Both orders of names, with the vision part set aside. Released configs leave most text fields out."""
     text_prefix, eye_prefix = prefixes
     model = save_hf(tmp_path, **GEMMA3)
     file = tmp_path / "model.safetensors"

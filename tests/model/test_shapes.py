@@ -1,4 +1,4 @@
-"""Random weights in the shape of real models: as many parameters as those have, and the same on every run."""
+"""Random weights in the shape of real models have as many parameters, and are the same on every run."""
 
 from pathlib import Path
 

@@ -14,16 +14,18 @@ from test_training import CONF, CONVERSATIONS
 
 from specdec.model.loader import load_target
 from training import cache, estimate, train
-from training.cache import CacheWriter
+from training.cache import FeatureCacheWriter
 from training.data import Batches, Sample
-from training.features.feature_cache import Cache, Form, encode, shard_path, wanted
+from training.features.feature_cache import FeatureCache, Form, encode, shard_path, wanted
 from training.features.online import online_features
-from training.loop.curves import read_log
 from training.loop.evaluate import expected_tau
+from training.loop.footprint import saved_bytes
+from training.loop.log import read_log
 from training.loop.parallel import Processes
-from training.objectives.base import TERMS, read_terms
 from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.truth import CoarseTruth, Drafted, TopTokens
+from training.objectives.student import Student
+from training.objectives.teacher import TopTeacher, TopTokens
+from training.objectives.terms import all_terms, read_terms
 
 
 @pytest.fixture(autouse=True)
@@ -62,18 +64,18 @@ def samples(count: int = 9) -> list[Sample]:
     ]
 
 
-def writer(folder, store="fp32", keep=None, kind="eagle3", shard_tokens=28, of=None, data=None) -> CacheWriter:
+def writer(folder, store="fp32", keep=None, kind="eagle3", shard_tokens=28, of=None, data=None) -> FeatureCacheWriter:
     of = of or target()
     drafter = tiny_drafter(of, draft_vocab=8, kind=kind)
     form = Form(store, keep, drafter.taps, of.config.hidden, of.config.layers)
-    return CacheWriter(folder, of, drafter.vocab, data or samples(), form, shard_tokens, batch_tokens=60)
+    return FeatureCacheWriter(folder, of, drafter.vocab, data or samples(), form, shard_tokens, batch_tokens=60)
 
 
 def both(tmp_path, kind="eagle3", pack=None, **how):
     """A drafter, and a batch's features: online, and from a cache."""
     of = target()
     writer(tmp_path / "cache", kind=kind, of=of, **how).write()
-    drafter, opened = tiny_drafter(of, draft_vocab=8, kind=kind), Cache(tmp_path / "cache")
+    drafter, opened = tiny_drafter(of, draft_vocab=8, kind=kind), FeatureCache(tmp_path / "cache")
     opened.check(of, drafter.taps, drafter.vocab, samples())
     batch = Batches(opened.samples, 80, 0, pack, lookahead=3)
     batch = batch.collate(batch.epoch(0)[0])
@@ -104,7 +106,7 @@ def test_fp32_of_the_same_batches_is_exact(tmp_path):
         [Sample(np.arange(k, k + 9, dtype=np.int32) % 17, np.arange(9) > 2, number=k) for k in range(5)],
     )
     writer(tmp_path, of=of, data=data, shard_tokens=1000).write()
-    drafter, opened = tiny_drafter(of, draft_vocab=8), Cache(tmp_path)
+    drafter, opened = tiny_drafter(of, draft_vocab=8), FeatureCache(tmp_path)
     batch = Batches(opened.samples, 60, 0).collate([0, 1, 2, 3, 4])
     results = []
     for way in (online_features, opened.features):
@@ -135,7 +137,7 @@ def test_losses_move_by_no_more_than_the_storage_rounds(tmp_path, store, roundin
     state changes through fc as the features do, and through the layer: twice that again."""
     drafter, _, features = both(tmp_path, store=store)
     online, cached = (Eagle3Objective(steps=3)(drafter, **f)[1]["losses"] for f in features)
-    reach = drafter.head.weight.norm(dim=-1).max() * features[0]["target_logits"].hidden.norm(dim=-1).max()
+    reach = drafter.head.weight.norm(dim=-1).max() * features[0]["teacher_logits"].hidden.norm(dim=-1).max()
     assert not torch.equal(online, cached)
     assert ((online - cached).abs() <= 4 * rounding * reach).all()
 
@@ -164,7 +166,7 @@ def bucketed(name: str, logits, p, ids, share):
     }[name]()
 
 
-@pytest.mark.parametrize("name", [n for n in TERMS if n != "tokens"])
+@pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
 def test_every_term_over_some_tokens_and_the_rest(name):
     """Value and gradient in fp64, and that divergences are no larger than those of the whole distribution."""
     torch.manual_seed(0)
@@ -172,9 +174,9 @@ def test_every_term_over_some_tokens_and_the_rest(name):
     logp = (3 * torch.randn(30, 20, dtype=torch.float64)).log_softmax(-1)
     share, top = torch.rand(30, 1, dtype=torch.float64) * 0.5 + 0.5, logp.topk(4)
     rest = logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-    known = CoarseTruth(top.indices, top.values, rest, share.log(), None, torch.full((30,), -1))
+    known = TopTeacher(top.indices, top.values, rest, share.log(), None, torch.full((30,), -1))
     ((_, term),) = read_terms({name: {"weight": 1.0} | ({"k": 4} if name == "top_k" else {})})
-    draft = Drafted(logits.detach()[:, None])
+    draft = Student(logits.detach()[:, None])
     value, slope, total = term(draft, known.facing(draft))
     expected = bucketed(name, logits, logp.exp(), top.indices, share)
     (wanted_slope,) = torch.autograd.grad(expected.sum(), logits)
@@ -187,7 +189,7 @@ def test_every_term_over_some_tokens_and_the_rest(name):
 
 def test_top_k_of_more_tokens_than_are_kept_is_refused(tmp_path):
     drafter, _, (_, cached) = both(tmp_path, keep=4)
-    assert isinstance(cached["target_logits"], TopTokens)
+    assert isinstance(cached["teacher_logits"], TopTokens)
     with pytest.raises(
         ValueError, match=r"top_k wants the target's 8 likeliest tokens.* keeps 4: make one with keep=8"
     ):
@@ -221,12 +223,12 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
             raise KeyboardInterrupt
         return original(self, data)
 
-    original = CacheWriter.compute
-    monkeypatch.setattr(CacheWriter, "compute", compute)
+    original = FeatureCacheWriter.compute
+    monkeypatch.setattr(FeatureCacheWriter, "compute", compute)
     with pytest.raises(KeyboardInterrupt):
         writer(tmp_path / "cut").write()
     with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: python -m training.cache with its settings goes on"):
-        Cache(tmp_path / "cut")
+        FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
     assert {p.name: p.read_bytes() for p in (tmp_path / "cut").iterdir()} == whole
     first, second = shard_path(tmp_path / "cut", 0, 3), shard_path(tmp_path / "cut", 1, 3)
@@ -235,7 +237,7 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
     content[-1] ^= 1
     second.write_bytes(content)
     with pytest.raises(ValueError, match=r"features-00000.* is damaged: .*makes it anew"):
-        Cache(tmp_path / "cut")
+        FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
     assert {p.name: p.read_bytes() for p in (tmp_path / "cut").iterdir()} == whole
     assert writer(tmp_path / "cut").write() == 0
@@ -248,13 +250,13 @@ def test_another_cache_is_not_mixed_in(tmp_path):
         writer(tmp_path / "a", store="fp16")
     shutil.copy(shard_path(tmp_path / "b", 1, 3), shard_path(tmp_path / "a", 1, 3))
     with pytest.raises(ValueError, match="belongs to another cache"):
-        Cache(tmp_path / "a")
+        FeatureCache(tmp_path / "a")
 
 
 def test_only_what_made_a_cache_may_use_it(tmp_path):
     of = target()
     writer(tmp_path, keep=4, of=of).write()
-    opened, drafter, data = Cache(tmp_path), tiny_drafter(of, draft_vocab=8), samples()
+    opened, drafter, data = FeatureCache(tmp_path), tiny_drafter(of, draft_vocab=8), samples()
     good = {"target": of, "taps": drafter.taps, "vocab": drafter.vocab, "samples": data}
     opened.check(**good)
     of.name = "the same elsewhere"
@@ -281,9 +283,9 @@ def test_only_what_made_a_cache_may_use_it(tmp_path):
     manifest = json.loads((tmp_path / "cache.json").read_text()) | {"schema": 0}
     (tmp_path / "cache.json").write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="is of schema 0, and this reads 1"):
-        Cache(tmp_path)
+        FeatureCache(tmp_path)
     with pytest.raises(ValueError, match=r"is no cache of features: it has no cache.json"):
-        Cache(tmp_path / "nothing")
+        FeatureCache(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +405,7 @@ def test_an_estimate_counts_what_the_run_does(target_path, data, tmp_path, capsy
 def test_activations_counted_on_shapes_are_those_of_a_real_unroll(kind):
     drafter = tiny_drafter(tiny_target(), kind=kind)
     shape, steps, kept = (3, 20), 3, {}
-    counted = estimate.saved_bytes(drafter, shape, steps)
+    counted = saved_bytes(drafter, shape, steps)
     own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
 
     def pack(tensor):

@@ -17,9 +17,9 @@ from test_training import CONF
 from drafters.formats import load_drafter, save_drafter
 from specdec.cli.files import write_whole
 from specdec.model.loader import load_target
-from training.features.feature_cache import Cache, shard_path
+from training.features.feature_cache import FeatureCache, shard_path
 from training.loop.checkpoint import checkpoints, read_newest
-from training.loop.curves import read_log
+from training.loop.log import read_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ def test_a_real_full_disk_and_a_cache(small_disk):
     assert not list((small_disk / "cache").glob("*.partial"))
     ballast.unlink()
     assert whole.write() == len(whole.manifest["shards"]) - sum(there)
-    assert len(Cache(small_disk / "cache").samples) == 60
+    assert len(FeatureCache(small_disk / "cache").samples) == 60
 
 
 @pytest.mark.parametrize("leave", [0, 4096, 100_000])

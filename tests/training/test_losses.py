@@ -10,16 +10,17 @@ from helpers import tiny_drafter, tiny_target
 from training.data import Batch
 from training.features.online import online_features
 from training.objectives import losses
-from training.objectives.base import TERMS, read_terms
 from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.truth import Drafted, Truth
+from training.objectives.student import Student
+from training.objectives.teacher import Teacher
+from training.objectives.terms import all_terms, read_terms
 
 
-def plain(name: str, logits, target_logits, ids, labels, renormalise):
-    """Each term as its paper writes it, on whole matrices: logits [n,U], target_logits [n,V] -> [n]."""
+def plain(name: str, logits, teacher_logits, ids, labels, renormalise):
+    """Each term as its paper writes it, on whole matrices: logits [n,U], teacher_logits [n,V] -> [n]."""
     logq = F.log_softmax(logits, -1)
     q = logq.exp()
-    whole = F.softmax(target_logits, -1)[:, ids]
+    whole = F.softmax(teacher_logits, -1)[:, ids]
     p = whole / whole.sum(-1, keepdim=True) if renormalise else whole
     m = (p + q) / 2
     alpha = torch.minimum(whole, q).sum(-1)
@@ -41,25 +42,25 @@ def plain(name: str, logits, target_logits, ids, labels, renormalise):
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize("name", all_terms())
 def test_every_term_equals_its_formula(name, renormalise):
     """Value, and gradient by the logits, in fp64; the draft vocabulary is part of the target's."""
     torch.manual_seed(0)
     ids = torch.arange(0, 40, 2)
     logits = (3 * torch.randn(30, 2, 20, dtype=torch.float64)).requires_grad_()
-    target_logits = 3 * torch.randn(30, 40, dtype=torch.float64)
+    teacher_logits = 3 * torch.randn(30, 40, dtype=torch.float64)
     labels = torch.randint(-1, 20, (30,))
-    whole = target_logits.log_softmax(-1)[:, ids]
+    whole = teacher_logits.log_softmax(-1)[:, ids]
     share = whole.logsumexp(-1, keepdim=True)
-    truth = Truth(whole - share, share, None, labels) if renormalise else Truth(whole, None, None, labels)
+    teacher = Teacher(whole - share, share, None, labels) if renormalise else Teacher(whole, None, None, labels)
     ((_, term),) = read_terms({name: 1.0})
-    draft = Drafted(logits.detach())
-    value, slope, total = term(draft, truth)
+    student = Student(logits.detach())
+    value, slope, total = term(student, teacher)
     for j in range(2):
-        expected = plain(name, logits[:, j], target_logits, ids, labels, renormalise)
+        expected = plain(name, logits[:, j], teacher_logits, ids, labels, renormalise)
         (wanted,) = torch.autograd.grad(expected.sum(), logits)
         torch.testing.assert_close(value[:, j], expected.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close((slope - draft.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
 
 
 class Squares:
@@ -68,10 +69,10 @@ class Squares:
     def __init__(self, scales):
         self.scales = scales
 
-    def truth(self, rows):
+    def teacher(self, rows):
         return None
 
-    def judge(self, steps, rows, truth, logits):
+    def judge(self, steps, rows, teacher, logits):
         scale = torch.tensor([self.scales[j] for j in steps], dtype=logits.dtype)[:, None]
         return (scale * logits.square()).sum(), 2 * logits, scale.expand(len(logits), -1, -1)
 
@@ -111,7 +112,7 @@ def test_autocast_rounds_the_products_only(terms):
     torch.manual_seed(3)
     tokens = torch.randint(17, (4, 12))
     logits, feats = target(tokens, None, taps=drafter.taps)
-    inputs = {"feats": feats, "tokens": tokens, "target_logits": logits, "loss_mask": torch.ones(4, 12)}
+    inputs = {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(4, 12)}
     fine, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)

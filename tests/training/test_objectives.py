@@ -17,7 +17,7 @@ def batch(target, drafter, length=12):
     with torch.no_grad():
         logits, feats = target(tokens, None, taps=drafter.taps)
     mask = (torch.arange(length) >= 3).float().expand(4, length)
-    return {"feats": feats, "tokens": tokens, "target_logits": logits, "loss_mask": mask}
+    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
 
 
 def test_eagle_loss_by_hand():
@@ -32,7 +32,7 @@ def test_eagle_loss_by_hand():
         for t in range(11):
             if data["loss_mask"][b, t + 1]:
                 distance += F.smooth_l1_loss(state.hidden[b, t], data["feats"][b, t + 1])
-                p = data["target_logits"][b, t + 1].softmax(-1)
+                p = data["teacher_logits"][b, t + 1].softmax(-1)
                 entropy -= (p * F.log_softmax(target.head.weight @ state.hidden[b, t], -1)).sum()
                 count += 1
     torch.testing.assert_close(metrics["feature_losses"][0], distance.detach() / count)
@@ -57,7 +57,7 @@ def test_distillation_by_hand(renormalise, known_only, mean):
         values, hits = [], []
         for b in range(4):
             for t in range(12 - 1 - j):
-                theirs = data["target_logits"][b, t + 1 + j]
+                theirs = data["teacher_logits"][b, t + 1 + j]
                 if not data["loss_mask"][b, t + 1 + j] or (known_only and theirs.argmax().item() not in ids):
                     continue
                 whole, q = theirs.softmax(-1)[ids], state.logits[b, t].softmax(-1)

@@ -65,7 +65,7 @@ def prepared(config: dict):
     tokens = torch.randint(17, (3, 12))
     with torch.no_grad():
         logits, feats = target(tokens, None, taps=drafter.taps)
-    return target, drafter, {"feats": feats, "tokens": tokens, "target_logits": logits, "loss_mask": torch.ones(3, 12)}
+    return target, drafter, {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(3, 12)}
 
 
 def test_every_preset_is_listed():

@@ -11,7 +11,7 @@ from scripts.quality import main
 from specdec.model.loader import load_target
 from training.data import Batches, tokenise
 from training.loop.checkpoint import checkpoints
-from training.loop.curves import read_log
+from training.loop.log import read_log
 
 SMALL = [
     "trainer.steps=4", "trainer.decode_every=2", "trainer.decode_prompts=2", "trainer.decode_tokens=8",

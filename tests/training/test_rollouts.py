@@ -22,10 +22,10 @@ from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
 from training.data import Batches, Sample
 from training.data.rollouts import Rollouts
-from training.loop.curves import read_log
-from training.loop.parallel import shell
+from training.loop.log import read_log
 from training.loop.settings import OnPolicy
 from training.loop.trainer import Trainer, TrainerConfig
+from training.loop.weights import shell
 from training.objectives.eagle3 import Eagle3Objective
 from training.objectives.tokens import TokensObjective
 
@@ -121,7 +121,7 @@ def test_a_weight_counts_a_token_so_many_times(objective, kind):
 
 
 def _known(drafter, data, row: int, token: int, distilled: bool) -> bool:
-    top_logprobs = data["target_logits"][row, token - 1].argmax() if distilled else data["tokens"][row, token]
+    top_logprobs = data["teacher_logits"][row, token - 1].argmax() if distilled else data["tokens"][row, token]
     return top_logprobs.item() in drafter.vocab.ids.tolist()
 
 

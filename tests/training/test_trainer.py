@@ -23,8 +23,8 @@ from specdec.model.loader import load_target
 from specdec.text import encode_prompt, read_prompts
 from training.data import Batch, Batches, Sample
 from training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
-from training.loop.curves import read_log
 from training.loop.evaluate import expected_tau
+from training.loop.log import read_log
 from training.loop.trainer import Trainer, TrainerConfig
 from training.objectives.eagle3 import Eagle3Objective
 from trees import Chain

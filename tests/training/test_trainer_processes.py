@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from test_training import CONF, CONVERSATIONS
 
 from training.loop.checkpoint import checkpoints
-from training.loop.curves import read_log
+from training.loop.log import read_log
+from training.loop.parallel import join_processes
 from training.train import run
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,14 @@ def test_two_processes_are_one_of_the_same_global_batch(target_path, data, tmp_p
     (tmp_path / "fsdp" / "checkpoints" / "step-00000006.pt").unlink()
     train(tmp_path / "fsdp", [*settings(target_path, data), "trainer.accumulate=4", "resume=true"])
     assert_same_run(tmp_path / "fsdp", tmp_path / "one")
+
+
+@pytest.mark.parametrize("what", ["FSDP", "DEEPSPEED"])
+def test_what_the_launcher_sets_in_our_place_is_refused(monkeypatch, what):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{what}", "true")
+    with pytest.raises(ValueError, match=f"the launcher asks for {what}: .*trainer.fsdp=true shards the drafter"):
+        join_processes("cpu")
 
 
 def test_the_command_stops_when_it_is_told_to_and_says_so(target_path, data, tmp_path):

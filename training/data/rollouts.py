@@ -1,14 +1,14 @@
-"""On-policy data: while the drafter learns, the target writes with its help, and it learns from where it failed.
+"""On-policy data: text that the target writes with the drafter in training, which learns most where its drafts failed.
 
 Every so many steps the target continues beginnings of the data's conversations by speculative decoding, with the
-drafter as it is by then. The text is the target's own, since verification is lossless. A token that a round's drafts
-missed, the one that the target put in their place, weighs more than others. After Draft-OPD (arXiv 2605.29343), where
-rollouts under the target make the states that the drafter visits, and rejected positions are replayed.
+drafter as it is by then. Verification is lossless, so the text is the target's own. Where a round's drafts missed, the
+token that the target put in their place weighs more than others. This follows Draft-OPD (arXiv 2605.29343), where
+rollouts under the target visit the drafter's own states, and rejected positions are replayed.
 
-Weighing the token replays the failure itself: what the round accepted is the text's own, so the unroll over the text
-comes, at row root - 1 and step `accepted`, to the very state in which the drafter missed. The unroll's other steps
+The heavier token replays the failure itself. What the round accepted stands in the text, so the unroll over the text
+reaches, from position root - 1 at step `accepted`, the state in which the drafter missed. The unroll's other steps
 draft the same token from other roots, as rounds that begin elsewhere would. Drafts behind a rejection are not replayed:
-no verifier would ever have come to them.
+no verifier would have reached them.
 """
 
 from bisect import bisect_left
@@ -27,15 +27,16 @@ from specdec.engine.trace import tau
 from specdec.model.target import Target
 from specdec.types import Sampling
 from training.data import Batch, Batches, Sample
-from training.loop.parallel import Processes, fill, gather
+from training.loop.parallel import Processes
 from training.loop.settings import OnPolicy
+from training.loop.weights import fill
 
 
 class Rollouts:
-    """The batches of a run: those of `data`, and among them, as a `share` of all, those of the newest rollout.
+    """The batches of a run: those of `data`, and among them those of the newest rollout, a `share` of all.
 
-    Each process decodes its part of the prompts, and all learn from all. What is written depends on the seed, the step
-    and the weights, and not on the number of processes; a checkpoint holds what is in use.
+    Each process decodes its part of the prompts, and all processes learn from all of the text. The text depends on the
+    seed, the step and the weights, and not on the number of processes. A checkpoint holds the samples in use.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Rollouts:
         processes: Processes | None = None,
         batches_a_step: int = 1,
     ):
-        """drafter: a `shell` of the one in training, as decoding leaves caches in it that training must not meet.
-        batches_a_step: of all processes. Raises ValueError if the drafter cannot draft such a tree, or the data hold no
-        beginning to go on from."""
+        """drafter: a `shell` of the one in training, because decoding leaves caches in a drafter.
+        batches_a_step: of all processes together.
+
+        Raises ValueError if the drafter cannot draft such a tree, or no conversation has an answer to be continued.
+        """
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.device, target.dtype).eval()
         steps = min(settings.steps, drafter.max_steps or settings.steps)
@@ -67,27 +70,30 @@ class Rollouts:
         self.batches: list[Batch] = []
 
     def due(self, step: int) -> bool:
+        """Whether `renew` is to be called before this step."""
         since = step - self.settings.start
         return since >= 0 and (since % self.settings.every == 0 or not self.samples)
 
     def renew(self, step: int, weights: dict[str, Tensor]) -> dict[str, float]:
-        """Decode with these weights of the drafter, and take what comes for the batches from now on; every process must
-        call it. Returns tau, new_tokens, and rejected, the share of these that drafts missed."""
+        """Decode with these weights of the drafter, and use the text for batches from now on.
+
+        Returns tau, new_tokens, and rejected, the share of the new tokens that drafts missed. Every process must call
+        it."""
         fill(self.drafter, weights)
         prompts, size = self._prompts(step), self.settings.batch_size
         own = [
             (number, self._decode(prompts[number * size : (number + 1) * size], step, number))
             for number in range(self.processes.rank, -(-len(prompts) // size), self.processes.world)
         ]
-        self.drafter.reset(1, 1, torch.zeros(1, dtype=torch.int64, device=self.engine.device))  # gives memory back
-        rows = [row for _, rows in sorted(gather(own, self.processes), key=lambda item: item[0]) for row in rows]
+        self.drafter.reset(1, 1, torch.zeros(1, dtype=torch.int64, device=self.engine.device))  # frees its cache
+        rows = [row for _, rows in sorted(self.processes.gather(own), key=lambda item: item[0]) for row in rows]
         self._use([self._sample(row) for row in rows])
         new, rejected = sum(len(row.tokens) for row in rows), sum(len(self._rejected(row)) for row in rows)
         return {"tau": tau([row.trace for row in rows]), "new_tokens": new, "rejected": rejected / new}
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
-        """All batches, the first `skip` left out. Of any number in a row, a rollout's are its share, evenly spread;
-        which of the rollout they are depends on the batch's number alone."""
+        """All batches but the first `skip`. A rollout's are spread evenly among the others, by its share. Which of its
+        batches comes depends on the batch's number alone."""
         number, data = skip, self.data.iterate(skip - self._before(skip))
         while True:
             place, number = self._before(number), number + 1
@@ -105,8 +111,8 @@ class Rollouts:
         return int(max(number - self.first, 0) * self.settings.share)
 
     def _prompts(self, step: int) -> list[list[int]]:
-        """What stands before answers drawn at random, each once at most; of a plain text a beginning of random length.
-        Sorted by length, so that those decoded together are alike."""
+        """What stands before answers drawn at random, each answer at most once; of a plain text a beginning of random
+        length. Sorted by length, so that prompts decoded together are of similar lengths."""
         rng, prompts = np.random.default_rng([self.seed, step]), []
         for place in rng.permutation(len(self.answers))[: self.settings.prompts]:
             i, start = self.answers[place]
@@ -120,8 +126,8 @@ class Rollouts:
         return self.engine.generate(prompts, seed=seed, **settings).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
-        """Which of a row's tokens the target put in the place of a draft: the last of a round that accepted less than
-        the tree is deep, unless the text ended before it."""
+        """Which of a row's tokens the target put in the place of a draft: the last token of each round that accepted
+        fewer than the tree has levels, unless the text ended before it."""
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
             end += emitted
@@ -137,7 +143,8 @@ class Rollouts:
         return Sample(ids[cut], (np.arange(len(ids)) >= len(row.prompt))[cut], weights[cut])
 
     def _use(self, samples: list[Sample]) -> None:
-        """As few batches as there can be, and those as even as they can be: each makes a step as large as any other."""
+        """Make the batches from now on of these samples: as few as they fit into, and of similar sizes, so that every
+        step is about as large as any other."""
         data = self.data
         batches = partial(Batches, samples, seed=data.seed, pack=data.pack, lookahead=data.lookahead)
         count = len(batches(data.batch_tokens).epoch(0))
@@ -154,5 +161,5 @@ class Rollouts:
 
 
 def _answers(mask: np.ndarray) -> list[int]:
-    """Where the assistant begins to speak."""
+    """The positions at which the assistant begins to speak."""
     return np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]])).tolist()

@@ -1,4 +1,4 @@
-"""JSON lines written so that an interruption of any kind loses nothing, and the same command goes on exactly there."""
+"""JSON lines, written so that no interruption loses any, and the same command goes on exactly where it was."""
 
 import json
 from collections.abc import Iterable
@@ -11,10 +11,10 @@ from specdec.cli.files import partial_path, put_in_place, write_text
 class Shards:
     """`rows` JSON lines in files of `size` lines: OUT itself, or OUT-00000-of-00003.jsonl and so on.
 
-    A file has its name when it is complete; while it is written it ends in `.partial`. What the lines are made from is
-    kept beside them in OUT.run.json, so that only the same run goes on with them. `done` counts the lines there are.
+    A file ends in `.partial` until it is complete. OUT.run.json holds the settings that made the lines, so that only a
+    run of the same settings goes on with them. `done` counts the lines that are there.
 
-    Raises ValueError if the files cannot be written, or were not begun by a run of the same settings.
+    Raises ValueError if the files cannot be written, or were begun by a run of other settings.
     """
 
     def __init__(self, out: Path, rows: int, size: int | None, settings: dict):
@@ -43,7 +43,7 @@ class Shards:
 
     def __exit__(self, *_) -> None:
         if self.file is not None:
-            with suppress(OSError):  # `write` flushes, or has raised: closing tries once more what did not fit
+            with suppress(OSError):  # `write` has flushed, or raised: closing would try again what did not fit
                 self.file.close()
 
     def path(self, shard: int) -> Path:
@@ -52,7 +52,7 @@ class Shards:
         return self.out.with_name(f"{self.out.stem}-{shard:05d}-of-{self.count:05d}{self.out.suffix}")
 
     def write(self, rows: Iterable[dict]) -> None:
-        """Append rows; when this returns they have been handed to the system, and a kill does not lose them."""
+        """Append rows. When this returns the system has them, and a kill does not lose them."""
         try:
             for row in rows:
                 self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
@@ -100,7 +100,7 @@ class Shards:
 
 
 def _whole_lines(path: Path) -> int:
-    """The number of lines of a file; what follows the last line's end, of a write that was interrupted, is removed."""
+    """The number of whole lines of a file. The beginning of a line that an interruption left at its end is removed."""
     if not path.exists():
         return 0
     lines = end = 0

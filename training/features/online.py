@@ -1,4 +1,4 @@
-"""What the target gives the drafter to learn from, computed while training."""
+"""The target's hidden states and logits, computed while training."""
 
 from contextlib import AbstractContextManager
 
@@ -8,19 +8,19 @@ from torch import Tensor
 from specdec.model.target import Target
 from training.data import Batch
 from training.objectives.losses import DeferredLogits
-from training.objectives.truth import TargetLogits
+from training.objectives.teacher import TeacherLogits
 
-Features = dict[str, Tensor | TargetLogits]
+Features = dict[str, Tensor | TeacherLogits]
 
 
 def online_features(
     target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager, deferred: bool | None = None
 ) -> Features:
-    """Run the frozen target over a batch: the keyword arguments of an objective.
+    """Run the frozen target over a batch. Returns the keyword arguments of an objective: feats [B,T,F], tokens [B,T],
+    teacher_logits [B,T,V] and loss_mask [B,T], nothing shifted, and weights [B,T] if the batch has them.
 
-    feats [B,T,F], tokens [B,T], target_logits [B,T,V], loss_mask [B,T], nothing shifted, and weights [B,T] if the batch
-    has them. deferred: the logits are made where the objective asks for them, so that [B,T,V] never exists; None: if
-    our own `Target` is the target, for transformers' modules tell no head apart.
+    deferred: compute logits only where the objective reads them, so that [B,T,V] never exists. By default this is done
+    for our own `Target`, and not for transformers' modules, which cannot be run without their head.
     """
     device = target.device
     tokens = batch.tokens.to(device)
@@ -39,19 +39,19 @@ def online_features(
     return arguments(batch, feats.float(), logits)
 
 
-def arguments(batch: Batch, feats: Tensor, logits: TargetLogits) -> Features:
-    """A batch and what the target makes of it, as an objective takes them."""
+def arguments(batch: Batch, feats: Tensor, logits: TeacherLogits) -> Features:
+    """The keyword arguments of an objective: a batch, and what the target makes of it."""
     weights = {} if batch.weights is None else {"weights": batch.weights.to(feats.device)}
     return {
         "feats": feats,
         "tokens": batch.tokens.to(feats.device),
-        "target_logits": logits,
+        "teacher_logits": logits,
         "loss_mask": batch.loss_mask.to(feats.device),
     } | weights
 
 
 def deferred_logits(target: Target, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
-    """The logits of hidden states [B,T,H] behind the target's final norm, when they are asked for."""
+    """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read."""
 
     @torch.no_grad()
     def head(rows: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
 
-A checkpoint is a zip with a checksum for every tensor, so that one which was
-cut or altered is recognised; then the one before it is used.
+A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
+one before it is used.
 """
 
 import pickle
@@ -26,9 +26,9 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
-    """Write the state after `step`, then delete all but the last `keep`. state: tensors and plain values only.
+    """Write the state after `step`, then delete all checkpoints but the last `keep`. state: tensors and plain values.
 
-    Raises ValueError if the disk does not take it; what was there before stays.
+    Raises ValueError if the disk does not take it. What was there before stays.
     """
     path = out / FOLDER / f"step-{step:08d}.pt"
     try:
@@ -49,9 +49,9 @@ def save_state(state: object, path: Path) -> None:
 
 
 def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
-    """The newest checkpoint that is sound, on the CPU; one sentence on stderr for each that is not.
+    """Path and state, on the CPU, of the newest checkpoint that is sound.
 
-    Raises ValueError if there is none.
+    One sentence on standard error tells of each newer one that is not. Raises ValueError if none is.
     """
     paths = checkpoints(out)
     if not paths:

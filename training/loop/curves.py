@@ -1,24 +1,13 @@
-"""The run's log as a picture: losses, agreement, tau, gradient norm over steps."""
+"""The log of a run as a picture: losses, agreement with the target, tau and gradient norm over steps."""
 
-import json
 from pathlib import Path
 
 from specdec.cli.files import write_whole
-
-
-def read_log(path: Path) -> list[dict]:
-    """Rows of a log.jsonl; a last line that was cut while it was written is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+from training.loop.log import read_log
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Draw log.jsonl into a PNG, which is replaced whole."""
+    """Draw a log.jsonl into a PNG."""
     from matplotlib.figure import Figure  # not pyplot: no display, no state
 
     rows = read_log(log)

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from training.loop.parallel import full, sharded_as
+from training.loop.weights import full, sharded_as
 
 
 class Optimizers:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one.
 
-    lr is AdamW's, muon_lr Muon's; both follow `schedule`. Muon (Jordan et al. 2024) takes torch's own implementation.
+    lr is AdamW's and muon_lr Muon's. Muon (Jordan et al. 2024) is torch's own implementation.
     """
 
     def __init__(
@@ -25,7 +25,8 @@ class Optimizers:
         muon_lr: float | None = None,
         not_muon: tuple[str, ...] = ("head", "embed"),
     ):
-        """A matrix whose name contains one of `not_muon` is a table of tokens, for which Muon is not meant."""
+        """parameters: (name, parameter). muon_lr None: no Muon. A matrix whose name contains a word of `not_muon` is a
+        table of tokens, for which Muon is not meant."""
         named = [(n, p) for n, p in parameters if p.requires_grad]
         muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
         chosen = {id(p) for p in muon}
@@ -37,9 +38,8 @@ class Optimizers:
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
-        """Clip the gradient's norm to `clip`, step with the learning rates times `scale`; returns the norm before.
-
-        If that is not finite nothing is stepped."""
+        """Clip the gradient's norm to `clip` and step, with the learning rates times `scale`. Returns the norm before
+        clipping; if that is not finite nothing is stepped."""
         norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
         if not math.isfinite(norm):
             return norm
@@ -51,7 +51,7 @@ class Optimizers:
         return norm
 
     def state_dict(self) -> list[dict]:
-        """Full tensors, whoever holds the shards: every process must call it."""
+        """The states of all optimisers, with full tensors in place of shards; every process must call it."""
         return [full(optimizer.state_dict()) for optimizer, _ in self.parts]
 
     def load_state_dict(self, states: list[dict]) -> None:
@@ -68,7 +68,7 @@ class Optimizers:
 
 
 def schedule(step: int, steps: int, warmup: int, kind: str = "cosine") -> float:
-    """Share of the base learning rate at 0-based `step`: linear warm-up, then constant, or linear or cosine to 0."""
+    """Factor of the learning rate at 0-based `step`: a linear warm-up, then constant, or linear or cosine to 0."""
     if step < warmup:
         return (step + 1) / warmup
     left = (steps - step) / max(steps - warmup, 1)

@@ -1,4 +1,4 @@
-"""Settings of the training loop, and of the data that the drafter in training makes for itself."""
+"""Settings of the training loop, and of on-policy data."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class TrainerConfig:
         schedule(0, 1, 0, self.schedule)
 
     def autocasting(self, device: torch.device) -> AbstractContextManager:
-        """What the target and the drafter run in."""
+        """The precision in which the target and the drafter run."""
         return nullcontext() if self.autocast is None else torch.autocast(device.type, torch.bfloat16)
 
 

@@ -1,11 +1,11 @@
-"""SIGTERM and SIGINT ask a run to stop where nothing is lost."""
+"""SIGTERM and SIGINT ask a run to stop after the current step."""
 
 import signal
 import sys
 
 
 class StopSignals:
-    """While open, the first SIGTERM or SIGINT sets `asked`, and further ones nothing: launchers send several."""
+    """While open, the first SIGTERM or SIGINT sets `asked`. Later ones do nothing, because launchers send several."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -1,7 +1,6 @@
-"""The training loop of a drafter: features, objective, step, log, measure, save, resume."""
+"""The training loop of a drafter: steps, and what comes between them (log, evaluation, checkpoints)."""
 
 import itertools
-import json
 import math
 import sys
 import time
@@ -16,19 +15,22 @@ from tqdm import tqdm
 
 from drafters.formats import save_drafter
 from drafters.recurrent import RecurrentDrafter
-from specdec.cli.files import write_text, write_whole
+from specdec.cli.files import write_whole
 from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
-from training.loop.curves import draw_curves, read_log
+from training.loop.curves import draw_curves
 from training.loop.evaluate import Decoding, expected_tau
+from training.loop.log import RunLog
 from training.loop.optim import Optimizers, schedule
-from training.loop.parallel import Processes, Sums, accumulating, fill, full, sharded_as, shell, wrap
+from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.state import meaning, restore, state_of
 from training.loop.stopping import StopSignals
-from training.objectives.truth import TargetLogits
+from training.loop.weights import fill, shell
+from training.objectives.teacher import TeacherLogits
 
 
 class Learner(nn.Module):
@@ -38,18 +40,17 @@ class Learner(nn.Module):
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
-    def forward(self, **features: Tensor | TargetLogits) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, **features: Tensor | TeacherLogits) -> tuple[Tensor, dict[str, Tensor]]:
         return self.objective(self.drafter, **features)
 
 
 class Trainer:
-    """Trains `drafter` for `target` into the folder `out`: checkpoints/ to resume from, draft/ and best/ in the
-    published layout, log.jsonl, curves.png.
+    """Trains `drafter` for `target`. It writes into the folder `out`: checkpoints/ to resume from, draft/ and best/ in
+    the published layout, log.jsonl and curves.png.
 
-    A step takes `accumulate` batches in each of `processes`, and its gradient is that of the mean of the batches'
-    losses weighted by how many positions each counts, however they are spread over processes. What is random in a batch
-    depends on the seed and the batch's number alone, so that neither a resumed run nor another number of processes
-    changes it.
+    A step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
+    that count in these batches, however the batches are spread over processes. What is random in a batch depends on the
+    seed and the batch's number alone, so resuming and the number of processes do not change it.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Trainer:
         on_policy: OnPolicy | None = None,
         features: Callable[..., Features] = online_features,
     ):
-        """features: `online_features`, or what gives the same from elsewhere."""
+        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -83,7 +84,7 @@ class Trainer:
             together = config.accumulate * self.processes.world
             self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
             self.train_data = self.rollouts
-        self.learner = wrap(Learner(drafter, objective), self.processes, config.fsdp)
+        self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
         self.parameters = dict(drafter.named_parameters())
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
         self.optimizers = Optimizers(
@@ -95,20 +96,22 @@ class Trainer:
         )
         self.decoding = None
         if config.prompts is not None:
-            sizes = config.decode_prompts, config.decode_steps, config.decode_tokens
-            self.decoding = Decoding(target, Path(config.prompts), *sizes)
+            self.decoding = Decoding(
+                target, Path(config.prompts), config.decode_prompts, config.decode_steps, config.decode_tokens
+            )
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
-        self.tracker = _start_wandb(config.wandb, run_config or {}, out) if config.wandb and self.main else None
+        self.log = RunLog(out, self.main, config.wandb, run_config)
 
     @property
     def main(self) -> bool:
         return self.processes.main
 
     def train(self) -> dict:
-        """Run to the last step, or until a signal asks to stop; returns the last metrics. Saves at the end, and every
-        `save_every` steps."""
+        """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics.
+
+        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite."""
         try:
             with self.signals:
                 return self._run()
@@ -151,21 +154,22 @@ class Trainer:
         return self.step % every == 0 or self.step == self.config.steps
 
     def _groups(self) -> Iterator[list[Batch]]:
-        """This process's batches of each step: of every `accumulate * world` in a row, every `world`-th."""
+        """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
         batches = self.train_data.iterate(skip=self.batches)
         own = itertools.islice(batches, self.processes.rank, None, self.processes.world)
         while True:
             yield list(itertools.islice(own, self.config.accumulate))
 
     def _step(self, group: list[Batch]) -> tuple[dict[str, Tensor], bool, dict[str, float]]:
-        """One optimiser step: per-step metrics, whether a signal came, and what is logged beside."""
+        """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
+        asked to stop, and what else is logged."""
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
         for i, batch in enumerate(group):
             torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
-            with accumulating(self.learner, last=i == len(group) - 1):
+            with self.processes.accumulating(self.learner, last=i == len(group) - 1):
                 loss, metrics = self._loss(batch)
                 weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
-                (loss * weight * world).backward()  # DDP and FSDP divide by `world`
+                self.processes.backward(loss * weight * world)  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
             sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
         counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)
@@ -189,7 +193,7 @@ class Trainer:
         return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
-        """The objective's arguments; where a row's conversations end is told the drafter."""
+        """The objective's arguments for a batch. The drafter is told where the conversations of a row end."""
         features = self.features(self.target, batch, drafter.taps, self._autocast())
         drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
         return features
@@ -212,7 +216,7 @@ class Trainer:
             fill(self.published, self.averages or self.parameters, here=self.main)
 
     def _roll_out(self) -> None:
-        """New on-policy data, and what its rounds say about the drafter. Its time is part of `seconds`."""
+        """Make new on-policy data, and log what its rounds say about the drafter. The time is part of `seconds`."""
         start = time.monotonic()
         measured = self.rollouts.renew(self.step, self.parameters)
         self.rollout_seconds += time.monotonic() - start
@@ -220,7 +224,7 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self) -> dict:
-        """Held-out means, over the same batches every time: losses and accuracies per step, and the expected tau."""
+        """Losses and accuracies by step, and the expected tau: means over the same held-out batches every time."""
         self._publish()
         if self.heldout is None or self.config.eval_batches < 1 or not self.main:
             return {}
@@ -241,7 +245,7 @@ class Trainer:
         return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
 
     def _decode(self) -> dict:
-        """The tau of real decoding with the drafter as it is exported now; the best is kept in `best/`."""
+        """The tau of real decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
         self._publish()
         if not self.main:
             return {}
@@ -253,94 +257,26 @@ class Trainer:
         return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
-        row = {"split": split, "step": self.step, "tokens": self.tokens, "learnt": self.learnt}
-        row["seconds"] = round(self.seconds, 3)
-        row |= scalars | {key: [round(v, 5) for v in value.tolist()] for key, value in values.items()}
-        if self.main:
-            with (self.out / "log.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps(row) + "\n")
-        if self.tracker is not None:
-            flat = {f"{split}/{k}": v for k, v in scalars.items()}
-            for key, value in values.items():
-                flat |= {f"{split}/{key}_{j}": v for j, v in enumerate(value.tolist())}
-            self.tracker.log(flat, step=self.step)
-        return row
+        when = {"step": self.step, "tokens": self.tokens, "learnt": self.learnt, "seconds": round(self.seconds, 3)}
+        return self.log.write(split, when, scalars, values)
 
     def save(self) -> None:
         """A checkpoint, the drafter in its published layout, and the curves; each whole or not at all."""
-        state = {
-            "step": self.step,
-            "batches": self.batches,
-            "tokens": self.tokens,
-            "learnt": self.learnt,
-            "seconds": self.seconds,
-            "rollout_seconds": self.rollout_seconds,
-            "best": self.best,
-            "meaning": self.meaning,
-            "vocab": self.drafter.vocab.ids,
-            "drafter": full({name: p.detach() for name, p in self.parameters.items()}),
-            "averages": full(self.averages),
-            "optimizers": self.optimizers.state_dict(),
-            "rollouts": None if self.rollouts is None else self.rollouts.state_dict(),
-        }
+        state = state_of(self)
         self._publish()
         if self.main:
             write_checkpoint(self.out, self.step, state, self.config.keep)
             save_drafter(self.published, self.out / "draft", self.target)
-            draw_curves(self.out / "log.jsonl", self.out / "curves.png")
+            draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:
-        """Go on from the folder's newest sound checkpoint. Raises ValueError if there is none, or if it is of another
+        """Go on from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of another
         drafter."""
         path, state = read_newest(self.out, warn=self.main)
-        weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), self.drafter.vocab.ids
-        same_shapes = {k: v.shape for k, v in self.parameters.items()} == {k: v.shape for k, v in weights.items()}
-        same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
-        if not same_shapes or not same_vocab or state["meaning"] != self.meaning:
-            raise ValueError(
-                f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
-            )
-        if (state["averages"] is None) != (self.averages is None):
-            raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(sharded_as(weights[name], parameter))
-                if self.averages is not None:
-                    self.averages[name].copy_(sharded_as(state["averages"][name], parameter))
-        try:
-            self.optimizers.load_state_dict(state["optimizers"])
-        except ValueError as error:
-            raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
-        self.step, self.batches, self.tokens = state["step"], state["batches"], state["tokens"]
-        self.seconds, self.best = state["seconds"], state["best"]
-        self.learnt = state.get("learnt", 0)  # what was saved before these were counted lacks them
-        self.rollout_seconds = state.get("rollout_seconds", 0.0)
-        if self.rollouts is not None and state.get("rollouts"):
-            self.rollouts.load_state_dict(state["rollouts"])
+        restore(self, state, path)
         if self.main:
-            self._forget_later_rows()
-
-    def _forget_later_rows(self) -> None:
-        """The log without what came after the checkpoint, which will come again; so will a rollout at its very step."""
-        log = self.out / "log.jsonl"
-        rows = read_log(log) if log.exists() else []
-        rows = [row for row in rows if row["step"] < self.step + (row["split"] != "rollout")]
-        write_text(log, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def meaning(drafter: nn.Module) -> str:
-    """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
-    how = getattr(drafter, "how", "")
-    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {how}".strip()
+            self.log.forget_after(self.step)
 
 
 def _seed(seed: int, batch: int) -> int:
     return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])
-
-
-def _start_wandb(mode: str, run_config: dict, out: Path):
-    try:
-        import wandb
-    except ImportError:
-        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install 'specdec[wandb]'") from None
-    return wandb.init(project="specdec", config=run_config, mode=mode, dir=str(out))

@@ -1,4 +1,4 @@
-"""A loss over a vocabulary, fused with the head before it and computed in pieces."""
+"""A loss over a vocabulary, fused with the head before it: computed in pieces, with no [tokens, vocabulary] matrix."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PIECE = 1 << 22  # logits of a piece over all its steps: 16 MiB in fp32, of which a few copies live at once
-LEAST_ROWS = 16  # with fewer rows, reading the head's weight is what a piece waits for
+PIECE = 1 << 22  # logits of a piece, over all its steps: 16 MiB in fp32, of which a few copies live at once
+LEAST_ROWS = 16  # a piece of fewer rows would mostly wait for the head's weight to be read
 
 
 def pieces(rows: int, width: int) -> Iterator[slice]:
-    """Cut `rows` rows, of `width` logits each."""
+    """Cut `rows` rows of `width` logits each into pieces of about `PIECE` logits."""
     step = max(LEAST_ROWS, PIECE // width)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 class DeferredLogits:
-    """Logits [B,T,V] that are made when they are indexed: hidden states [B,T,H] of a target, and its head."""
+    """Logits [B,T,V] that are computed where they are indexed, from a target's hidden states [B,T,H] and its head."""
 
     def __init__(self, hidden: Tensor, head, vocab: int):
-        """hidden: behind the final norm. head: [n,H] -> [n,V], with whatever cap on its logits the target has."""
+        """hidden: after the final norm. head: [n,H] -> [n,V], with the target's cap on logits if it has one."""
         self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
 
     def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
@@ -30,20 +30,26 @@ class DeferredLogits:
 
 
 class Judge(Protocol):
-    """What `head_loss` asks about a piece; it may keep what it sees, for metrics."""
+    """What `head_loss` asks about a piece of rows. A judge may keep what it sees, for metrics."""
 
-    def truth(self, rows: slice):
-        """What all steps have in common in these rows, for example the target's distribution."""
+    def teacher(self, rows: slice):
+        """What all steps share in these rows: the teacher's distribution, for example."""
 
-    def judge(self, steps: list[int], rows: slice, truth, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [n,J,U] of J steps, which it may overwrite -> the piece's loss [], and slope [n,J,U] and scale
-        [n,J,1], whose product is its gradient by the logits: the scale goes into narrower matrices than the slope."""
+    def judge(self, steps: list[int], rows: slice, teacher, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss [] of logits [n,J,U] of J steps, which it may overwrite, and slope [n,J,U] and scale [n,J,1], whose
+        product is the gradient by the logits.
+
+        The scale is apart because it is cheaper to multiply into the narrower matrices that the slope is multiplied
+        with."""
 
 
 class _HeadLoss(torch.autograd.Function):
-    """sum_j loss_j(readout_j @ head_j.T). Each piece's gradients by readouts and heads are written while its logits are
-    at hand, so no piece outlives its turn and none is computed twice. A piece holds all steps of a head at few
-    positions: what they share stays near the processor, and a head is read once for all."""
+    """sum_j loss_j(readout_j @ head_j.T).
+
+    Forward computes each piece's gradients by readouts and heads while its logits are at hand. So no piece is kept for
+    backward, and none is computed twice. A piece holds all steps of a head at a few positions: what the steps share
+    stays in the processor's caches, and the head's weight is read once for all of them.
+    """
 
     @staticmethod
     def forward(ctx, judge: Judge, head_of: Sequence[int], learning: bool, *tensors: Tensor) -> Tensor:
@@ -60,10 +66,10 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(kind, enabled=False):
             weights = [head.to(dtype) for head in heads]
             for rows in pieces(len(readouts[0]), width):
-                truth = judge.truth(rows)
+                teacher = judge.teacher(rows)
                 for place, (group, weight) in enumerate(zip(groups, weights, strict=True)):
                     x = torch.stack([readouts[j][rows] for j in group], dim=1).to(dtype)
-                    loss, slope, scale = judge.judge(group, rows, truth, F.linear(x, weight).to(fine))
+                    loss, slope, scale = judge.judge(group, rows, teacher, F.linear(x, weight).to(fine))
                     total += loss
                     slope = slope.to(dtype)
                     if any(wanted[j] for j in group):
@@ -92,10 +98,10 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
-    """Sum of what `judge` makes of the logits of each step, without these ever being whole.
+    """Sum [] of the losses that `judge` gives to the logits of all steps.
 
     readouts: for each step [n,H]. heads: for each step its head's weight [U,H], often one and the same. Both get
-    gradients if they require them. Under autocast the products are in its dtype, everything else in fp32.
+    gradients if they require them. Under autocast the products are in its dtype, and everything else is in fp32.
     """
     distinct = list({id(head): head for head in heads}.values())
     head_of = [next(i for i, d in enumerate(distinct) if d is head) for head in heads]

@@ -1,29 +1,27 @@
 """Architectures: from a Hugging Face config to our `ModelConfig`, one small file per family.
 
-A family file defines `read(config: dict) -> ModelConfig`. Add a file and name it in FAMILIES, and the family loads.
+A family's file defines `read(config: dict) -> ModelConfig`. A new family is its file and its line in `FAMILIES`.
 """
 
-from collections.abc import Callable
-
 from specdec.model.archs import gemma3, llama, mimo, mistral, qwen2, qwen3
-from specdec.model.archs.base import ModelConfig, NotNative, read_rope, rope_fields
+from specdec.model.archs.base import Architecture, ModelConfig, NotNative, read_rope, rope_fields
 
-FAMILIES: dict[str, Callable[[dict], ModelConfig]] = {
-    "llama": llama.read,
-    "mistral": mistral.read,
-    "qwen2": qwen2.read,
-    "qwen3": qwen3.read,
-    "mimo": mimo.read,
-    "gemma3_text": gemma3.read,
-    "gemma3": gemma3.read_multimodal,
+FAMILIES = {
+    "llama": Architecture(llama.read),
+    "mistral": Architecture(mistral.read),
+    "qwen2": Architecture(qwen2.read),
+    "qwen3": Architecture(qwen3.read),
+    "mimo": Architecture(mimo.read),
+    "gemma3_text": Architecture(gemma3.read),
+    "gemma3": Architecture(gemma3.read_multimodal, gemma3.text_name, gemma3.is_vision),
 }
 
 
 def read_config(config: dict, name: str) -> ModelConfig:
     """The parsed `config.json` of the checkpoint `name` -> ModelConfig.
 
-    Raises NotNative for what we would have to approximate and transformers may do, another ValueError for a config that
-    is wrong.
+    Raises NotNative for what we would have to approximate and transformers may do exactly, and another ValueError for a
+    config that is wrong.
     """
     family = config.get("model_type")
     if config.get("quantization_config"):
@@ -31,7 +29,7 @@ def read_config(config: dict, name: str) -> ModelConfig:
     if family not in FAMILIES:
         raise NotNative(f"model family {family!r} is not native")
     try:
-        return FAMILIES[family](config)
+        return FAMILIES[family].read(config)
     except KeyError as error:
         raise ValueError(f"{name}: config.json lacks the field {error}") from None
     except NotNative:
@@ -40,4 +38,4 @@ def read_config(config: dict, name: str) -> ModelConfig:
         raise ValueError(f"{name}: {error}") from None
 
 
-__all__ = ["FAMILIES", "ModelConfig", "NotNative", "read_config", "read_rope", "rope_fields"]
+__all__ = ["FAMILIES", "Architecture", "ModelConfig", "NotNative", "read_config", "read_rope", "rope_fields"]

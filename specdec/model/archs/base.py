@@ -1,17 +1,18 @@
-"""What a decoder of the Llama kind is made of, and the fields that all families read alike."""
+"""What a decoder of the Llama kind is made of, and the config fields that all families read alike."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.model.layers import Rope, check_heads
 
 
 class NotNative(ValueError):
-    """The family is ours, but this model of it has a part that we do not build; transformers' own modules may."""
+    """Our decoder does not have a part of this model. transformers' own modules may have it."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `context` is the longest sequence for which the forward is exact."""
+    """The shape of a decoder."""
 
     layers: int
     hidden: int
@@ -22,8 +23,8 @@ class ModelConfig:
     vocab: int
     eps: float
     rope: Rope
-    context: int
-    tied: bool
+    context: int  # the longest sequence for which the forward is exact
+    tied: bool  # the head is the embedding
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -31,19 +32,28 @@ class ModelConfig:
     norm_offset: bool = False  # norms store their weight less 1
     sandwich_norms: bool = False  # norms behind attention and MLP as well
     activation: str = "silu"  # one of layers.ACTIVATIONS
-    attention_scale: float | None = None  # of q times k; None: head_dim ** -0.5
-    embed_scale: float | None = None
-    logit_softcap: float | None = None  # c: logits become c tanh(logits / c)
-    sliding: tuple[bool, ...] = ()  # by layer: sees the last `window` positions only, itself included; empty: none
-    window: int | None = None
-    local_rope: Rope | None = None  # of the sliding layers, where it is their own
+    attention_scale: float | None = None  # factor of q times k; None: head_dim ** -0.5
+    embed_scale: float | None = None  # factor of the embeddings; None: 1
+    logit_softcap: float | None = None  # c: logits become c tanh(logits / c); None: no cap
+    sliding: tuple[bool, ...] = ()  # for each layer: does it see the last `window` positions only? Empty: none does
+    window: int | None = None  # the position itself included
+    local_rope: Rope | None = None  # of the sliding layers; None: `rope`
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model family: how its config is read, and how its files differ from the Llama layout."""
+
+    read: Callable[[dict], ModelConfig]
+    text_name: Callable[[str], str] = lambda name: name  # a tensor's name -> its name in the Llama layout
+    set_aside: Callable[[str], bool] = lambda name: False  # does a tensor belong to a part that is no text model?
 
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def read_common(config: dict, **differences) -> ModelConfig:
-    """The fields that mean the same in every supported family; `differences` are the family's own."""
+    """A ModelConfig from the fields that mean the same in every family; `differences` are the family's own."""
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATION_NAMES:
         raise NotNative(f"activation {activation!r} is not native")
@@ -67,7 +77,8 @@ def read_common(config: dict, **differences) -> ModelConfig:
 
 
 def read_sliding(config: dict, default: list[str]) -> dict:
-    """The fields of ModelConfig for layers of which some slide: `layer_types`, or what the family takes without it."""
+    """The fields of ModelConfig for sliding layers. `default` holds the layer types of a config without
+    `layer_types`."""
     window = config.get("sliding_window")
     types = config.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
@@ -81,7 +92,7 @@ def read_sliding(config: dict, default: list[str]) -> dict:
 
 
 def read_qwen_sliding(config: dict) -> dict:
-    """Qwen2 and 3 know a window that `use_sliding_window` switches on, from layer `max_window_layers` on."""
+    """The same for Qwen2 and 3, where `use_sliding_window` makes the layers from `max_window_layers` on slide."""
     if not config.get("use_sliding_window"):
         return {}
     full, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
@@ -90,7 +101,9 @@ def read_qwen_sliding(config: dict) -> dict:
 
 
 def read_rope(config: dict) -> Rope:
-    """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`."""
+    """The rope of a config in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+    Raises NotNative for a rope that we do not build."""
     fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
@@ -113,7 +126,7 @@ def read_rope(config: dict) -> Rope:
 
 
 def rope_fields(rope: Rope) -> dict:
-    """The config fields that `read_rope` reads back as `rope`, in the spelling that older readers know too."""
+    """The config fields that `read_rope` reads back as `rope`, in the older spelling, which all readers know."""
     fields: dict = {"rope_theta": rope.theta}
     if rope.scaling == "linear":
         fields["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}

@@ -1,12 +1,15 @@
 """Gemma 3, the text model, alone (`gemma3_text`) or inside a checkpoint that sees images too (`gemma3`).
 
-Norms whose weight is stored less 1, four of them a block, and on each head of q and k; scaled embeddings; GeGLU. Most
-layers slide, with a rope of their own; every sixth sees all, with a rope of a longer base that may be scaled.
+Norms store their weight less 1. Each block has four of them, and each head of q and k has one. Embeddings are scaled,
+and the MLP is a GeGLU. Most layers slide, with a rope of their own. Every sixth sees all positions, with a rope of a
+longer base that may be scaled.
 """
+
+import re
 
 from specdec.model.archs.base import ModelConfig, read_common, read_rope, read_sliding
 
-# What transformers takes for fields that a config leaves out, as the released ones do.
+# The values that transformers takes for fields that a config leaves out; released configs leave most of them out.
 DEFAULTS = {
     "vocab_size": 262_208,
     "hidden_size": 2304,
@@ -55,8 +58,18 @@ def read(config: dict) -> ModelConfig:
 
 
 def _ropes(config: dict) -> tuple[dict, dict]:
-    """`rope_parameters` of the full and of the sliding layers, which stand by layer type or in the older spelling."""
+    """`rope_parameters` of the full and of the sliding layers, given by layer type or in the older spelling."""
     by_type = config.get("rope_parameters") or {}
     full = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
     sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
     return full | (by_type.get("full_attention") or {}), sliding | (by_type.get("sliding_attention") or {})
+
+
+def text_name(name: str) -> str:
+    """In files of `gemma3` the text model is under `language_model`, before or after `model`."""
+    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
+
+
+def is_vision(name: str) -> bool:
+    """Does a tensor of `gemma3` belong to the part that sees images?"""
+    return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))

@@ -2,25 +2,26 @@
 
 import re
 
+from specdec.model.archs import FAMILIES
+
 
 def text_name(name: str, config: dict) -> str:
-    """The name in the Llama layout. In `gemma3` files the text model stands under `language_model`, in either order."""
-    if config["model_type"] != "gemma3":
-        return name
-    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
+    """The name of a tensor in the Llama layout; config is that of a native family."""
+    return FAMILIES[config["model_type"]].text_name(name)
 
 
 def set_aside(name: str, config: dict) -> bool:
-    """Does a tensor that the target has no place for belong to a part that is none of it, and known by its name?
+    """Does a tensor without a place in the target belong to a part that is known not to be of the target?
 
-    Those are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen), and
-    as many layers behind the last as the config announces (DeepSeek, GLM); the eyes of `gemma3`; and the frequencies
-    that old Llama files store.
+    Such parts are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen),
+    and as many layers behind the last as the config announces (DeepSeek, GLM). Others are the frequencies that old
+    Llama files store, and what the family itself sets aside. The family may be one that is not native.
     """
     if name.startswith(("model.mtp_layers.", "mtp.")) or name.endswith("rotary_emb.inv_freq"):
         return True
-    if config["model_type"] == "gemma3":
-        return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))
+    family = FAMILIES.get(config["model_type"])
+    if family is not None and family.set_aside(name):
+        return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     layers = config.get("num_hidden_layers", 0)
     return layer is not None and layers <= int(layer[1]) < layers + (config.get("num_nextn_predict_layers") or 0)

@@ -1,14 +1,17 @@
 """Compile every kernel for compute capability 9.0, without a GPU, at the sizes of an 8B model; one JSON line each.
 
-    python tests/kernel_compile.py
+    python tests/kernels/kernel_compile.py
 
-registers and stack (bytes that did not fit into registers) are of a thread, shared memory of a program, in bytes.
-Triton's launcher runs as ever, with a driver that knows its target only and a `run` that stops before the launch.
+Registers and stack (bytes that did not fit into registers) are those of a thread, shared memory is that of a program,
+in bytes. The launches are those of `launch_all` in each test file of the kernels. Triton's launcher runs as usual, with
+a driver that knows only its target, and a `run` that stops before the launch.
 """
 
+import importlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,16 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specdec.kernels import (
-    commit,
-    filtered_sampling,
-    gated,
-    head_topk,
-    rms_norm,
-    rope_write,
-    soft_cross_entropy,
-    tree_attention,
-)  # fmt: skip
+HERE = Path(__file__).parent
 
 
 class TargetOnly:
@@ -74,21 +68,13 @@ def ints(*shape: int) -> torch.Tensor:
 
 
 def main() -> None:
+    sys.path.insert(0, str(HERE.parent))
     driver.set_active(TargetOnly())
     JITFunction.run = compile_only(JITFunction.run)
-    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
-    keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
-    words = torch.zeros(1, nodes, 2, dtype=torch.int32)
-    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), words, nodes, splits=8)
-    rms_norm.launch(bf16(nodes, 4096), bf16(4096), 1e-5, residual=bf16(nodes, 4096))
-    tables = bf16(nodes, dim), bf16(nodes, dim)
-    flat = bf16(slots, kv_heads * dim), bf16(slots, kv_heads * dim)
-    rope_write.launch(bf16(nodes, heads + 2 * kv_heads, dim), *tables, ints(nodes), *flat, bf16(2, dim), 1e-6)
-    commit.launch(ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1), ints(1, 8), ints(1))
-    gated.launch(bf16(nodes, 2 * 14336), "silu")
-    head_topk.launch(bf16(10, 4096), bf16(32000, 4096), 10)
-    filtered_sampling.launch(bf16(nodes, 128256), 0.7, 50, 0.9, 0.01)
-    soft_cross_entropy.launch(torch.empty(64, 7, 32000), torch.empty(64, 32000))
+    for path in sorted(HERE.glob("test_kernels_*.py")):
+        tests = importlib.import_module(path.stem)
+        if "launch_all" in vars(tests):
+            tests.launch_all(bf16, ints)
 
 
 if __name__ == "__main__":

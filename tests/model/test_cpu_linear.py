@@ -1,4 +1,4 @@
-"""Packed weights: the same product, changes seen, left out where they do not belong; drafters bound for a decoding."""
+"""Packed weights give the same products, follow changes, and are made only where they may be; also for drafters."""
 
 import gc
 from pathlib import Path
@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from helpers import DRAFTERS, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
-from specdec.model import cpu_linear as products
-from specdec.model.cpu_linear import Half, bytes_read, linear, pack
+from specdec.model import cpu_linear
+from specdec.model.cpu_linear import Fp16Weight, bytes_read, linear, pack
 from specdec.model.layers import Linear
 
 with torch.no_grad():
     PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
-    HALVES = isinstance(pack(torch.zeros(16, 16)), Half)
+    FP16 = isinstance(pack(torch.zeros(16, 16)), Fp16Weight)
 needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
-needs_halves = pytest.mark.skipif(not HALVES, reason="this torch has no FBGEMM")
+needs_fp16 = pytest.mark.skipif(not FP16, reason="this torch has no FBGEMM")
 
 
 def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
-    """of: all its values are ones of this dtype, those of a checkpoint."""
+    """of: the dtype of a checkpoint, which holds all values of the weight exactly."""
     weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of or torch.float32).to(dtype)
     return weight.t().contiguous().t() if input_major else weight
 
@@ -54,15 +54,15 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(product(x[:rows]), whole[:rows])
 
 
-@needs_halves
+@needs_fp16
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
-    """Every weight comes back as it is, and each row of a product is the same whatever stands beside it."""
+    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
     weight = random_weight(torch.float32, of=of)
     weight[0, :3] = torch.tensor([3e-9, -7e-8, 2e-5]).to(of)  # for fp16 too small in bf16, unless they are scaled
     half, product = pack(weight), linear(weight, None)
-    assert isinstance(half, Half)
+    assert isinstance(half, Fp16Weight)
     assert (half.scale == 1) == (of == torch.float16)
     assert bytes_read(weight) == weight.nbytes // 2
     assert torch.equal(product(torch.eye(48)), weight.t())
@@ -79,26 +79,26 @@ def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
 
 @pytest.mark.parametrize("spoil", [1 / 3, float("inf"), float("nan"), 2.0**40])
 @torch.no_grad()
-def test_what_fp16_does_not_hold_is_not_halved(spoil):
+def test_what_fp16_does_not_hold_is_not_packed_in_fp16(spoil):
     """One value that has too many digits, none at all, or is too large to be scaled together with the others."""
     weight = random_weight(torch.float32, of=torch.bfloat16)
     weight[5, 7] = spoil
-    assert not isinstance(pack(weight), Half)
+    assert not isinstance(pack(weight), Fp16Weight)
     assert bytes_read(weight) == weight.nbytes
     got, x = linear(weight, None), torch.ones(3, 48)
     torch.testing.assert_close(got(x), F.linear(x, weight), equal_nan=True)
 
 
-@needs_halves
+@needs_fp16
 @torch.no_grad()
-def test_changed_weights_are_halved_anew():
+def test_changed_weights_are_packed_in_fp16_anew():
     weight = random_weight(torch.float32, of=torch.bfloat16)
     x = torch.ones(4, 48)
     before = linear(weight, None)(x)
     weight.mul_(2)
     assert torch.equal(linear(weight, None)(x), 2 * before)
     weight.div_(3)
-    assert not isinstance(pack(weight), Half)
+    assert not isinstance(pack(weight), Fp16Weight)
     torch.testing.assert_close(linear(weight, None)(x), 2 / 3 * before)
     assert torch.equal(linear(weight.zero_(), None)(x), torch.zeros(4, 96))
 
@@ -123,10 +123,10 @@ def test_a_pack_goes_with_its_weight():
     weight = random_weight(torch.float32)
     gc.collect()
     pack(weight)
-    held = len(products._packs)
+    held = len(cpu_linear._packed)
     del weight
     gc.collect()
-    assert len(products._packs) == held - 1
+    assert len(cpu_linear._packed) == held - 1
 
 
 def test_autograd_and_other_dtypes_are_left_alone():
@@ -147,7 +147,7 @@ def test_autograd_and_other_dtypes_are_left_alone():
 @pytest.mark.parametrize("name", ["eagle3", "mtp"])
 @torch.no_grad()
 def test_a_drafter_sees_its_weights_as_they_are(name, learns):
-    """Bound for one decoding, it sees new weights in the next one, and in an unroll right after."""
+    """A drafter that was frozen for one decoding uses new weights in the next one, and in an unroll right after."""
     target = tiny_target()
     drafter = DRAFTERS[name](target).eval().requires_grad_(learns)
     tokens = torch.tensor([[3, 4, 5]])

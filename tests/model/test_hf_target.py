@@ -1,4 +1,4 @@
-"""Models of transformers that are not native decode through the adapter, exactly; what cannot is refused by name."""
+"""Models of transformers that are not native decode exactly through their own modules, or are refused by name."""
 
 import inspect
 import json

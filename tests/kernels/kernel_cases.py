@@ -1,4 +1,4 @@
-"""What the tests of kernels share: where they run, and how far rounding may take them.
+"""What the tests of kernels share: the devices that they run on, and the errors that rounding allows.
 
 On CPU tensors they run in Triton's interpreter, which conftest.py switches on.
 """
@@ -22,7 +22,7 @@ INTERPRETED = not torch.cuda.is_available()
 
 
 def roundings(dtype: torch.dtype, times: int) -> float:
-    """Relative error of a value that is rounded to `dtype` so often: to nearest, but by the interpreter towards 0."""
+    """Relative error of a value that is rounded to `dtype` so many times. The interpreter rounds towards 0."""
     return times * torch.finfo(dtype).eps / (1 if INTERPRETED else 2)
 
 
@@ -33,6 +33,6 @@ def sums(terms: int) -> float:
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor | float) -> None:
-    """|got - wanted| <= allowed everywhere; what is NaN is not."""
+    """Assert |got - wanted| <= allowed everywhere; NaN fails."""
     excess = (got.double() - wanted).abs() - allowed
     assert (excess <= 0).all(), f"off by {excess.nan_to_num(torch.inf).max():.1e} more than rounding explains"

@@ -1,26 +1,20 @@
-"""Speed of several ways to decode, side by side in one run: what lab/bench/bench_command.py measures (docs/bench.md).
+"""Speed of several ways to decode, side by side in one run (docs/bench.md).
 
-In each configuration every contender is warmed up, then all take turns, trial by trial, and medians over the trials
-count. What fails, does not fit or would come after the time budget is a row with the reason; nothing is left out.
+In each configuration every contender is warmed up. Then all take turns, trial by trial, and medians over the trials
+count. What fails, does not fit or would come after the time budget is a row with the reason: nothing is left out.
 """
 
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from lab.bench.contenders import Contender, NotAvailable, Run
-from lab.cost.hardware import Peak, read_bytes
+from lab.bench.contenders import Contender, NotAvailable, TimedRun
+from lab.cost.memory import PeakMemory, read_bytes
 from lab.cost.simulated_tau import MARK
-from specdec.engine.recorder import versions
 from specdec.types import Sampling
 
 Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the prompts of this trial
@@ -28,7 +22,7 @@ Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the 
 
 @dataclass(frozen=True)
 class Configuration:
-    """So many tokens of prompt, so many new ones, and how they are drawn: fields of `Sampling`."""
+    """What is decoded: tokens of a prompt, new tokens, and how they are drawn, as fields of `Sampling`."""
 
     name: str
     prompt: int
@@ -43,7 +37,9 @@ class Configuration:
 
 
 def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[Configuration]:
-    """ValueError for a name that is not among `known`, and for a field that there is not."""
+    """The chosen configurations of those that are known by name.
+
+    Raises ValueError for a name that is not known, and for a field that there is not."""
     out = []
     for name in chosen:
         if name not in known:
@@ -56,6 +52,7 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
 
 
 def make_sampling(settings: dict) -> Sampling:
+    """Raises ValueError for a field that `Sampling` does not have."""
     unknown = sorted(set(settings) - {f.name for f in fields(Sampling)})
     if unknown:
         raise ValueError(f"not available: decoding has no {unknown[0]} here")
@@ -63,7 +60,7 @@ def make_sampling(settings: dict) -> Sampling:
 
 
 def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
-    """Any token ids: for random weights, where no text means more than another."""
+    """Random token ids, for random weights, where no text means more than another."""
 
     def prompts(trial: int, length: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(seed + trial)
@@ -73,8 +70,9 @@ def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
 
 
 def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
-    """Encoded prompts brought to length: what is short has others before it, what is long loses its beginning, so that
-    its end, where the answer begins, stays. Every trial takes the next ones."""
+    """Encoded prompts brought to length. Every trial takes the next ones.
+
+    A short prompt gets others before it, and a long one loses its beginning: the answer follows the true end."""
 
     def prompts(trial: int, length: int) -> list[list[int]]:
         out = []
@@ -91,20 +89,18 @@ def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
 
 @dataclass
 class Bench:
-    """contenders: how to make each, by name; they are made when first needed, and kept. ceiling: bytes/s of memory.
-    random_weights: then transformers has others than we, and what a draft has accepted is an accident of no meaning.
-    progress is told what is being done."""
+    """Runs configurations, with what all of them share."""
 
     target: object
-    contenders: dict[str, Callable[[], Contender]]
+    contenders: dict[str, Callable[[], Contender]]  # how to make each, when it is first needed; they are kept
     prompts: Prompts
-    ceiling: float
+    ceiling: float  # bytes/s that the memory moves at best
     warmups: int = 2
     trials: int = 3
     budget: float | None = None  # seconds from now on
     seed: int = 0
-    random_weights: bool = False
-    progress: Callable[[str], None] = lambda what: None
+    random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
+    progress: Callable[[str], None] = lambda what: None  # told what is being done
 
     def __post_init__(self) -> None:
         if self.warmups < 0 or self.trials < 1:
@@ -122,7 +118,7 @@ class Bench:
             self._check_room(configuration)
         except ValueError as error:
             return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
-        kept: dict[str, list[list[Run]]] = {}
+        kept: dict[str, list[list[TimedRun]]] = {}
         for name, row in rows.items():
             self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))
             if not _void(row):
@@ -147,8 +143,8 @@ class Bench:
             raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
 
     def _attempt(self, row: dict, what: Callable[[], None]) -> None:
-        """Do it unless time is up; what has been warmed up has one trial all the same. An error becomes part of the
-        row."""
+        """Do it unless time is up, and write an error into the row. What has been warmed up gets one trial in any
+        case."""
         if time.monotonic() > self.deadline and row.get("trials") != 0:
             if "trials" not in row:
                 row["skipped"] = f"the budget of {self.budget:g} s is used up"
@@ -170,10 +166,12 @@ class Bench:
             self.made[name](prompt, configuration.new, sampling, self.seed)
         row |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
 
-    def _trial(self, name: str, configuration: Configuration, sampling: Sampling, trial: int, row: dict) -> list[Run]:
+    def _trial(
+        self, name: str, configuration: Configuration, sampling: Sampling, trial: int, row: dict
+    ) -> list[TimedRun]:
         self.progress(f"{configuration.name}: {name}, trial {trial + 1} of {self.trials}")
         runs = []
-        with Peak(self.target.device) as peak:
+        with PeakMemory(self.target.device) as peak:
             for prompt in self.prompts(trial, configuration.prompt):
                 runs.append(self.made[name](prompt, configuration.new, sampling, self.seed + trial))
         for run in runs:
@@ -184,7 +182,7 @@ class Bench:
         row["trials"] += 1
         return runs
 
-    def _summary(self, name: str, configuration: Configuration, trials: list[list[Run]]) -> dict:
+    def _summary(self, name: str, configuration: Configuration, trials: list[list[TimedRun]]) -> dict:
         runs = [run for trial in trials for run in trial]
         steps = [seconds for run in runs for seconds in run.steps]
         first = statistics.median(run.prefill_seconds for run in runs)
@@ -214,8 +212,8 @@ class Bench:
     def _accidental(self, name: str) -> bool:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
-    def _compare(self, rows: dict[str, dict], kept: dict[str, list[list[Run]]], sampling: Sampling) -> None:
-        """Each one's speed against plain decoding of ours and the fastest of transformers, and greedy texts."""
+    def _compare(self, rows: dict[str, dict], kept: dict[str, list[list[TimedRun]]], sampling: Sampling) -> None:
+        """Compare speeds with our plain decoding and with the fastest of transformers, and greedy texts with ours."""
         speed = {name: rows[name]["tokens_per_second"] for name in kept}
         others = {name: r for name, r in speed.items() if not (self.made[name].ours or self._accidental(name))}
         best = max(others, key=others.get) if others else None
@@ -238,25 +236,13 @@ def _void(row: dict) -> bool:
     return "failed" in row or "skipped" in row
 
 
-def _median_rate(trials: list[list[Run]], count: Callable[[Run], int], seconds: Callable[[Run], float]) -> float:
+def _median_rate(
+    trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
+) -> float:
     return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
 
 
 def sentence(error: Exception) -> str:
-    """What went wrong in a line: our own sentences as they are, others with their type."""
+    """What went wrong, in one line: our own sentences as they are, other errors with their type."""
     line = (str(error).strip().splitlines() or [""])[0]
     return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"
-
-
-def header(device: torch.device, machine: dict) -> dict:
-    """Where, with what and how a result came to be."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return {
-        "machine": machine | {"platform": platform.platform(), "device": str(device)},
-        "versions": versions() | ({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
-        "revision": revision.stdout.strip() or None,
-        "command": shlex.join(["python", *sys.argv]),
-        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }

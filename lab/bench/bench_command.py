@@ -15,29 +15,30 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from lab.bench.bench import Bench, header, random_prompts, read_configurations, text_prompts
+from lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
 from lab.bench.contenders import Contender, Ours, of_transformers_by_name
 from lab.bench.shapes import random_head, random_target, random_transformers
 from lab.bench.table import print_rows
-from lab.cost.cost import machine
-from lab.cost.hardware import bandwidth
+from lab.cost.memory import bandwidth
 from lab.cost.simulated_tau import MARK, SimulatedTau
-from lab.sweep.compare import place
-from specdec.api import DEMO_TARGET, load_drafter, load_target, make_tree
+from lab.machine import provenance
+from lab.models import bundled
+from lab.output import write_json
+from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_whole
 from specdec.cli.hydra_entry import hydra_command
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.text import encode_prompt, read_prompts
 from specdec.verify import sample_and_match
+from trees.spec import TreeSpec
 
 
 def load_pair(settings: dict, device: torch.device) -> tuple:
-    """The target, and what makes its drafter: of a checkpoint each, or random in a shape."""
+    """The target, and what makes its drafter: both from checkpoints, or both random in a shape."""
     shape, named = settings.get("shape"), settings["target"]
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
-        return target, lambda: load_drafter(place(settings["draft"]), target)
+        return target, lambda: load_drafter(bundled(settings["draft"]), target)
     if named["path"] is not None or settings["assistant"] is not None:
         raise ValueError("a shape has random weights: give either shape=, or target.path= (and assistant=)")
     dtype = choose_dtype(named["dtype"], shape["config"], device)
@@ -49,7 +50,7 @@ def make_contenders(settings: dict, target, make_drafter) -> dict:
     """How to make each contender that the suite names."""
     shape = settings.get("shape")
     verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
-    tree = make_tree(settings["topk"], settings["steps"], settings["num_draft_tokens"])
+    tree = TreeSpec.of(settings["topk"], settings["steps"], settings["num_draft_tokens"]).build()
     if isinstance(verifier, SimulatedTau):
         verifier.check(tree.steps)
 
@@ -113,7 +114,7 @@ def run(config: DictConfig) -> None:
     prompts, title = make_prompts(settings, target), title_of(settings, target)
     ceiling = bandwidth(device)
     result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
-    result |= header(device, machine(device)) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
+    result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
     result["weights"] = "random: only speed means anything" if settings.get("shape") else target.name
     bench = Bench(
         target,
@@ -130,8 +131,7 @@ def run(config: DictConfig) -> None:
     rows: list[dict] = []
     for configuration in configurations:
         rows += bench.run(configuration)
-        text = json.dumps(result | {"rows": rows}, indent=1) + "\n"
-        write_whole(out, lambda aside, text=text: aside.write_text(text, encoding="utf-8"))
+        write_json(out, result | {"rows": rows})
     print_rows(rows, title)
     speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))

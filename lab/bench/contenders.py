@@ -8,17 +8,18 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lab.cost.hardware import size_of, wait, weight_bytes
+from lab.cost.memory import size_of, wait
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.memory import weight_bytes
 from specdec.types import Sampling, Verifier
 from specdec.verify import sample_and_match
 
 
 @dataclass
-class Run:
-    """One decoding of one prompt. A step is a round, or a token without drafts; the first token is the prefill's."""
+class TimedRun:
+    """One decoding of one prompt. A step is a round, or without drafts a token. The first token is the prefill's."""
 
     tokens: list[int]
     seconds: float
@@ -32,17 +33,19 @@ class NotAvailable(ValueError):
 
 
 class Contender:
-    """Decodes one prompt: token ids, so many new ones, whatever they are: no end-of-text token ends it."""
+    """Decodes one prompt of token ids into `new` tokens. No end-of-text token ends it."""
 
-    ours = False
+    ours = False  # decodes with this project's engine
     drafts = False  # its speed depends on what is accepted
-    weights: int  # bytes, of the drafter or the assistant too
+    weights: int  # bytes, those of a drafter or an assistant included
 
-    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         raise NotImplementedError
 
 
 class Ours(Contender):
+    """This project's engine, plainly or with a drafter."""
+
     ours = True
 
     def __init__(
@@ -53,10 +56,9 @@ class Ours(Contender):
         verifier: Verifier = sample_and_match,
     ):
         self.engine, self.drafts = Engine(target, drafter, tree, verifier), drafter is not None
-        models = [model for model in (target, drafter) if isinstance(model, nn.Module)]
-        self.weights = weight_bytes(nn.ModuleList(models))
+        self.weights = weight_bytes(target, drafter)
 
-    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         marks: list[float] = []
 
         def observe(_: RoundReport) -> None:
@@ -70,33 +72,34 @@ class Ours(Contender):
             )
             seconds = time.perf_counter() - start
         steps = [now - before for before, now in pairwise(marks)]
-        return Run(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
+        return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
 
 
 class _Caches:
-    """Sees which cache the target is called with, once, and the drafter's."""
+    """The caches of a decoding: the one that the target is first called with, and the drafter's."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.target = engine, None
+        self.engine, self.of_target = engine, None
 
     def __enter__(self) -> "_Caches":
         self.hook = self.engine.target.register_forward_pre_hook(self._keep)
         return self
 
     def _keep(self, _, args: tuple) -> None:
-        self.target = args[1]
+        self.of_target = args[1]
         self.hook.remove()
 
     def __exit__(self, *_) -> None:
         self.hook.remove()
 
     def bytes(self) -> int:
-        caches = [self.target, getattr(self.engine.drafter, "cache", None)]
+        drafter = self.engine.drafter
+        caches = [self.of_target, None if drafter is None else drafter.cache]
         return sum(size_of(cache.layers) for cache in caches if cache is not None)
 
 
 class Transformers(Contender):
-    """`generate` of a model of transformers. how: further arguments of it; attention: eager or sdpa."""
+    """`generate` of a model of transformers. attention: eager or sdpa; how: further arguments of `generate`."""
 
     def __init__(self, model: nn.Module, attention: str = "sdpa", assistant: nn.Module | None = None, **how):
         self.model, self.attention, self.how = model, attention, how
@@ -107,7 +110,7 @@ class Transformers(Contender):
             self.weights += weight_bytes(assistant)
             assistant.generation_config.eos_token_id = None
 
-    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> Run:
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         device = self.model.device
         self.model.set_attn_implementation(self.attention)
         ids = torch.tensor([prompt], device=device)
@@ -133,11 +136,11 @@ class Transformers(Contender):
         seconds = time.perf_counter() - start
         times = [taken for _, taken in clock.intervals()]
         tokens = out.sequences[0, len(prompt) :].tolist()
-        return Run(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
+        return TimedRun(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
 
 
 def of_transformers(sampling: Sampling) -> dict:
-    """Our settings in transformers' words. Raises NotAvailable for what it has no words for."""
+    """Sampling as arguments of transformers' `generate`. Raises NotAvailable for what it does not have."""
     if sampling.presence_penalty or sampling.frequency_penalty:
         raise NotAvailable("transformers has no presence and frequency penalties")
     penalty = {"repetition_penalty": sampling.repetition_penalty}
@@ -155,7 +158,7 @@ def cache_size(cache) -> int:
 def of_transformers_by_name(
     model: Callable[[], nn.Module], assistant: Callable[[], nn.Module] | None
 ) -> dict[str, Callable[[], Contender]]:
-    """transformers' settings by name; the models are made when they are first needed."""
+    """How to make transformers' contenders, by name. The models are made when they are first needed."""
 
     def compiled() -> Contender:
         from transformers import CompileConfig

@@ -1,4 +1,4 @@
-"""Does a process that decodes on and on stay what it was? Memory flat, and every output what a fresh start gives."""
+"""Many generations in one process: does memory stay flat, and is every output that of a fresh start?"""
 
 import gc
 import hashlib
@@ -14,8 +14,8 @@ MakeEngine = Callable[[bool], Engine]  # speculative, or plain
 
 
 @dataclass(frozen=True)
-class Case:
-    """One generation; all of it follows from a seed and a number."""
+class DriftCase:
+    """One generation, all of which follows from a seed and a number."""
 
     prompts: list[list[int]]
     max_new_tokens: int
@@ -24,7 +24,7 @@ class Case:
     seed: int
 
     @classmethod
-    def draw(cls, seed: int, number: int, vocab: int, longest_prompt: int, most_new: int) -> "Case":
+    def draw(cls, seed: int, number: int, vocab: int, longest_prompt: int, most_new: int) -> "DriftCase":
         """One to three prompts of random ids and random lengths; two of three speculative, half of them sampled."""
         rng = random.Random(f"{seed} {number}")
         lengths = [rng.randint(1, longest_prompt) for _ in range(rng.randint(1, 3))]
@@ -37,7 +37,7 @@ class Case:
         )
 
     def decode(self, engine: Engine) -> str:
-        """A digest of all token ids; no end-of-text token ends a row."""
+        """Decode, and return a digest of all token ids. No end-of-text token ends a row."""
         result = engine.generate(
             self.prompts,
             max_new_tokens=self.max_new_tokens,
@@ -49,8 +49,8 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What lived after so many generations, garbage collected."""
+class MemoryMark:
+    """What was in memory after so many generations, garbage collected."""
 
     generations: int
     bytes: int
@@ -59,27 +59,28 @@ class Mark:
 
 def decode_all(
     make: MakeEngine,
-    cases: Sequence[Case],
+    cases: Sequence[DriftCase],
     every: int,
     memory: Callable[[], int],
     progress: Callable[[], None] = lambda: None,
-) -> tuple[list[str], list[Mark]]:
-    """All cases with one engine of each kind, and what lived after every `every` of them."""
+) -> tuple[list[str], list[MemoryMark]]:
+    """Decode all cases with one engine of each kind. Returns their digests, and what was in memory after every
+    `every`th."""
     engines = {kind: make(kind) for kind in (True, False)}
     digests, marks = [], []
     for number, case in enumerate(cases, 1):
         digests.append(case.decode(engines[case.speculative]))
         if number % every == 0 or number == len(cases):
             gc.collect()
-            marks.append(Mark(number, memory(), len(gc.get_objects())))
+            marks.append(MemoryMark(number, memory(), len(gc.get_objects())))
         progress()
     return digests, marks
 
 
 def different(
-    make: MakeEngine, cases: Sequence[Case], digests: Sequence[str], progress: Callable[[], None] = lambda: None
+    make: MakeEngine, cases: Sequence[DriftCase], digests: Sequence[str], progress: Callable[[], None] = lambda: None
 ) -> list[int]:
-    """Numbers of the cases that an engine made for each alone decodes otherwise."""
+    """Numbers of the cases that an engine made for that case alone decodes otherwise."""
     out = []
     for number, (case, digest) in enumerate(zip(cases, digests, strict=True)):
         if case.decode(make(case.speculative)) != digest:
@@ -89,14 +90,14 @@ def different(
 
 
 @dataclass(frozen=True)
-class Growth:
-    """From the first mark, by when all is warm, to the largest later one."""
+class MemoryGrowth:
+    """How much memory grew from the first mark, when all is warm, to the largest later one."""
 
     bytes: int
     objects: int
 
     @classmethod
-    def of(cls, marks: Sequence[Mark]) -> "Growth":
+    def of(cls, marks: Sequence[MemoryMark]) -> "MemoryGrowth":
         if len(marks) < 2:
             raise ValueError("growth needs two marks: decode more generations than lie between marks")
         first, later = marks[0], marks[1:]

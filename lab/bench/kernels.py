@@ -2,12 +2,12 @@
 
     python -m lab.bench.kernels --out kernels.json
 
-The ceiling is measured, not looked up: bytes/s of a copy of 1 GiB, FLOP/s of a bf16 product of 8192 x 8192 matrices.
-The shapes are those of an 8B Llama that verifies a tree (`--nodes`) behind `--context` committed tokens. A time is the
-median over `--trials` replays of a CUDA graph, the L2 cache overwritten before each, so that neither launches from
-Python nor a warm cache count. gb_per_s counts what the formula must move, whatever an implementation moves, and
-share_of_ceiling is the larger of gb_per_s and tflop_per_s in relation to the measured best. compile_seconds is the
-first call under `torch.compile`. An implementation that fails is named with its error; the run goes on.
+The ceiling is measured: bytes/s of a copy of 1 GiB, FLOP/s of a bf16 product of 8192 x 8192 matrices. The shapes are
+those of an 8B Llama that verifies a tree (`--nodes`) behind `--context` committed tokens. A time is the median over
+`--trials` replays of a CUDA graph, the L2 cache overwritten before each, so that neither launches from Python nor a
+warm cache count. gb_per_s counts what the formula must move, whatever an implementation moves. share_of_ceiling is the
+larger of gb_per_s and tflop_per_s, to the measured best. compile_seconds is the first call under `torch.compile`. An
+implementation that fails is named with its error, and the run goes on.
 
 Writes one JSON file with device, versions and command; the last line of the output is the same object.
 """
@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lab.cost.memory import size_of
+from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_text
 from specdec.model.attention import ancestor_words, attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
@@ -37,16 +38,18 @@ from specdec.types import Sampling
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, VOCAB = 4096, 14336, 32, 8, 128, 128256
 DTYPE = torch.bfloat16
-Run = Callable[[], object]
+Launch = Callable[[], object]
 
 
 @dataclass
-class Case:
-    kernel: Run
-    eager: Run
+class KernelCase:
+    """A formula on certain tensors, and what can compute it."""
+
+    kernel: Launch
+    eager: Launch
     moved: int  # bytes that the formula must read and write
     flops: int = 0
-    others: dict[str, Run] | None = None  # further backends, by name
+    others: dict[str, Launch] | None = None  # further backends, by name
 
 
 def random(*shape: int) -> Tensor:
@@ -54,11 +57,11 @@ def random(*shape: int) -> Tensor:
 
 
 def size(*tensors: Tensor) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)
+    return size_of(tensors)
 
 
-def attention_case(nodes: int, context: int) -> Case:
-    """A tree behind a context. Backends: SDPA under a dense mask, and FlexAttention, which finds the mask itself."""
+def attention_case(nodes: int, context: int) -> KernelCase:
+    """A tree behind a context: our kernel, SDPA with a dense mask, and FlexAttention, which finds the mask itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     from specdec.kernels import tree_attention
@@ -75,7 +78,7 @@ def attention_case(nodes: int, context: int) -> Case:
 
     blocks = create_block_mask(visible, 1, None, nodes, slots, device="cuda")
     flex = torch.compile(flex_attention)
-    return Case(
+    return KernelCase(
         lambda: tree_attention.launch(q, keys, values, lens, words, nodes, slots=context),
         lambda: attend(q, keys, values, packed_mask(tree_mask(lens, ancestors, slots), groups, q.dtype)),
         moved=2 * size(q) + size(kv),
@@ -84,7 +87,7 @@ def attention_case(nodes: int, context: int) -> Case:
     )
 
 
-def layer_cases(nodes: int) -> dict[str, Case]:
+def layer_cases(nodes: int) -> dict[str, KernelCase]:
     from specdec.kernels import gated, rms_norm, rope_write
 
     x, y, gate_up = random(nodes, HIDDEN), random(nodes, HIDDEN), random(nodes, 2 * INTERMEDIATE)
@@ -110,16 +113,18 @@ def layer_cases(nodes: int) -> dict[str, Case]:
 
     tables = cos.flatten(0, 2), sin.flatten(0, 2)
     return {
-        "rms_norm": Case(lambda: rms_norm.launch(x, norm.weight, 1e-5), lambda: plain(x), 2 * size(x)),
-        "residual_rms_norm": Case(lambda: rms_norm.launch(y, norm.weight, 1e-5, residual=x), add_norm, 4 * size(x)),
-        "rope_write": Case(
+        "rms_norm": KernelCase(lambda: rms_norm.launch(x, norm.weight, 1e-5), lambda: plain(x), 2 * size(x)),
+        "residual_rms_norm": KernelCase(
+            lambda: rms_norm.launch(y, norm.weight, 1e-5, residual=x), add_norm, 4 * size(x)
+        ),
+        "rope_write": KernelCase(
             lambda: rope_write.launch(qkv[0], *tables, slots, keys, values), rope, 2 * size(qkv) + size(cos, sin)
         ),
-        "gated": Case(lambda: gated.launch(gate_up, "silu"), gate, size(gate_up) * 3 // 2),
+        "gated": KernelCase(lambda: gated.launch(gate_up, "silu"), gate, size(gate_up) * 3 // 2),
     }
 
 
-def commit_case(context: int, layers: int = 32, steps: int = 8) -> Case:
+def commit_case(context: int, layers: int = 32, steps: int = 8) -> KernelCase:
     from specdec.model.cache import KVCache
 
     cache = KVCache(layers, 1, context + 64, KV_HEADS, DIM, torch.empty(0, dtype=DTYPE, device="cuda"))
@@ -134,23 +139,23 @@ def commit_case(context: int, layers: int = 32, steps: int = 8) -> Case:
     def kernel() -> None:
         cache.move(cache.addresses, cache.layers[0], none, path, n)
 
-    return Case(kernel, eager, moved=2 * layers * 2 * (steps - 1) * KV_HEADS * DIM * DTYPE.itemsize)
+    return KernelCase(kernel, eager, moved=2 * layers * 2 * (steps - 1) * KV_HEADS * DIM * DTYPE.itemsize)
 
 
-def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[str, Case]:
+def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[str, KernelCase]:
     from specdec.kernels import filtered_sampling, head_topk
 
     hidden, weight, logits = random(width, HIDDEN), random(drafts, HIDDEN) / 64, random(nodes, VOCAB) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     return {
-        "head_topk": Case(
+        "head_topk": KernelCase(
             lambda: head_topk.launch(hidden, weight, width),
             lambda: (hidden @ weight.T).float().log_softmax(-1).topk(width),
             moved=size(hidden, weight),
             flops=2 * width * HIDDEN * drafts,
         ),
-        "filtered_sampling": Case(
+        "filtered_sampling": KernelCase(
             lambda: filtered_sampling.launch(logits, *filters),
             lambda: draw(filtered_probs(logits, sampling), None),
             moved=size(logits),
@@ -159,13 +164,13 @@ def vocabulary_cases(nodes: int, width: int = 8, drafts: int = 32000) -> dict[st
 
 
 class Stopwatch:
-    """Times on the device, the L2 cache overwritten before each."""
+    """Median seconds on the device, the L2 cache overwritten before each trial."""
 
     def __init__(self, trials: int):
         self.trials = trials
         self.sweep = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
 
-    def seconds(self, run: Run) -> float:
+    def seconds(self, run: Launch) -> float:
         for _ in range(3):
             run()
         graph = captured(run)
@@ -181,7 +186,7 @@ class Stopwatch:
         return statistics.median(times)
 
 
-def captured(run: Run) -> torch.cuda.CUDAGraph:
+def captured(run: Launch) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -189,7 +194,7 @@ def captured(run: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def measure(case: Case, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
+def measure(case: KernelCase, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
     """Every implementation's time, rates and share of the ceiling."""
     torch.compiler.reset()
     compiled = torch.compile(case.eager, dynamic=False)
@@ -259,7 +264,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise ValueError("this benchmark needs a GPU, and torch sees none here")
     result = rounded(benchmark(args.nodes, args.context, args.trials))
-    write_text(args.out, json.dumps(result, indent=1) + "\n")
+    write_json(args.out, result)
     print(json.dumps(result))
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of a training step's objective at a large vocabulary, one process for each way to compute it.
+"""Peak memory of the objective of a training step at a large vocabulary, one process for each way to compute it.
 
     python -m lab.bench.objective_memory --vocab 128000 --length 2048 --hidden 256 --steps 3
 

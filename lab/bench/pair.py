@@ -12,7 +12,7 @@ from training.data import Batch
 
 
 def random_pair(vocab: int, hidden: int, layers: int = 3) -> tuple[Target, Eagle3]:
-    """Random weights of a scale at which the target has preferences; the drafter knows the whole vocabulary."""
+    """Random weights, large enough that the target prefers some tokens. The drafter proposes from all tokens."""
     torch.manual_seed(0)
     heads = hidden // 64
     config = ModelConfig(
@@ -28,7 +28,7 @@ def random_pair(vocab: int, hidden: int, layers: int = 3) -> tuple[Target, Eagle
 
 
 def random_batch(vocab: int, rows: int, length: int, learnt: float) -> Batch:
-    """rows texts of `length` tokens; the last `learnt` of each is the assistant's."""
+    """`rows` texts of `length` random tokens. The last part `learnt` of each is the assistant's."""
     torch.manual_seed(1)
     mask: Tensor = (torch.arange(length) >= round(length * (1 - learnt))).float()
     return Batch(torch.randint(vocab, (rows, length)), mask.repeat(rows, 1))

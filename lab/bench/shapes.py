@@ -1,6 +1,8 @@
-"""Random weights in the shape of a real model, made where they are needed and stored nowhere: only their speed means
-anything. conf/shape/*.yaml holds the public config of each. As in the checkpoints of these models all values are bf16
-ones, whatever the dtype: on the CPU the speed of fp32 depends on it (`specdec.model.cpu_linear`)."""
+"""Random weights in the shape of a real model. Only their speed means anything.
+
+They are made where they are needed, and stored nowhere. conf/shape/*.yaml holds the public config of each model. All
+values are bf16 values whatever the dtype, as in the checkpoints of these models: on the CPU the speed of fp32 depends
+on that (`specdec.model.cpu_linear`)."""
 
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ STD = 0.02
 
 
 def random_target(config: dict, name: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Target:
-    """A target of a Hugging Face config; it has no tokenizer and no end of text."""
+    """A target of a Hugging Face config, without a tokenizer and without end-of-text tokens."""
     with torch.device("meta"):
         target = Target(read_config(config, name)).to(dtype)
     target.to_empty(device=device)

@@ -1,4 +1,4 @@
-"""Commands run one after the other, each within its time: what ended how is written down after every one."""
+"""Commands that run one after the other, each within its time limit, and a record of how each ended."""
 
 import json
 import os
@@ -16,28 +16,23 @@ GRACE = 20.0  # seconds from being asked to stop to being killed
 
 @dataclass(frozen=True)
 class Stage:
-    """A command. In its words {limit} becomes the seconds that it has, {budget} three quarters of them: what it may
-    use if it keeps to time itself.
+    """A command with a time limit.
 
-    share: of the whole time, at most; None: what is left, evenly with the other stages of that kind. needs: files
-    without which it is skipped. makes: a file or folder; there beforehand, the stage need not run, and missing
-    afterwards, it failed. result: a JSON file that becomes part of the record, else the last line of the output does,
-    if it is a JSON object. ends_itself: if false, being stopped when the time is over is how it is meant to end. void:
-    why it cannot run here.
-    """
+    In its words {limit} becomes the seconds that it has, and {budget} three quarters of them, for commands that keep to
+    a budget themselves."""
 
     name: str
     command: list[str]
-    share: float | None = None
-    needs: tuple[Path, ...] = ()
-    makes: Path | None = None
-    result: Path | None = None
-    ends_itself: bool = True
-    void: str | None = None
+    share: float | None = None  # of the whole time, at most; None: an equal part of what is left
+    needs: tuple[Path, ...] = ()  # files without which it is skipped
+    makes: Path | None = None  # if it is there beforehand, the stage is not run; if it is missing afterwards, it failed
+    result: Path | None = None  # a JSON file for the record; None: the last line of output, if it is a JSON object
+    ends_itself: bool = True  # False: to be stopped when the time is over is how it is meant to end
+    void: str | None = None  # why it cannot run here
 
 
 def run_stages(stages: list[Stage], seconds: float, done: Callable[[dict], None], cwd: Path | None = None) -> None:
-    """Run what can run, and give `done` the record of each stage as soon as it is over."""
+    """Run all stages that can run. done: called with the record of each as soon as it is over."""
     deadline = time.monotonic() + seconds
     for i, stage in enumerate(stages):
         left = deadline - time.monotonic()
@@ -47,7 +42,7 @@ def run_stages(stages: list[Stage], seconds: float, done: Callable[[dict], None]
 
 
 def run_stage(stage: Stage, limit: float, cwd: Path | None = None) -> dict:
-    """outcome: done, failed, out of time, skipped or kept (made before)."""
+    """Run a stage and return its record. `outcome` is done, failed, out of time, skipped or kept (made before)."""
     times = {"{limit}": f"{max(limit, 1):.0f}", "{budget}": f"{max(0.75 * limit, 1):.0f}"}
     command = [_fill(word, times) for word in stage.command]
     record = {"stage": stage.name, "command": shlex.join(command), "limit_seconds": round(limit, 1)}
@@ -76,8 +71,8 @@ def _fill(word: str, values: dict[str, str]) -> str:
 
 
 def _run(command: list[str], limit: float, cwd: Path | None) -> tuple[str, int, bool]:
-    """Output, exit code, and whether the time was over: then the command and its children are interrupted, as Ctrl-C
-    does it, and later killed."""
+    """Output, exit code, and whether the time was over. Then the command and its children are interrupted, as by
+    Ctrl-C, and killed after some more time."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -100,7 +95,7 @@ def _run(command: list[str], limit: float, cwd: Path | None) -> tuple[str, int, 
 
 
 def _result(stage: Stage, output: str):
-    """The JSON that the stage wrote, or null."""
+    """The JSON that the stage wrote or printed, or None."""
     try:
         if stage.result is not None:
             return json.loads(stage.result.read_text(encoding="utf-8"))

@@ -1,9 +1,8 @@
 """A benchmark's rows as a terminal table."""
 
-import os
-
-from rich.console import Console
 from rich.table import Table
+
+from lab.output import console
 
 COLUMNS = (
     "", "tokens/s", "decoding", "step ms: P50, P95", "tokens a step", "first token ms", "cache, peak MiB",
@@ -13,7 +12,7 @@ MIB = 2**20
 
 
 def print_rows(rows: list[dict], title: str) -> None:
-    """Configuration by configuration; what was skipped or failed in one line with its reason."""
+    """Print the rows by configuration; below the table, what was skipped or failed, and why."""
     table = Table(title=title, caption="tokens/s: end to end; decoding: without prompt and first token")
     for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left")
@@ -22,14 +21,14 @@ def print_rows(rows: list[dict], title: str) -> None:
             table.add_section()
             table.add_row(f"[bold]{row['configuration']}")
         table.add_row(*_cells(row))
-    console = Console(width=None if os.isatty(1) else 170)
-    console.print(table)
+    screen = console(170)
+    screen.print(table)
     for remark, where in remarks(rows).items():
-        console.print(f"{remark} ({', '.join(where)})", markup=False, highlight=False)
+        screen.print(f"{remark} ({', '.join(where)})", markup=False, highlight=False)
 
 
 def remarks(rows: list[dict]) -> dict[str, list[str]]:
-    """What must be said of rows -> the configurations in which it must."""
+    """Remarks, each with the configurations that it is about."""
     out: dict[str, list[str]] = {}
     for row in rows:
         for kind in ("failed", "skipped", "note"):

@@ -1,151 +1,51 @@
-"""What if: the speed-up of speculative decoding on hardware that is given by numbers.  A simulation, not a measurement.
+"""The speed-up of speculative decoding on hardware that is given by numbers. A simulation, not a measurement.
 
-    python -m lab.cost.simulate --hardware h100 --target llama-3.1-8b --out h100.png
+    specdec simulate --hardware h100 --target llama-3.1-8b --out h100.png
 
-A forward of R = B n rows over contexts of C tokens takes, with W the bytes of the weights that it reads,
-
-    max(W / bandwidth, 2 (W / bytes per weight) R / flops)                  linear maps: all weights once
-  + max(B C kv / bandwidth, 4 layers heads Dh C R / flops)                  attention: keys and values once per sequence
-  + kernels * launch                                                        what no kernel is too small for
-
-(the roofline of Williams et al., CACM 2009, for each of the two). A plain token is a forward of n = 1; a round is the
-target's forward of n = N, steps - 1 forwards of a one-layer drafter with n = topk, one with n = steps + 1 that absorbs
-what was accepted, small operators at every level, and one reading by the host. tau comes from acceptance by rank,
-taken as equal at every depth, and the best tree of N nodes for it (`trees.optimal`). Nothing overlaps, nothing is
-quantised, one device. Bandwidth and FLOP/s are the vendor's peaks times the shares that kernels are assumed to reach.
+Times come from a roofline (`lab.cost.roofline`). tau comes from acceptance by rank, taken as equal at every depth, and
+from the best tree of N nodes for it (`trees.optimal`).
 """
 
 import argparse
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from lab.cost.cost import NODES, WIDTHS, Costs, Setting, grid
+from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder, eagle3_of
+from lab.cost.rounds import NODES, WIDTHS, useful_trees
+from lab.output import console, write_figure
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_whole
 from specdec.cli.flags import command_parser, whole_numbers
 from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json, resolve
 from trees.optimal import expected_tau, optimal_paths
+from trees.spec import TreeSpec
 
 SIMULATED = "SIMULATED: formulas and assumed numbers, no measurement"
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """bandwidth in bytes/s, flops in dense 16-bit FLOP/s, memory in bytes, all peaks; launch in seconds per kernel."""
-
-    bandwidth: float
-    flops: float
-    memory: float
-    launch: float = 2e-6  # within a CUDA graph; some 5e-6 without
-    bandwidth_share: float = 0.8  # of the peak, reached
-    flops_share: float = 0.6
+def tau_of(tree: TreeSpec, accept: Sequence[float]) -> float:
+    """Tokens a round on average, if at every depth the child of rank r is right with probability accept[r]."""
+    ranks = list(accept[: tree.topk])
+    most = sum(len(ranks) ** depth for depth in range(tree.steps + 1))
+    table = [ranks] * tree.steps
+    return expected_tau(optimal_paths(table, min(tree.num_draft_tokens, most)), table)
 
 
-# NVIDIA's data sheets: dense bf16 with fp32 accumulation.
-HARDWARE = {
-    "h100": Hardware(3.35e12, 989e12, 80e9),  # SXM
-    "h200": Hardware(4.8e12, 989e12, 141e9),
-    "a100": Hardware(2.04e12, 312e12, 80e9),  # SXM, 80 GB
-    "4090": Hardware(1.01e12, 165e12, 24e9),
-}
+def speed_up(costs: Roofline, tree: TreeSpec, tau: float, context: float, batch: float) -> float:
+    """Tokens/s of rounds that emit tau tokens, to plain decoding's."""
+    return tau * float(costs.plain(context, batch)) / float(costs.round(tree, context, batch))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a forward reads and computes; `weights` without the embedding, of which only rows are read."""
-
-    weights: float  # parameters
-    layers: int
-    kv: float  # elements that one token adds to the cache
-    heads_dim: int  # query heads * head size
-    bytes_each: float = 2.0
-
-    @property
-    def bytes(self) -> float:
-        return self.weights * self.bytes_each
-
-
-def decoder(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, vocab: int) -> Shape:
-    """The shape of a dense decoder from the numbers of its config."""
-    attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
-    weights = layers * (attention + 3 * hidden * intermediate) + vocab * hidden
-    return Shape(weights, layers, 2 * layers * kv_heads * head_dim, heads * head_dim)
-
-
-def eagle3_of(hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, draft_vocab: int) -> Shape:
-    """An EAGLE-3 head for such a decoder: `fc` over three taps, one layer that attends over two inputs, a head."""
-    one = decoder(1, hidden, intermediate, heads, kv_heads, head_dim, draft_vocab)
-    more = hidden * (heads + 2 * kv_heads) * head_dim + 3 * hidden * hidden
-    return replace(one, weights=one.weights + more)
-
-
-CONFIGS = {
-    "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, 128256),
-    "llama-3.3-70b": (80, 8192, 28672, 64, 8, 128, 128256),
-    "qwen3-32b": (64, 5120, 25600, 64, 8, 128, 151936),
-}
-
-
-@dataclass(frozen=True)
-class Roofline(Costs):
-    """`Costs` by the formulas above."""
-
-    hardware: Hardware
-    target: Shape
-    drafter: Shape
-    kernels_a_layer: int = 10
-    kernels_a_level: int = 25  # the bookkeeping of a dynamic tree
-    host: float = 30e-6  # one reading of the emitted tokens
-
-    def forward(self, shape: Shape, nodes: float, context: np.ndarray, batch: float) -> np.ndarray:
-        """Seconds of one forward of `nodes` rows for each of `batch` sequences."""
-        h, rows = self.hardware, nodes * batch
-        bandwidth, flops = h.bandwidth * h.bandwidth_share, h.flops * h.flops_share
-        context = np.asarray(context, dtype=float)
-        linear = max(shape.bytes / bandwidth, 2 * shape.weights * rows / flops)
-        read = batch * context * shape.kv * shape.bytes_each / bandwidth
-        computed = 4 * shape.layers * shape.heads_dim * context * rows / flops
-        return linear + np.maximum(read, computed) + self.kernels_a_layer * shape.layers * h.launch
-
-    def plain(self, context: np.ndarray, batch: float = 1) -> np.ndarray:
-        return self.forward(self.target, 1, context, batch) + self.host
-
-    def round(self, setting: Setting, context: np.ndarray, batch: float = 1) -> np.ndarray:
-        level = self.forward(self.drafter, setting.topk, context, batch)
-        absorb = self.forward(self.drafter, setting.steps + 1, context, batch)
-        verify = self.forward(self.target, setting.num_draft_tokens, context, batch)
-        small = setting.steps * self.kernels_a_level * self.hardware.launch
-        return (setting.steps - 1) * level + absorb + verify + small + self.host
-
-    def fits(self, context: float, batch: float) -> bool:
-        """Do weights (but for the embedding) and caches fit into the memory?"""
-        caches = sum(batch * context * s.kv * s.bytes_each for s in (self.target, self.drafter))
-        return self.target.bytes + self.drafter.bytes + caches <= self.hardware.memory
-
-
-def tau_of(setting: Setting, accept: Sequence[float]) -> float:
-    """Tokens a round if the child of rank r is right with probability accept[r], at every depth."""
-    ranks = list(accept[: setting.topk])
-    most = sum(len(ranks) ** depth for depth in range(setting.steps + 1))
-    table = [ranks] * setting.steps
-    return expected_tau(optimal_paths(table, min(setting.num_draft_tokens, most)), table)
-
-
-def speed_up(costs: Costs, setting: Setting, tau: float, context: float, batch: float) -> float:
-    """Tokens/s of rounds of tau tokens against plain decoding's."""
-    return tau * float(costs.plain(context, batch)) / float(costs.round(setting, context, batch))
-
-
-def sweep(costs: Roofline, taus: dict[Setting, float], batches: Sequence[int], contexts: Sequence[int]) -> list[dict]:
-    """For each batch size and context the best setting, and what it gains; None where the memory is too small."""
+def best_by_load(
+    costs: Roofline, taus: dict[TreeSpec, float], batches: Sequence[int], contexts: Sequence[int]
+) -> list[dict]:
+    """A row for each batch size and context: the best tree and what it gains, or that the memory is too small."""
     found = []
     for batch, context in itertools.product(batches, contexts):
         row = {"simulated": True, "batch": batch, "context": context, "fits": costs.fits(context, batch)}
@@ -165,10 +65,7 @@ def sweep(costs: Roofline, taus: dict[Setting, float], batches: Sequence[int], c
     return found
 
 
-# Shown
-
-
-def print_sweep(rows: list[dict], name: str) -> None:
+def print_best(rows: list[dict], name: str) -> None:
     table = Table(title=f"{name}\n{SIMULATED}")
     for column in ("batch", "context", "best topk/steps/nodes", "tau", "ms plain", "ms a round", "plain tokens/s",
                    "speed-up"):  # fmt: skip
@@ -181,19 +78,19 @@ def print_sweep(rows: list[dict], name: str) -> None:
         advice = f"{row['speed_up']:.2f}" + ("" if row["speed_up"] > 1 else " (decode plainly)")
         table.add_row(*at, row["setting"], f"{row['tau']:.2f}", f"{row['plain_ms']:.2f}", f"{row['round_ms']:.2f}",
                       f"{row['plain_tokens_per_second']:.0f}", advice)  # fmt: skip
-    Console(width=120).print(table)
+    console(120).print(table)
 
 
 def write_plot(
     costs: Roofline,
-    taus: dict[Setting, float],
+    taus: dict[TreeSpec, float],
     batches: Sequence[int],
     contexts: Sequence[int],
     nodes: Sequence[int],
     name: str,
     path: Path,
 ) -> None:
-    """Speed-up against batch size, context, and N, each with the best setting of those that remain."""
+    """Draw the speed-up over batch size, over context, and over N. Every point is that of the best tree there."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -225,11 +122,8 @@ def write_plot(
                   ha="center", va="center", rotation=25)  # fmt: skip
         axis.legend()
     axes[2].set_title(f"context {contexts[0]}")
-    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+    write_figure(path, figure)
     plt.close(figure)
-
-
-# The command
 
 
 def numbers(text: str) -> list[float]:
@@ -298,7 +192,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
     return Hardware(**{"memory": float("inf")} | given)
 
 
-def shapes_of(args: argparse.Namespace) -> tuple[Shape, Shape]:
+def shapes_of(args: argparse.Namespace) -> tuple[ForwardShape, ForwardShape]:
     """Target and drafter."""
     dims = CONFIGS.get(args.target)
     if dims is None:
@@ -323,14 +217,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.steps < 1 or min(args.topk + args.batch + args.context) < 1:
         raise ValueError("--steps, --topk, --batch and --context must be at least 1")
     topks = [k for k in args.topk if k <= len(args.accept)]
-    settings = grid(topks, args.steps, args.num_draft_tokens)
-    if not settings:
+    trees = useful_trees(topks, args.steps, args.num_draft_tokens)
+    if not trees:
         raise ValueError("there is no setting with these --topk, --steps, --num-draft-tokens and ranks of --accept")
     costs = Roofline(hardware_of(args), *shapes_of(args))
-    taus = {setting: tau_of(setting, args.accept) for setting in settings}
-    rows = sweep(costs, taus, args.batch, args.context)
+    taus = {tree: tau_of(tree, args.accept) for tree in trees}
+    rows = best_by_load(costs, taus, args.batch, args.context)
     name = f"{args.target} on {args.hardware or 'the given hardware'}, acceptance {args.accept[0]:g} at rank 1"
-    print_sweep(rows, name)
+    print_best(rows, name)
     if args.out is not None:
         write_plot(costs, taus, args.batch, args.context, args.num_draft_tokens, name, args.out)
     if args.json:

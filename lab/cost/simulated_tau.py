@@ -1,8 +1,8 @@
-"""A tau that is given, not measured: what a round costs does not depend on what the weights say, what it yields does.
+"""A tau that is given, not measured, for pairs with random weights.
 
-With random weights nothing is accepted, and yet their shapes cost what trained ones cost. `SimulatedTau` lets such a
-pair decode as if it accepted a given number of tokens: the times are real, the text is void, and whoever shows a number
-that came from it must write SIMULATED beside it.
+Random weights cost what trained weights of the same shapes cost, but nothing that they draft is accepted.
+`SimulatedTau` lets such a pair decode as if a given number of tokens were accepted. The times are real, and the text is
+void. Whoever shows a number that came from it must write SIMULATED beside it.
 """
 
 from dataclasses import dataclass, field
@@ -20,11 +20,11 @@ MARK = "SIMULATED"
 class SimulatedTau:
     """Does all the work of `verifier`, and then lets every row emit a number of tokens that depends on the round alone.
 
-    Round r of this object emits floor((r+1) tau) - floor(r tau) tokens, the bonus counted, so that k rounds emit k tau,
-    rounded down. The accepted nodes are the tree's first ones, whether or not they lie on a path: as many keys move as
-    on a path of that length. It is not in `specdec.verify`: no text that it makes is the target's.
+    Round r of this object emits floor((r+1) tau) - floor(r tau) tokens, the bonus counted, so that k rounds emit k tau
+    tokens, rounded down. The accepted nodes are the tree's first ones, whether or not they lie on a path: as many keys
+    move as on a path of that length. No text that it makes is the target's, so `specdec.verify` does not know it.
 
-    The count of rounds lies on the device: nothing synchronises, and a captured round counts on when it is replayed.
+    The count of rounds lies on the device, so that nothing waits for it and a captured round goes on counting.
     """
 
     tau: float

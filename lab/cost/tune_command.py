@@ -11,27 +11,31 @@ import statistics
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from lab.cost.cost import NODES, WIDTHS, CostModel, Setting, grid, machine, measured_costs, static
-from lab.cost.tune import Tuned, report_of, shape_entries, tune, write_settings
-from lab.replay.recording import record
-from specdec.api import ModelSettings, Sampling
+from lab.cost.kept import measured_costs
+from lab.cost.model import CostModel
+from lab.cost.rounds import NODES, WIDTHS, useful_trees
+from lab.cost.tune import Tuned, report_of, tree_entries, tune, write_settings
+from lab.machine import machine
+from lab.models import add_model_flags, check_counts, load_models, read_encoded
+from lab.output import console, progress_bar
+from lab.replay import record
+from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags, whole_numbers
 from specdec.engine.recorder import versions
-from specdec.text import encode_prompt, read_prompts
+from specdec.types import Sampling
+from trees.spec import TreeSpec
 
 SHOWN = 10
-BUSY = 0.1  # functions that fit the measured rounds worse than this were fitted to whatever else the machine did
+BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
 
 
 def parser() -> argparse.ArgumentParser:
     p = command_parser("tune", __doc__, "--prompt-file FILE --out FILE [options]")
     model = p.add_argument_group("models")
-    add_flags(model, ModelSettings, "target", "draft", "token_map", "feedback", "dtype", "device")
+    add_model_flags(model, "token_map", "feedback")
     text = p.add_argument_group("what is decoded")
     text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
     text.add_argument("--limit", type=int, default=16, help="prompts (default 16)")
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes (default 2,3,4,6,8,12,... 64)"
     )
     tries.add_argument(
-        "--tree", type=Path, action="append", default=[], help="a static tree's file, to try too; may be given again"
+        "--tree", action="append", default=[], help="a static tree to try too: its file, or a name; may be given again"
     )
     tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real (default 4)")
     tries.add_argument("--repeats", type=int, default=3, help="of real decoding and measured rounds (default 3)")
@@ -59,9 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    for flag in ("limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats"):
-        if getattr(args, flag) < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    check_counts(args, "limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats")
     if args.max_new_tokens < 2:
         raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
     read_flags(ModelSettings, args).check_pair()
@@ -74,23 +76,21 @@ def print_tables(tuned: Tuned, costs: CostModel) -> None:
     for p in tuned.ranking[:SHOWN]:
         ratio = p.tokens_per_second / tuned.plain.tokens_per_second
         cells = f"{p.tokens_per_second:.1f}", f"{ratio:.2f}", f"{p.tau:.2f}", f"{1e3 * p.seconds_a_round:.2f}"
-        ranking.add_row(str(p.setting), *cells)
+        ranking.add_row(str(p.tree), *cells)
     ranking.caption = (
         f"the best {min(SHOWN, len(tuned.ranking))} of {len(tuned.ranking)}; the functions fit the measured rounds "
         f"within {statistics.median(costs.errors()):.1%} at the median"
     )
     real = Table("", "predicted", "measured", "predicted to measured", "tau", title="tokens/s for real")
     for p, m in tuned.measured:
-        name = "plain" if p.setting is None else str(p.setting)
+        name = "plain" if p.tree is None else str(p.tree)
         rates = p.tokens_per_second, m.tokens_per_second
         real.add_row(name, f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{rates[0] / rates[1]:.2f}", f"{m.tau:.2f}")
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(ranking)
-    console.print(real)
+    console(120).print(ranking, real)
 
 
 def model_entries(args: argparse.Namespace) -> dict:
-    """The models as a settings file names them: what is on disk by its whole path."""
+    """The models as a settings file names them: what is on disk by its absolute path."""
 
     def place(name) -> str | None:
         return str(Path(name).resolve()) if name is not None and Path(name).exists() else name and str(name)
@@ -101,61 +101,56 @@ def model_entries(args: argparse.Namespace) -> dict:
     return entries | {"feedback": args.feedback}
 
 
-def settings_of(args: argparse.Namespace, drafter) -> list[Setting]:
-    """Everything that is to be predicted."""
+def trees_of(args: argparse.Namespace, drafter) -> list[TreeSpec]:
+    """The trees to predict. Raises ValueError if there is none but those of --tree."""
     topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
     steps = min(args.steps, drafter.max_steps or args.steps)
-    dynamic = grid(topks, steps, args.num_draft_tokens)
+    dynamic = useful_trees(topks, steps, args.num_draft_tokens)
     if not dynamic:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
-    return [*dynamic, *(static(file) for file in args.tree)]
+    return [*dynamic, *map(TreeSpec.parse, args.tree)]
 
 
-def find(args: argparse.Namespace, target, drafter, bars: Progress) -> tuple[CostModel, Tuned]:
+def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
     """Measure, replay, predict, try."""
-
-    def bar(name: str):
-        task = bars.add_task(name)
-        return lambda done, of: bars.update(task, completed=done, total=of)
-
-    prompts = [encode_prompt(target, text, args.raw) for text in read_prompts(args.prompt_file)[: args.limit]]
-    settings, sampling = settings_of(args, drafter), Sampling(args.temperature)
-    dynamic = [s for s in settings if s.file is None]
+    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
+    trees, sampling = trees_of(args, drafter), Sampling(args.temperature)
+    dynamic = [tree for tree in trees if tree.file is None]
     costs = measured_costs(
         target,
         drafter,
         [token for prompt in prompts for token in prompt],
         remeasure=args.remeasure,
-        progress=bar("costs"),
-        topks=sorted({s.topk for s in dynamic}),
-        steps=max(s.steps for s in dynamic),
+        progress=progress_bar("costs"),
+        topks=sorted({tree.topk for tree in dynamic}),
+        steps=max(tree.steps for tree in dynamic),
         nodes=args.num_draft_tokens,
-        statics=[s for s in settings if s.file is not None],
+        statics=[tree for tree in trees if tree.file is not None],
         batches=sorted({min(args.batch_size, len(prompts)), len(prompts) % args.batch_size or args.batch_size}),
         sampling=sampling,
         repeats=args.repeats,
     )
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    topks, steps = sorted({s.topk for s in dynamic}), max(s.steps for s in settings)
+    topks, steps = sorted({tree.topk for tree in dynamic}), max(tree.steps for tree in trees)
     superset = record(target, drafter, prompts, topks=topks, steps=steps, **how)
-    how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": bar("real runs")}
-    return costs, tune(costs, superset, settings, target, drafter, prompts, tries=args.tries, **how)
+    how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
+    return costs, tune(costs, superset, trees, target, drafter, prompts, tries=args.tries, **how)
 
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
-    """The settings file; returns its report."""
+    """Write the settings file; returns its report."""
     told = ("max_new_tokens", "batch_size", "temperature")
     report = report_of(tuned) | {
         "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
         "machine": machine(target.device),
         "versions": versions(),
     }
-    setting, models = tuned.best[0].setting, model_entries(args)
-    if setting is None:
+    tree, models = tuned.best[0].tree, model_entries(args)
+    if tree is None:
         models = {key: models[key] for key in ("target", "dtype", "device")}
     else:
         models["verifier"] = "match"  # the rule that replay knows, and the engine's own
-    write_settings(args.out, models | shape_entries(setting), report)
+    write_settings(args.out, models | tree_entries(tree), report)
     return report
 
 
@@ -163,11 +158,8 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_flags(args)
-    models = read_flags(ModelSettings, args)
-    target = models.load_target()
-    drafter = models.load_drafter(target)
-    with Progress(disable=not sys.stderr.isatty(), console=Console(stderr=True)) as bars:
-        costs, tuned = find(args, target, drafter, bars)
+    target, drafter = load_models(args)
+    costs, tuned = find(args, target, drafter)
     print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(
@@ -177,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     report = write(args, tuned, target)
     print(tuned.verdict)
-    print(json.dumps(report) if args.json else f"wrote {args.out}: python -m specdec.generate --settings {args.out}")
+    print(json.dumps(report) if args.json else f"wrote {args.out}: specdec generate --settings {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Is speculative greedy text plain greedy text? Where it is not: two logits too close to call, or a bug?"""
+"""Is speculative greedy text plain greedy text? If not, were two logits too close to call, or is it a bug?"""
 
 import copy
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ FINER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.floa
 
 @dataclass
 class Mismatch:
-    """The first token of a text that differs from plain decoding's."""
+    """The first token of a text that differs from plain decoding."""
 
-    prompt: int  # its number
+    prompt: int  # the prompt's number
     position: int  # in the new text
     plain: int  # token ids
     speculative: int
@@ -27,13 +27,13 @@ class Mismatch:
 
     @property
     def tie(self) -> bool:
-        """Two ways to compute two logits may each be off by `error`: a margin within that decides nothing."""
+        """Is the difference one of rounding? Two ways to compute two logits may each be off by `error`."""
         return self.leading and self.margin <= 4 * self.error
 
 
 @dataclass
 class GreedyProof:
-    """What became of a drafter, tree and verifier on all prompts."""
+    """What one drafter, tree and verifier did on all prompts."""
 
     texts: int
     tokens: int
@@ -51,7 +51,7 @@ class GreedyProof:
 
 
 class GreedyProver:
-    """Plain greedy texts of a target, and what others make of the same prompts."""
+    """Compares greedy texts with the plain ones of a target."""
 
     def __init__(self, target: Target, prompts: list[list[int]], max_new_tokens: int):
         self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
@@ -99,7 +99,7 @@ class GreedyProver:
         )
 
     def _reference(self) -> Target:
-        """The target in a finer dtype; made at the first mismatch, as most proofs need none."""
+        """The target in a finer dtype. It is made at the first mismatch, since most proofs need none."""
         if self._finer is None:
             dtype = self.target.dtype
             self._finer = copy.deepcopy(self.target).to(FINER.get(dtype, torch.float64))

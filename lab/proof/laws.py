@@ -1,7 +1,8 @@
-"""Verifiers against exact laws: a target and a drafter that are tables, so that the law of several tokens is known.
+"""Verifiers against exact laws, on a target and a drafter that are tables.
 
-p and q of the next token depend on the token before. What a verifier emits on trees drawn from the drafter, followed by
-draws from the target where fewer than three tokens were emitted, must have the target's joint law of three tokens.
+The distributions p and q of the next token depend on the token before it alone, so the law of several tokens is known.
+What a verifier emits on trees drawn from the drafter must follow the target's joint law of three tokens; where fewer
+than three tokens were emitted, the others are drawn from the target.
 """
 
 import itertools
@@ -21,19 +22,20 @@ from specdec.types import DraftTree, Sampling, Verifier
 from trees.ancestors import ancestors_of
 
 VOCAB = 6
-LEAST_EXPECTED = 5.0  # cells with a smaller expected count are counted together
+LEAST_EXPECTED = 5.0  # cells of a smaller expected count are counted together
 
 
 class TableDrafter(Drafter):
-    """A drafter whose distribution depends on the last token alone; it takes any tree policy."""
+    """A drafter whose distribution depends on the last token alone. Any tree policy can grow its trees."""
 
-    def __init__(self, logits: Tensor):
-        """logits [V,V], of the token after the row's."""
+    def __init__(self, logits: Tensor, ids: Tensor | None = None):
+        """logits [V,V]: row t are those of the token after t. ids [U]: the tokens that are proposed; None: all."""
         super().__init__()
-        self.logits, self.vocab = logits, DraftVocab(len(logits))
+        self.logits, self.vocab = logits, DraftVocab(len(logits), ids)
 
     def state(self, tokens: Tensor) -> DraftState:
-        return DraftState(torch.zeros(*tokens.shape, 1), self.logits[tokens])
+        """The state at these tokens [B,W]."""
+        return DraftState(torch.zeros(*tokens.shape, 1), self.vocab.select(self.logits[tokens]))
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.state(tokens)
@@ -48,11 +50,11 @@ def tables(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class LawProof:
-    """Three tokens, emitted many times, against their law."""
+    """What became of three tokens, drawn many times, against their law."""
 
     draws: int
-    emitted: float  # tokens a round, so that a rule that accepts nothing is seen
-    impossible: int  # of the draws: what the law gives no probability
+    emitted: float  # tokens a round: it is 1 for a rule that accepts nothing
+    impossible: int  # draws to which the law gives no probability
     pvalue: float  # chi-square
     distance: float  # total variation between the law and what was seen
     noise: float  # the distance that 99 % of samples of the law itself stay below
@@ -67,7 +69,9 @@ def target_law(logits: Tensor, sampling: Sampling) -> Tensor:
 def three_tokens(
     policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """What follows token 0: tokens [draws,3], filled up with draws from the target; how many were emitted [draws]."""
+    """The three tokens [draws,3] that follow token 0, and how many of them were emitted [draws].
+
+    Those that were not are drawn from the target."""
     target, drafter = tables()[0], TableDrafter(tables()[1])
     generator = torch.Generator().manual_seed(seed)
     root = torch.zeros(draws, dtype=torch.int64)
@@ -100,8 +104,9 @@ def prove_law(
 
 
 def chi_square(seen: Tensor, expected: Tensor) -> float:
-    """The p-value of counts [K] against expected counts [K] of the same sum; 0 where the impossible happened, NaN where
-    there are too few to tell."""
+    """The p-value of counts [K] against expected counts [K] of the same sum.
+
+    It is 0 where the impossible happened, and NaN where the counts are too few to tell."""
     if seen[expected == 0].sum() > 0:
         return 0.0
     rare = expected < LEAST_EXPECTED
@@ -124,10 +129,10 @@ def _noise(law: Tensor, draws: int, seed: int, samples: int = 500) -> float:
 
 
 def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | None = None) -> float:
-    """Total variation between a rule's law of two tokens on one fixed tree and the target's, without sampling.
+    """Total variation between a rule's law of two tokens on one fixed tree and the target's law, without sampling.
 
-    For rules whose only chance is the target's token at every node, as `match`: every outcome of those draws is given
-    to the rule as logits that have one likeliest token, and weighs the product of its tokens' probabilities.
+    It takes rules whose only chance is the target's token at every node, as `match`. Every outcome of those draws is
+    given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
     """
     tree = tree or small_tree()
     p = filtered_probs(tables()[0], sampling).double()
@@ -148,11 +153,11 @@ def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | Non
 
 
 def small_tree() -> DraftTree:
-    """A root (token 0), two children, and one child of the first: tokens 2, 4 and 1."""
+    """A root (token 0) with two children (2 and 4), and one child of the first (1)."""
     parents = torch.tensor([[0, 0, 0, 1]])
     return DraftTree(torch.tensor([[0, 2, 4, 1]]), parents, torch.tensor([[0, 1, 1, 2]]), ancestors_of(parents, 2), 2)
 
 
 def significance(tests: int, level: float = 1e-3) -> float:
-    """p-values below this are no accident among so many tests (Bonferroni)."""
+    """The p-value below which one of so many tests is no accident (Bonferroni)."""
     return level / max(tests, 1)

@@ -1,5 +1,6 @@
-"""Does sampled speculative text follow the target's distribution? On a real pair the law of a whole text cannot be
-enumerated, but that of each token given those before it can."""
+"""Does sampled speculative text follow the target's distribution?
+
+The law of a whole text cannot be enumerated on a real pair, but the law of each token given those before it can."""
 
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ SLACK = 1e-3  # of top_p: whether a token at the edge of the filter belongs to i
 
 @dataclass
 class SampledProof:
+    """What became of the tokens that one drafter and tree emitted."""
+
     tokens: int
     outside: int  # tokens that the filters exclude, given the tokens before them
     pvalue: float  # chi-square: are the tokens' places in the target's distributions uniform?
@@ -35,9 +38,11 @@ def prove_sampled(
     max_new_tokens: int,
     seed: int = 0,
 ) -> SampledProof:
-    """Every token's place u in the target's distribution given the text before it: the probability of all likelier
-    tokens, and a random part of its own (Rosenblatt's transform, 1952). Of tokens drawn from these distributions the
-    places are independent and uniform on [0, 1], however they were drafted."""
+    """Test whether the places of the tokens in the target's own distributions are uniform.
+
+    A token's place is the probability of all likelier tokens given the text before it, and a random part of its own
+    probability (Rosenblatt's transform, 1952). The places of tokens that are drawn from these distributions are
+    independent and uniform on [0, 1], however the tokens were drafted."""
     assert not sampling.penalised, "the distributions are those of the target without penalties"
     engine = Engine(target, drafter, tree, verifier)
     generator = torch.Generator().manual_seed(seed)

@@ -1,25 +1,26 @@
 """Measure how often a drafter's children are right, by depth and rank, and write the best static tree for it.
 
     specdec tree --prompt-file questions.jsonl --out tree.yaml
-    python -m specdec.generate --prompt-file others.jsonl --tree tree.yaml
+    specdec generate --prompt-file others.jsonl --tree tree.yaml
 
-The target answers the prompts plainly; the drafter is asked along these answers. Test on other prompts than these.
+The target answers the prompts plainly, and the drafter drafts along these answers. Test the tree on other prompts.
 """
 
 import argparse
 from pathlib import Path
 
-from specdec.api import ModelSettings, Sampling, generate
+from lab.models import add_model_flags, load_models
+from specdec.api import Sampling, generate
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
-from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.cli.flags import add_flags, command_parser
 from specdec.text import read_prompts
 from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
 
 def parser() -> argparse.ArgumentParser:
     p = command_parser("tree", __doc__, "--prompt-file FILE --out FILE [options]")
-    add_flags(p.add_argument_group("models"), ModelSettings, "target", "draft", "dtype", "device")
+    add_model_flags(p.add_argument_group("models"))
     text = p.add_argument_group("answers")
     text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
     text.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
@@ -38,10 +39,7 @@ def parser() -> argparse.ArgumentParser:
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    models = read_flags(ModelSettings, args)
-    models.check_pair()
-    target = models.load_target()
-    drafter = models.load_drafter(target)
+    target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
     steps = min(args.steps, drafter.max_steps or args.steps)
@@ -67,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:
-    """A file for `--tree`, which is one for conf/tree too."""
+    """Write a file that `--tree` takes, and conf/tree too."""
     lines = [f"# {comment}", "_target_: trees.StaticTree", "paths:"]
     lines += [f"  - {list(path)}" for path in sorted(paths, key=lambda path: (len(path), path))]
     write_text(file, "\n".join(lines) + "\n")

@@ -1,4 +1,4 @@
-"""Benchmarks: questions of one turn or more, from files and data sets, and the conversations that a target has on them.
+"""Benchmarks: questions of one turn or more, from files and data sets.
 
 Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's sets); the fields that the format string
 `form` names (GSM8K, HumanEval, Alpaca, CNN/DM); `prompt` (a text, or a list of turns); `messages` (OpenAI) and
@@ -8,18 +8,13 @@ Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's s
 import hashlib
 import json
 import string
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
-from specdec.engine.engine import Engine, Result
-from specdec.model.target import Target
-from specdec.text import clean, encode_chat
-from specdec.types import Sampling
+from specdec.text import clean
 from training.data.sources import Record, read_records
 
 IDS = ("question_id", "prompt_id", "task_id", "id")
-TURN_BREAK = "\n\n"  # between an answer and the next turn where there is no chat template
 
 
 @dataclass(frozen=True)
@@ -37,10 +32,8 @@ class Benchmark:
     skipped: int = 0  # records that could not be used
 
     def digest(self) -> str:
+        """A digest of the questions, whatever the benchmark is called."""
         return hashlib.sha256(json.dumps([asdict(q) for q in self.questions]).encode()).hexdigest()[:16]
-
-
-# Reading
 
 
 def load_benchmark(
@@ -59,10 +52,10 @@ def load_benchmark(
 ) -> Benchmark:
     """Read a benchmark; path, split, subset and streaming as `training.data.read_records` takes them.
 
-    form: a format string over a record's fields, such as "{instruction} {input}", for records that are no questions
-    yet. category: of records that name none. turns: at most so many of each question. bad: a record that cannot be used
-    is an 'error', or is left out and counted ('skip'). limit: so many questions, 'spread' evenly over the set or its
-    'first'.
+    form: a format string over a record's fields, such as "{instruction} {input}", that makes a question of records
+    that hold none. category: of records that name none. turns: the most turns that are kept of a question. bad: a
+    record that cannot be used is an 'error', or it is left out and counted ('skip'). limit: how many questions to take;
+    pick: take them 'spread' evenly over the set, or the 'first'.
 
     Raises ValueError for what cannot be read, and for settings that make no sense.
     """
@@ -91,7 +84,7 @@ def load_benchmark(
 
 
 def _until(questions: Iterator[Question | None], limit: int) -> Iterator[Question | None]:
-    """Up to the `limit`th that can be used: no more of the source is read."""
+    """The questions up to the `limit`th that can be used, so that no more of the source is read."""
     for question in questions:
         yield question
         limit -= question is not None
@@ -153,121 +146,10 @@ def _texts(value) -> bool:
 
 
 def _with_own_ids(questions: list[Question]) -> list[Question]:
-    """Ids that occur once; intervals resample by id."""
+    """The questions with ids that occur once each, because intervals resample questions by id."""
     seen: dict[str, int] = {}
     out = []
     for q in questions:
         seen[q.id] = seen.get(q.id, 0) + 1
         out.append(q if seen[q.id] == 1 else Question(f"{q.id} ({seen[q.id]})", q.category, q.turns, q.system))
     return out
-
-
-# Conversations
-
-
-@dataclass
-class Dialogue:
-    """One question while it is answered: with the target's chat template, or raw, turns and answers one text."""
-
-    target: Target
-    question: Question
-    raw: bool
-    template: dict  # further variables of the chat template
-    messages: list[dict[str, str]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)  # raw: the text so far
-
-    def ask(self) -> list[int]:
-        """The next turn -> the prompt's ids, everything before included."""
-        turn = self.question.turns[self.asked]
-        if self.raw:
-            first = [self.question.system] if self.question.system and not self.ids else []
-            text = TURN_BREAK.join([*first, turn])
-            new = self.target.tokenizer(TURN_BREAK + text if self.ids else text, add_special_tokens=not self.ids)
-            self.ids = self.ids + new["input_ids"]
-            self.messages.append({"role": "user", "content": turn})
-            return self.ids
-        if not self.messages and self.question.system:
-            self.messages.append({"role": "system", "content": self.question.system})
-        self.messages.append({"role": "user", "content": turn})
-        return encode_chat(self.target, self.messages, **self.template)
-
-    def hear(self, tokens: list[int]) -> None:
-        """The target's answer, its end-of-text token included."""
-        if self.raw:
-            self.ids = self.ids + [t for t in tokens if t not in self.target.eos]
-        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
-        self.messages.append({"role": "assistant", "content": text})
-
-    @property
-    def asked(self) -> int:
-        return sum(m["role"] == "user" for m in self.messages)
-
-    @property
-    def over(self) -> bool:
-        return self.asked == len(self.question.turns)
-
-
-def template_settings(target: Target, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
-    """(raw, variables of the chat template). Raises ValueError if the target's template knows nothing of thinking."""
-    template = target.tokenizer.chat_template
-    raw = raw or not template
-    if thinking is None:
-        return raw, {}
-    if raw or "enable_thinking" not in str(template):
-        raise ValueError(
-            "thinking was set, but "
-            + ("the prompts are raw" if raw else "the target's chat template has no switch enable_thinking")
-            + ": leave thinking=null"
-        )
-    return raw, {"enable_thinking": thinking}
-
-
-def converse(
-    engine: Engine,
-    questions: list[Question],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    batch_size: int = 1,
-    raw: bool = False,
-    template: dict | None = None,
-    name: Callable[[list[str], list[str | None]], None] = lambda ids, categories: None,
-    observer: Callable | None = None,
-    progress: Callable[[], None] = lambda: None,
-) -> tuple[list[Result], int]:
-    """Hold every conversation: a turn's prompt holds the turns before with the target's own answers.
-
-    `batch_size` questions are decoded together, turn by turn; `name` is told before each call of the engine which
-    questions it decodes (`Recorder.name`), `progress` after each batch. A conversation ends early where its next prompt
-    and max_new_tokens do not fit into the target's context. Returns the engine's results in order, and the number of
-    turns that were left out so.
-    """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    results, left_out = [], 0
-    remaining = iter(questions)
-    while batch := list(islice(remaining, batch_size)):
-        dialogues = [Dialogue(engine.target, question, raw, template or {}) for question in batch]
-        while dialogues:
-            prompts = [(d, d.ask()) for d in dialogues]
-            fitting = [(d, ids) for d, ids in prompts if len(ids) + max_new_tokens <= engine.target.config.context]
-            left_out += sum(1 + len(d.question.turns) - d.asked for d, _ in prompts)
-            left_out -= sum(1 + len(d.question.turns) - d.asked for d, _ in fitting)
-            if not fitting:
-                break
-            dialogues = [d for d, _ in fitting]
-            name([d.question.id for d in dialogues], [d.question.category for d in dialogues])
-            result = engine.generate(
-                [ids for _, ids in fitting],
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                seed=seed,
-                observer=observer,
-            )
-            results.append(result)
-            for dialogue, row in zip(dialogues, result.rows, strict=True):
-                dialogue.hear(row.tokens)
-            dialogues = [d for d in dialogues if not d.over]
-        progress()
-    return results, left_out

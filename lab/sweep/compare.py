@@ -1,19 +1,20 @@
-"""Drafters side by side: the same target, prompts and settings, one after the other on every prompt."""
+"""Drafters side by side on one target: every prompt is decoded plainly and by each, in turn."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from specdec.api import DEMO_TARGET, generate
+from specdec.api import generate
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.target import Target
 from specdec.types import Sampling, Verifier
+from trees.spec import describe
 
 
 @dataclass
-class Contender:
-    """One way to decode."""
+class ComparedWay:
+    """A way to decode that is compared with plain decoding."""
 
     drafter: Drafter
     tree: TreePolicy
@@ -22,11 +23,11 @@ class Contender:
 
 @dataclass
 class Score:
-    """What a contender did on all prompts. Times are of decoding, the prefill with the first token left out."""
+    """What one way to decode did on all prompts. Times leave out the prefill and the first token."""
 
     name: str
-    drafter: str
-    tree: str
+    drafter: str  # its class
+    tree: str  # as `trees.spec.describe` has it
     verifier: str
     lossless: bool
     tau: float
@@ -34,7 +35,7 @@ class Score:
     tokens_per_second: float
     ratio_to_plain: float
     milliseconds_a_round: dict[str, float]  # draft, verify, commit
-    same_as_plain: int  # prompts whose text is plain decoding's; of use when greedy
+    same_as_plain: int  # prompts whose text is that of plain decoding; says something of greedy texts only
     prompts: int
     num_draft_tokens: int
     draft_vocab: int
@@ -42,6 +43,8 @@ class Score:
 
 @dataclass
 class _Tally:
+    """What one way to decode has done so far."""
+
     rows: list[Sequence] = field(default_factory=list)
     seconds: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -63,7 +66,7 @@ class _Tally:
 def compare(
     target: Target,
     prompts: list[str],
-    contenders: dict[str, Contender],
+    ways: dict[str, ComparedWay],
     *,
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
@@ -72,63 +75,54 @@ def compare(
     trials: int = 1,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[float, list[Score]]:
-    """Decode every prompt plainly and with every contender, in turn, `trials` times after one prompt of warm-up.
+    """Decode every prompt plainly and in each of the ways, in turn, `trials` times after one prompt of warm-up.
 
-    Taking turns spreads whatever else the machine does evenly. Returns plain decoding's tokens/s and the scores in the
-    contenders' order. `progress` is called after every prompt.
+    Taking turns spreads whatever else the machine does evenly. progress: called after every prompt. Returns plain
+    decoding's tokens/s, and the scores in the order of `ways`.
     """
-    everyone: dict[str, Contender | None] = {"": None, **contenders}
+    everyone: dict[str, ComparedWay | None] = {"": None, **ways}
     tallies = {name: _Tally() for name in everyone}
 
-    def run(prompt: str, who: Contender | None):
-        kwargs = {} if who is None else {"drafter": who.drafter, "tree": who.tree, "verifier": who.verifier}
+    def run(prompt: str, way: ComparedWay | None):
+        kwargs = {} if way is None else {"drafter": way.drafter, "tree": way.tree, "verifier": way.verifier}
         return generate(
             target, prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, raw=raw, **kwargs
         ).result
 
-    for who in everyone.values():
-        run(prompts[0], who)
+    for way in everyone.values():
+        run(prompts[0], way)
     for _ in range(trials):
         for prompt in prompts:
-            for name, who in everyone.items():
-                tallies[name].add(run(prompt, who))
+            for name, way in everyone.items():
+                tallies[name].add(run(prompt, way))
             progress()
     plain = tallies.pop("")
-    return plain.rate, [score(name, contenders[name], tally, plain) for name, tally in tallies.items()]
+    return plain.rate, [score(name, ways[name], tally, plain) for name, tally in tallies.items()]
 
 
-def score(name: str, who: Contender, tally: _Tally, plain: _Tally) -> Score:
+def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally) -> Score:
     traces = [row.trace for row in tally.rows]
     rounds = max(sum(trace.rounds for trace in traces), 1)
     return Score(
         name=name,
-        drafter=type(who.drafter).__name__,
-        tree=describe_tree(who.tree),
-        verifier=str(who.verifier),
-        lossless=who.verifier.lossless,
+        drafter=type(way.drafter).__name__,
+        tree=describe(way.tree),
+        verifier=str(way.verifier),
+        lossless=way.verifier.lossless,
         tau=tau(traces),
-        acceptance_by_depth=acceptance_by_depth(traces, who.tree.steps),
+        acceptance_by_depth=acceptance_by_depth(traces, way.tree.steps),
         tokens_per_second=tally.rate,
         ratio_to_plain=tally.rate / plain.rate if plain.rate else 0.0,
         milliseconds_a_round={p: 1e3 * tally.parts.get(p, 0.0) / rounds for p in ("draft", "verify", "commit")},
         same_as_plain=sum(a == b for a, b in zip(tally.texts, plain.texts, strict=True)),
         prompts=len(tally.texts),
-        num_draft_tokens=who.tree.num_draft_tokens,
-        draft_vocab=who.drafter.vocab.size,
+        num_draft_tokens=way.tree.num_draft_tokens,
+        draft_vocab=way.drafter.vocab.size,
     )
 
 
-def place(name: str) -> str:
-    """Where a drafter or a file is that a setting names: demo/x is the bundled x."""
-    return str(DEMO_TARGET.parent / name.removeprefix("demo/")) if name.startswith("demo/") else name
-
-
-def describe_tree(tree: TreePolicy) -> str:
-    return f"{type(tree).__name__} {tree.topk}/{tree.steps}/{tree.num_draft_tokens}"
-
-
 def as_rows(scores: list[Score]) -> list[dict]:
-    """Flat rows for a CSV: one column per depth and per part."""
+    """Flat rows for a CSV file: a column for each depth and each part."""
     depth = max(len(s.acceptance_by_depth) for s in scores)
     rows = []
     for s in scores:

@@ -1,89 +1,24 @@
-"""The figures of a sweep's report, from its results: matplotlib figures in one style, colour-blind safe.
+"""The figures of a sweep's report: what drafters and trees bring, and at what cost.
 
-Each function takes the decoded points of one target and benchmark (lines of results.jsonl), plain decoding left out,
-and returns a figure, or None where there is nothing to show. Bars at points are 95 % intervals over questions.
+Each function takes the points of one target and benchmark that decoded with a drafter. It returns a figure, or None
+where there is nothing to show. Bars at points are 95 % intervals over questions.
 """
 
-import io
 import math
-from collections.abc import Callable, Iterable
 
 import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-WIDTH = 9.6  # inches
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-MARKERS = "osD^vPX"
-PARTS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "host": "#999999"}
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#777777",
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "specdec",
-}
+from lab.figure_style import PART_COLOURS, WIDTH, error_bars, looks_of, plt
+from lab.sweep.results import Results, best, by_drafter, tau, tree_name
+
 MOST_BARS = 24
-
-Results = list[dict]
-
-
-def drafters(points: Results) -> dict[str, Results]:
-    """By drafter, in order of appearance."""
-    found: dict[str, Results] = {}
-    for r in points:
-        found.setdefault(r["names"]["draft"], []).append(r)
-    return found
-
-
-def shape(r: dict) -> str:
-    """topk/steps/num_draft_tokens, or the length of the chain."""
-    tree = r["settings"]["tree"]
-    if tree["topk"] == 1:
-        return f"chain {tree['steps']}"
-    return f"{tree['topk']}/{tree['steps']}/{tree['num_draft_tokens'] or '-'}"
-
-
-def tau(r: dict) -> dict:
-    return r["metrics"]["tau"]
-
-
-def best(points: Results) -> dict:
-    """The point with the greatest tau; of equal ones the first."""
-    return max(points, key=lambda r: tau(r)["value"] or 0.0)
-
-
-def _looks(name: str, names: Iterable[str]) -> dict:
-    i = list(names).index(name)
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-
-
-def _bars(entries: list[dict], key: str = "value") -> list[list[float]]:
-    """Distances to the ends of the intervals, 0 where there is none; never negative, which rounding can make."""
-    below = [0.0 if e["low"] is None else max(e[key] - e["low"], 0.0) for e in entries]
-    above = [0.0 if e["high"] is None else max(e["high"] - e[key], 0.0) for e in entries]
-    return [below, above]
-
-
-# What it brings
 
 
 def heat_maps(points: Results) -> Figure | None:
-    """tau over steps and num_draft_tokens, a row a drafter and a panel a topk; one scale of colour."""
-    by = drafters(points)
+    """tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour."""
+    by = by_drafter(points)
     trees = [r["settings"]["tree"] for r in points]
     topks = sorted({t["topk"] for t in trees})
     columns = {k: sorted({t["num_draft_tokens"] or 0 for t in trees if t["topk"] == k}) for k in topks}
@@ -132,14 +67,14 @@ def _heat_map(axis: Axes, points: Results, columns: list[int], steps: list[int],
 
 
 def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
-    """tau against nodes, which is exact, and against time, with the Pareto front and lines of equal speed."""
+    """tau against nodes, which are exact, and against time, with the Pareto front and lines of equal speed."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.9), layout="constrained", sharey=True)
-    by = drafters(points)
+    by = by_drafter(points)
     for name, mine in by.items():
         values = [tau(r)["value"] for r in mine]
-        how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": _bars([tau(r) for r in mine])}
-        left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **_looks(name, by))
-        right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **_looks(name, by))
+        how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": error_bars([tau(r) for r in mine])}
+        left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
+        right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
     left.set_xlabel("nodes verified a round, root counted")
     left.set_ylabel("tau: tokens a round")
     right.set_xlabel("ms a round")
@@ -149,7 +84,7 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     )
     for x, y, r in front:
         how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
-        right.annotate(shape(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
+        right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
     left.margins(0.12)
     right.margins(0.18)
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
@@ -162,7 +97,7 @@ def _ms(timing: dict) -> float:
 
 
 def pareto(points: list[tuple[float, float, dict]]) -> list[tuple[float, float, dict]]:
-    """Of (cost, gain, what) those for which no other costs as little and gains more, by rising cost."""
+    """Of points (cost, gain, what) those beside which no other costs as little and gains more, by rising cost."""
     front: list[tuple[float, float, dict]] = []
     for point in sorted(points, key=lambda p: (p[0], -p[1])):
         if not front or point[1] > front[-1][1]:
@@ -171,7 +106,7 @@ def pareto(points: list[tuple[float, float, dict]]) -> list[tuple[float, float, 
 
 
 def _equal_speed(axis: Axes, speeds: list[float]) -> None:
-    """Lines of equal tokens/s through the slowest and the fastest of the front, labelled where they leave the panel."""
+    """Draw lines of equal tokens/s through the slowest and the fastest point, labelled where they leave the panel."""
     (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
     for speed in sorted({min(speeds), max(speeds)}):
         axis.plot([0, x1], [0, speed * x1 / 1e3], color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
@@ -183,15 +118,17 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
 
 
 def depth(points: Results) -> Figure | None:
-    """Share of rounds that accepted at least so many tokens; of each drafter's point with the greatest tau."""
-    by = drafters(points)
+    """Share of rounds that accepted at least so many tokens, of each drafter's point with the greatest tau."""
+    by = by_drafter(points)
     figure, axis = plt.subplots(figsize=(WIDTH * 0.62, 3.2), layout="constrained")
     for i, (name, mine) in enumerate(by.items()):
         r = best(mine)
         entries = [e for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
         places = [d + 0.06 * (i - (len(by) - 1) / 2) for d in range(1, len(entries) + 1)]
         values = [e["value"] for e in entries]
-        axis.errorbar(places, values, _bars(entries), label=f"{name}, {shape(r)}", capsize=2, **_looks(name, by))
+        axis.errorbar(
+            places, values, error_bars(entries), label=f"{name}, {tree_name(r)}", capsize=2, **looks_of(name, by)
+        )
     axis.set_xlabel("depth")
     axis.set_ylabel("accepted to this depth")
     axis.set_ylim(0, 1)
@@ -203,7 +140,7 @@ def depth(points: Results) -> Figure | None:
 
 def categories(points: Results) -> Figure | None:
     """tau by category, of each drafter's point with the greatest tau."""
-    chosen = {name: best(mine) for name, mine in drafters(points).items()}
+    chosen = {name: best(mine) for name, mine in by_drafter(points).items()}
     names = list(dict.fromkeys(c for r in chosen.values() for c in r["by_category"]))
     if len(names) < 2:
         return None
@@ -212,8 +149,8 @@ def categories(points: Results) -> Figure | None:
         found = [(y, r["by_category"][c]["metrics"]["tau"]) for y, c in enumerate(names) if c in r["by_category"]]
         places = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y, _ in found]
         entries = [e for _, e in found]
-        how = {"linestyle": "none", "capsize": 2, "label": f"{name}, {shape(r)}", **_looks(name, chosen)}
-        axis.errorbar([e["value"] for e in entries], places, xerr=_bars(entries), **how)
+        how = {"linestyle": "none", "capsize": 2, "label": f"{name}, {tree_name(r)}", **looks_of(name, chosen)}
+        axis.errorbar([e["value"] for e in entries], places, xerr=error_bars(entries), **how)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("tau")
@@ -222,89 +159,22 @@ def categories(points: Results) -> Figure | None:
 
 
 def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
-    """Where a round's time goes, fastest first."""
+    """Where a round's time goes, the fastest point first."""
     speed = {r["key"]: timings[r["key"]]["tokens_per_second"] or 0.0 for r in points}
     chosen = sorted(points, key=lambda r: -speed[r["key"]])[:MOST_BARS]
     figure, axis = plt.subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)), layout="constrained")
     start = [0.0] * len(chosen)
-    for part, colour in PARTS.items():
+    for part, colour in PART_COLOURS.items():
         widths = [timings[r["key"]]["milliseconds_a_round"][part] for r in chosen]
         axis.barh(range(len(chosen)), widths, left=start, label=part, color=colour, height=0.72, edgecolor="white")
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for y, (end, r) in enumerate(zip(start, chosen, strict=True)):
         text = f"{speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}"
         axis.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
-    axis.set_yticks(range(len(chosen)), [f"{r['names']['draft']}, {shape(r)}" for r in chosen])
+    axis.set_yticks(range(len(chosen)), [f"{r['names']['draft']}, {tree_name(r)}" for r in chosen])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.3 * max(start))
     axis.set_xlabel("ms a round")
     axis.grid(axis="y", visible=False)
     figure.legend(loc="outside upper right", ncols=4)
     return figure
-
-
-# Why
-
-
-def diagnostics(points: Results) -> Figure | None:
-    """Calibration, entropy, hidden norm and context, of each drafter's point with the greatest tau."""
-    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 6.4), layout="constrained")
-    chosen = {name: best(mine) for name, mine in drafters(points).items()}
-    for name, r in chosen.items():
-        told, looks = r["diagnostics"], _looks(name, chosen)
-        label = f"{name}, {shape(r)}"
-        _sized(axes[0, 0], told["calibration"]["bins"], "draft", "-", looks)
-        axes[0, 0].plot([], [], label=label, **looks)
-        for which, line in (("target", "-"), ("draft", ":")):
-            _sized(axes[0, 1], told.get("entropy", {}).get(which, []), "entropy", line, looks)
-        _norms(axes[1, 0], told.get("norms", []), looks)
-        bins = told["context"]
-        axes[1, 1].errorbar(
-            [f"{b['from']}–{b['to'] - 1}" if b["to"] else f"{b['from']}–" for b in bins],
-            [b["value"] for b in bins], _bars(bins), capsize=2, **looks,
-        )  # fmt: skip
-    axes[0, 0].plot([0, 1], [0, 1], color="#999999", linewidth=0.8, linestyle=(0, (4, 3)))
-    titles = ("Calibration", "Entropy", "Hidden state", "Context")
-    xs = ("probability under the drafter", "entropy, nats", "draft step", "tokens before the round")
-    ys = ("share accepted", "share accepted", "norm, to that of step 0", "tau")
-    for axis, title, x, y in zip(axes.flat, titles, xs, ys, strict=True):
-        axis.set(title=title, xlabel=x, ylabel=y)
-    axes[0, 1].plot([], [], color="#555555", label="of the target")
-    axes[0, 1].plot([], [], color="#555555", linestyle=":", label="of the drafter, at the root")
-    axes[0, 1].legend()
-    axes[1, 0].xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
-    return figure
-
-
-def _sized(axis: Axes, bins: list[dict], x: str, line: str, looks: dict) -> None:
-    """Share accepted by x: the more a bin holds, the larger its marker."""
-    places, shares = [b[x] for b in bins], [b["accepted"] for b in bins]
-    most = max((b["count"] for b in bins), default=1)
-    axis.plot(places, shares, color=looks["color"], linestyle=line, linewidth=1)
-    axis.scatter(places, shares, [8 + 60 * b["count"] / most for b in bins], **looks, linewidth=0)
-    axis.set_ylim(0, 1.04)
-
-
-def _norms(axis: Axes, norms: list[dict], looks: dict) -> None:
-    if not norms:
-        return
-    unit, steps = norms[0]["mean"], [n["step"] for n in norms]
-    axis.plot(steps, [n["mean"] / unit for n in norms], **looks)
-    low, high = [n["low"] / unit for n in norms], [n["high"] / unit for n in norms]
-    axis.fill_between(steps, low, high, color=looks["color"], alpha=0.15, linewidth=0)
-
-
-def draw(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
-    """What a function above draws, as an SVG element and as a PNG file; None if it draws nothing."""
-    with plt.rc_context(STYLE):
-        figure = make(*args)
-        if figure is None:
-            return None
-        svg, png = io.StringIO(), io.BytesIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-        figure.set_layout_engine("none")  # laid out once
-        figure.savefig(png, format="png", dpi=150)
-        plt.close(figure)
-    text = svg.getvalue()
-    return text[text.index("<svg") :], png.getvalue()

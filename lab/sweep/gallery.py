@@ -10,47 +10,45 @@ ACCEPTED, DRAFTED, BONUS = "#0072B2", "#8a8a8a", "#D55E00"
 
 
 @dataclass
-class Node:
-    """What is drawn of a node: its text, a short number behind it, and whether it stands on the accepted path.
-
-    `bonus`: it was not drafted, the target added it."""
+class DrawnNode:
+    """What is drawn of a node."""
 
     text: str
-    number: str = ""
-    accepted: bool = False
-    bonus: bool = False
-    weight: float = 0.0  # 0..1, how much it is filled
+    number: str = ""  # a short one, behind the text
+    accepted: bool = False  # it stands on the accepted path
+    bonus: bool = False  # it was not drafted: the target added it
+    weight: float = 0.0  # 0..1, how much the box is filled
 
 
 def round_svg(example: dict) -> str:
-    """A round of a trace (`diagnose.examples`): accepted tokens blue, the target's own behind them orange."""
+    """Draw a round of a trace (`diagnose.examples`): accepted tokens are blue, the target's own are orange."""
     path = set(example["path"])
     nodes = [
-        Node(_shown(text), "" if i == 0 or q is None else _share(q), i in path, weight=float(i in path))
+        DrawnNode(_shown(text), "" if i == 0 or q is None else _share(q), i in path, weight=float(i in path))
         for i, (text, q) in enumerate(zip(example["tokens"], example["draft"], strict=True))
     ]
     parents = list(example["parents"])
     if example["bonus"] is not None:
-        nodes.append(Node(_shown(example["bonus"]), "", True, bonus=True))
+        nodes.append(DrawnNode(_shown(example["bonus"]), "", True, bonus=True))
         parents.append(example["path"][-1])
     return tree_svg(nodes, parents, f"draft tree of {len(parents)} nodes, {len(path) - 1} drafted tokens accepted")
 
 
 def best_tree_svg(paths: Sequence[Sequence[int]], accept: Sequence[Sequence[float]]) -> str:
-    """A static tree: at every node the rank of the child and how often it is reached."""
+    """Draw a static tree: at every node its rank among the children, and how often it is reached."""
     places: dict[tuple[int, ...], int] = {(): 0}
-    nodes, parents, reach = [Node("root", weight=1.0)], [0], [1.0]
+    nodes, parents, reach = [DrawnNode("root", weight=1.0)], [0], [1.0]
     for path in sorted(map(tuple, paths), key=lambda path: (len(path), path)):
         parent = places[path[:-1]]
         places[path] = len(nodes)
         reach.append(reach[parent] * accept[len(path) - 1][path[-1]])
         parents.append(parent)
-        nodes.append(Node(str(path[-1] + 1), _share(reach[-1]), weight=reach[-1]))
+        nodes.append(DrawnNode(str(path[-1] + 1), _share(reach[-1]), weight=reach[-1]))
     return tree_svg(nodes, parents, f"static tree of {len(nodes)} nodes")
 
 
-def tree_svg(nodes: list[Node], parents: list[int], title: str) -> str:
-    """Levels from left to right, a node between its children; parents come before children, the root is its own."""
+def tree_svg(nodes: list[DrawnNode], parents: list[int], title: str) -> str:
+    """Draw a tree with its levels from left to right. parents: come before their children; the root is its own."""
     depth, heights = _layout(parents)
     widths = [max(CHARACTER * (len(n.text) + (len(n.number) + 1 if n.number else 0)) + 2 * PAD, 18) for n in nodes]
     columns = [max(w for w, d in zip(widths, depth, strict=True) if d == level) for level in range(max(depth) + 1)]
@@ -83,7 +81,7 @@ def _layout(parents: list[int]) -> tuple[list[int], list[float]]:
     return depth, heights
 
 
-def _edge(child: Node, x0: float, y0: float, x1: float, y1: float) -> str:
+def _edge(child: DrawnNode, x0: float, y0: float, x1: float, y1: float) -> str:
     colour, width = (BONUS if child.bonus else ACCEPTED, 2) if child.accepted else ("#bdbdbd", 1)
     dash = ' stroke-dasharray="3 2"' if child.bonus else ""
     bend = (x0 + x1) / 2
@@ -91,7 +89,7 @@ def _edge(child: Node, x0: float, y0: float, x1: float, y1: float) -> str:
     return f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
 
 
-def _box(node: Node, x: float, y: float, width: float) -> str:
+def _box(node: DrawnNode, x: float, y: float, width: float) -> str:
     colour = BONUS if node.bonus else ACCEPTED if node.accepted or node.weight else DRAFTED
     fill = f'fill="{ACCEPTED}" fill-opacity="{0.08 + 0.22 * node.weight:.2f}"' if node.weight else 'fill="#ffffff"'
     dash = ' stroke-dasharray="3 2"' if node.bonus else ""

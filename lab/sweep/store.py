@@ -1,6 +1,6 @@
 """The folder of a sweep: what its points measured, put together in a fixed order.
 
-points/KEY/ is a folder for each point, written whole or not at all:
+Each point has a folder points/KEY/, written whole or not at all:
     result.json   what was decoded: settings, metrics with intervals, diagnostics; the same in every run
     times.json    how long it took, and on what machine
     trace/        the trace (docs/trace.md)
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lab.sweep.points import Point, code_version
+from lab.sweep.points import SweepPoint, code_version
 from specdec.cli.files import replace_folder, write_whole
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
@@ -27,11 +27,11 @@ def point_folder(out: Path, key: str) -> Path:
     return out / "points" / key
 
 
-def done(out: Path, point: Point) -> bool:
+def done(out: Path, point: SweepPoint) -> bool:
     return (point_folder(out, point.key) / RESULT).is_file()
 
 
-def write_point(out: Path, point: Point, found: dict, took: dict, recorder: Recorder | None = None) -> None:
+def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder: Recorder | None = None) -> None:
     head = {"kind": point.kind, "key": point.key, "names": point.names, "settings": point.settings}
 
     def fill(aside: Path) -> None:
@@ -44,10 +44,10 @@ def write_point(out: Path, point: Point, found: dict, took: dict, recorder: Reco
 
 
 def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
-    """(results in a fixed order, times by key, points left out) of all points in a sweep's folder.
+    """All points in a sweep's folder: (results in a fixed order, times by key, number of points left out).
 
-    Points that another version of the code made are left out: they do not compare. `identical` is how many answers are
-    those of plain decoding on the same questions, where that is there and decoding is greedy."""
+    Points that another version of the code made do not compare, and are left out. A greedy result gets an entry
+    `identical` if there is plain decoding of the same questions: how many answers are the same."""
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
     results = [read_json(folder / RESULT) for folder in folders]
     now = code_version()
@@ -64,13 +64,13 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
 
 def _conditions(result: dict) -> str:
-    """What two points share if they answer the same questions in the same way, by whatever drafter and tree."""
+    """What two points share that answer the same questions in the same way, with any drafter and tree."""
     own = ("draft", "tree", "probe", "best_tree")
     return json.dumps({k: v for k, v in result["settings"].items() if k not in own}, sort_keys=True)
 
 
 def groups(results: list[dict]) -> list[list[dict]]:
-    """The results of one target, benchmark and way to decode together, in order."""
+    """The results by target, benchmark and way to decode, in order."""
     found: dict[str, list[dict]] = {}
     for r in results:
         found.setdefault(_conditions(r), []).append(r)
@@ -86,8 +86,10 @@ def _order(result: dict) -> tuple:
 
 
 def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
-    """Put all points of the folder together: results.jsonl, the same however often the sweep was interrupted, and
-    timings.jsonl, a line each. Safe with several sweeps in one folder: the last one to finish writes all."""
+    """Write results.jsonl and timings.jsonl of all points in the folder, and return what `collect` returns.
+
+    results.jsonl is the same however often the sweep was interrupted. Several sweeps may share a folder: the last one
+    to finish writes the points of all."""
     with locked(out):
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
@@ -98,7 +100,7 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """One process at a time."""
+    """Hold the folder: other processes wait."""
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -13,23 +13,26 @@ from pathlib import Path
 
 import torch
 
-from lab.sweep.benchmarks import Benchmark, converse, template_settings
-from lab.sweep.points import Draft, Point, Shape, code_version
+from lab.machine import processor
+from lab.sweep.benchmarks import Benchmark
+from lab.sweep.conversations import converse, template_settings
+from lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from lab.sweep.store import done, write_point
 from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
 from lab.trace.metrics import summary
-from specdec.api import make_tree
-from specdec.contracts import Drafter, TreePolicy
+from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
 from specdec.model.target import Target
 from specdec.types import Sampling, Verifier
+from trees import Chain
 from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+from trees.spec import TreeSpec
 
 
 @dataclass
 class Sweep:
-    """What all points share."""
+    """Measures points. Its fields are what all points share."""
 
     target: Target
     target_identity: str
@@ -44,7 +47,7 @@ class Sweep:
     raw: bool = False
     thinking: bool | None = None
     resamples: int = 1000
-    probe: int = 4  # questions decoded once more under a `Probe`
+    probe: int = 4  # questions decoded once more with a `Probe`
     traces: bool = True
 
     def __post_init__(self) -> None:
@@ -73,30 +76,34 @@ class Sweep:
             "skipped_records": self.benchmark.skipped,
         }
 
-    def points(self, drafts: list[Draft], shapes: list[Shape], baseline: bool, best_tree: dict | None) -> list[Point]:
-        """Plain decoding, every drafter with every shape, and every drafter's best tree; in this order by drafter.
+    def points(
+        self, drafts: list[Draft], trees: list[TreeSpec], baseline: bool, best_tree: dict | None
+    ) -> list[SweepPoint]:
+        """Plain decoding if `baseline`; then for each drafter the points of all trees, and that of its best tree.
 
-        best_tree: {"questions", "steps", "topk", "num_draft_tokens"}, what it is measured on and the sizes it is made
-        for."""
-        plain = Point("decode", None, None, self.common, self.names | {"draft": "none"})
+        best_tree: {"questions", "steps", "topk", "num_draft_tokens"}: how many questions the best tree is measured on,
+        how deep and wide it may be, and the list of sizes that it is made for. None: no best tree."""
+        plain = SweepPoint("decode", None, None, self.common, self.names | {"draft": "none"})
         found = [plain] if baseline else []
         for draft in drafts:
             mine = self.common | {"draft": draft.identity()}
             names = self.names | {"draft": draft.name}
-            for shape in shapes:
-                tree = asdict(shape) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
-                settings = mine | {"tree": tree, "probe": self.probe}
-                found.append(Point("decode", draft, shape, settings, names | {"lossless": self.verifier.lossless}))
+            for tree in trees:
+                told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
+                settings = mine | {"tree": told, "probe": self.probe}
+                found.append(SweepPoint("decode", draft, tree, settings, names | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
-                found.append(Point("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
+                found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
         twice = {p.key: p for p in reversed(found)}
         return [twice[key] for key in dict.fromkeys(p.key for p in found)]
 
-    def run(self, points: list[Point], progress: Callable[[Point, str], None] = lambda point, what: None) -> None:
-        """Measure what is not there yet. `progress` is told of every point: 'reused', 'skipped: why' or 'measured'.
+    def run(
+        self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
+    ) -> None:
+        """Measure what is not there yet. progress: told of every point 'reused', 'skipped: why' or 'measured'.
 
-        A combination that does not fit (a tree that cannot be, or that the drafter does not draft) is no error: its
-        result says that it was skipped, and why."""
+        A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
+        skipped, and why."""
         loaded, drafter = None, None
         for point in points:
             if done(self.out, point):
@@ -113,13 +120,12 @@ class Sweep:
             self._measure(point, engine) if point.kind == "decode" else self._best_tree(point, engine)
             progress(point, "measured")
 
-    def engine(self, point: Point, drafter: Drafter | None) -> Engine:
+    def engine(self, point: SweepPoint, drafter: Drafter | None) -> Engine:
         if point.draft is None or point.kind == "best_tree":
-            return Engine(self.target, *(() if point.draft is None else (drafter, make_tree(1, 1))))
-        return Engine(self.target, drafter, self._tree(point.shape), self.verifier)
-
-    def _tree(self, shape: Shape) -> TreePolicy:
-        return make_tree(**asdict(shape), sample_draft=self.sample_draft)
+            return Engine(self.target, *(() if point.draft is None else (drafter, Chain(1))))
+        tree = point.tree
+        asked = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
+        return Engine(self.target, drafter, asked.build(), self.verifier)
 
     def _decode(self, token: int) -> str:
         return self.target.tokenizer.decode([token])
@@ -132,7 +138,7 @@ class Sweep:
             "template": self.template,
         }
 
-    def _measure(self, point: Point, engine: Engine) -> None:
+    def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
         converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # memory, code
         told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
@@ -168,7 +174,7 @@ class Sweep:
         write_point(self.out, point, found, times(results), recorder if self.traces else None)
 
     def _probe(self, engine: Engine) -> dict:
-        """A few questions once more, first turns, slowly: what traces do not hold."""
+        """What traces do not hold, from a few questions decoded once more."""
         questions = self.benchmark.questions
         count = min(self.probe, len(questions))
         if not count:
@@ -180,9 +186,9 @@ class Sweep:
             converse(probed, [question], max_new_tokens=self.max_new_tokens, observer=probe, **self._how())
         return {"norms": probe.norms(), "entropy": probe.entropy()}
 
-    def _best_tree(self, point: Point, engine: Engine) -> None:
-        """Acceptance by depth and rank along plain answers to some of the questions, and the trees that make the most
-        of it."""
+    def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
+        """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
+        make the most of it."""
         wanted, drafter = point.settings["best_tree"], engine.drafter
         questions = self.benchmark.questions
         count = min(wanted["questions"], len(questions))
@@ -205,7 +211,7 @@ class Sweep:
 
 
 def times(results: list[Result]) -> dict:
-    """How long decoding took, and on what. Of a batch every round counts once, however many rows it had."""
+    """How long decoding took, and on what machine. A round of a batch counts once, however many rows it had."""
     rounds = sum(max(row.trace.rounds for row in result.rows) for result in results)
     tokens = sum(len(row.tokens) - 1 for result in results for row in result.rows)
     seconds = sum(result.decode_seconds for result in results)
@@ -218,26 +224,17 @@ def times(results: list[Result]) -> dict:
         "rounds": rounds,
         "milliseconds_a_round": {name: 1e3 * s / rounds if rounds else None for name, s in parts.items()},
         "load": os.getloadavg()[0],
-        "machine": machine(),
+        "machine": _machine(),
     }
 
 
-def machine() -> dict[str, str | int]:
+def _machine() -> dict[str, str | int]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "gpu": gpu or "none",
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-    except OSError:
-        return platform.processor() or platform.machine()
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.machine()

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lab.sweep.benchmarks import load_benchmark
-from lab.sweep.points import Draft, Point, Shape, fingerprint, grid
-from lab.sweep.report import print_tables, write_report
+from lab.sweep.point_table import print_tables
+from lab.sweep.points import Draft, SweepPoint, signature
+from lab.sweep.report import write_report
 from lab.sweep.store import locked, write_results
 from lab.sweep.sweep import Sweep
 from specdec.api import DEMO_TARGET, load_target
@@ -22,48 +23,40 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
 from training.loop.parallel import join_processes
 from training.train import check_folder, instantiate
+from trees.spec import TreeSpec
 
 
 def as_list(value) -> list:
     return list(value) if isinstance(value, list) else [value]
 
 
-def shapes_of(settings: dict) -> list[Shape]:
-    """The trees of the sweep. Raises ValueError for what is no positive number."""
-    axes = [as_list(settings[name]) for name in ("topk", "steps", "num_draft_tokens")]
-    for name, values in zip(("topk", "steps", "num_draft_tokens"), axes, strict=True):
-        bad = [v for v in values if not isinstance(v, int) or isinstance(v, bool) or v < 1]
-        if bad or not values:
-            raise ValueError(f"{name} must be a positive whole number or a list of such, got {bad[0] if bad else '[]'}")
-    return grid(*axes)
-
-
-def share_of(points: list[Point], shard: int, shards: int, rank: int, world: int) -> list[Point]:
-    """The points that this process measures, of this job, of all jobs."""
+def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world: int) -> list[SweepPoint]:
+    """The points that this process of this job measures. shard: which of the `shards` jobs this is."""
     if shards < 1 or not 0 <= shard < shards:
         raise ValueError(f"shard must lie between 0 and shards - 1, got shard {shard} of {shards}")
     return points[shard * world + rank :: shards * world]
 
 
-def plan(settings: dict, sweep: Sweep) -> list[Point]:
+def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
+    """All points that the settings ask for. Raises ValueError for settings that name none."""
     drafts = [Draft.read(entry) for entry in as_list(settings["draft"])]
     if len({draft.name for draft in drafts}) < len(drafts):
         raise ValueError("two entries of draft have the same name: give one a name, as {draft: ..., name: ...}")
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
-    return sweep.points(drafts, shapes_of(settings), settings["baseline"], best)
+    trees = TreeSpec.grid(settings["topk"], settings["steps"], settings["num_draft_tokens"])
+    return sweep.points(drafts, trees, settings["baseline"], best)
 
 
-def measure(sweep: Sweep, points: list[Point], quiet: bool) -> dict[str, int]:
-    """Measure the points; how many were measured, reused and skipped, which are named."""
+def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, int]:
+    """Measure the points; returns how many were measured, reused and skipped. Those skipped are named."""
     counts = {"measured": 0, "reused": 0, "skipped": 0}
     with tqdm(total=len(points), desc="points", disable=quiet) as bar:
 
-        def progress(point: Point, what: str) -> None:
+        def progress(point: SweepPoint, what: str) -> None:
             if what.startswith("skipped"):
-                tree = f"{point.shape.topk}/{point.shape.steps}/{point.shape.num_draft_tokens or '-'}"
-                tqdm.write(f"{point.draft.name} {tree} {what}", file=sys.stderr)
+                tqdm.write(f"{point.draft.name} {point.tree} {what}", file=sys.stderr)
             counts[what.split(":")[0]] += 1
             bar.update()
 
@@ -83,7 +76,7 @@ def run(config: DictConfig) -> None:
     target = load_target(name, dtype=config.target.dtype, device=processes.device)
     same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
     how = {key: settings[key] for key in same}
-    sweep = Sweep(target, fingerprint(str(name)), benchmark, out, sampling, verifier, **how)
+    sweep = Sweep(target, signature(str(name)), benchmark, out, sampling, verifier, **how)
     points = plan(settings, sweep)
     mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
     counts = measure(sweep, mine, quiet=not processes.main)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lab.trace.metrics import Rows, bootstrap
+from lab.wrapped import WrappedDrafter
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import RoundReport
 from specdec.engine.recorder import TracedRound, TracedRow
@@ -135,27 +136,24 @@ def _example(row: TracedRow, r: TracedRound, decode: Callable[[int], str]) -> di
 # What traces do not hold
 
 
-class Probe:
-    """A drafter and an observer at once, for `Engine(target, probe, tree)` and `generate(..., observer=probe)`: notes
-    what the drafter hands back at each step, and the entropies where something was drafted. One row at a time.
+class Probe(WrappedDrafter):
+    """A drafter and an observer at once, for `Engine(target, probe, tree)` and `generate(..., observer=probe)`.
 
-    Otherwise it is the drafter that it holds. It waits for the device, so the times of such a decoding mean nothing."""
+    It drafts as the drafter that it holds, and notes the hidden states of each step and the entropies where something
+    was drafted. It takes one row at a time. It waits for the device, so the times of such a decoding mean nothing."""
 
     def __init__(self, drafter: Drafter):
-        self.drafter = drafter
+        super().__init__(drafter)
         self.hidden: dict[int, list[Tensor]] = {}  # norms by step; step 0 is the state from the target's own features
         self.target: list[tuple[float, bool]] = []  # (entropy of the target, was a child accepted?) of examined places
         self.draft: list[tuple[float, bool]] = []  # (entropy of the drafter, was a child accepted?) of roots
         self._root, self._next = math.nan, math.nan  # entropy of the drafter at this round's root and at the next one
 
-    def __getattr__(self, name: str):
-        return getattr(self.drafter, name)
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self._root_state(super().admit(row, first, feats, tokens, n))
 
-    def admit(self, *args) -> DraftState:
-        return self._root_state(self.drafter.admit(*args))
-
-    def extend(self, *args) -> DraftState:
-        return self._root_state(self.drafter.extend(*args))
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._root_state(super().extend(feats, tokens, n, max_len))
 
     def _root_state(self, state: DraftState) -> DraftState:
         self._root, self._next = self._next, float(_entropy(state.logits[0, 0]))
@@ -163,7 +161,7 @@ class Probe:
         return state
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        state = self.drafter.step(tokens, hidden, level, ancestors)
+        state = super().step(tokens, hidden, level, ancestors)
         self._note(level, state)
         return state
 

@@ -1,24 +1,23 @@
-"""Every metric by name, computed from traces:  python -m lab.trace.metrics TRACE...
+"""Every metric by name, computed from traces:  specdec metrics TRACE...
 
-Each function takes the rows of a trace (`specdec.engine.recorder.TracedRow`) and returns nan where it is not defined:
+Each function takes the rows of a trace (`specdec.engine.recorder.TracedRow`). It returns nan where it is not defined:
 without a round, without drafts, or on trees where its authors know chains only. docs/metrics.md says who means which.
 
 In the formulas a round accepts `a` drafted tokens before any cut at the end of the text, and adds `e` tokens to the
-text. Unless the end cuts it, e = a + 1: the bonus token.
+text. Unless the end cuts it, e = a + 1: the bonus token counts.
 """
 
 import argparse
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from lab.output import console
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.engine import trace
@@ -27,19 +26,36 @@ from specdec.engine.trace_files import read_trace
 
 Rows = Sequence[TracedRow]
 Interval = tuple[float, float]
+METRICS: dict[str, Callable[[Rows], float]] = {}
+BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {}
 
 
+def metric(function: Callable[[Rows], float]) -> Callable[[Rows], float]:
+    """Register a metric: summaries and tables show it under the function's name."""
+    METRICS[function.__name__] = function
+    return function
+
+
+def metric_by_depth(function: Callable[[Rows], list[float]]) -> Callable[[Rows], list[float]]:
+    """Register a metric that has a value for each depth."""
+    BY_DEPTH[function.__name__] = function
+    return function
+
+
+@metric
 def tau(rows: Rows) -> float:
     """Ours: sum(e) / rounds over all rows. See `specdec.engine.trace.tau`, which `generate` reports too."""
     return trace.tau([row.trace for row in rows]) if _rounds(rows) else math.nan
 
 
+@metric
 def tau_macro(rows: Rows) -> float:
     """The mean over rows of each row's `tau`: short answers weigh as much as long ones. Rows without a round are left
     out."""
     return _mean([trace.tau([row.trace]) for row in rows if row.rounds])
 
 
+@metric
 def eagle_tau(rows: Rows) -> float:
     """sum(a + 1) / rounds over all rows; what lies behind the end of the text counts.
 
@@ -49,12 +65,14 @@ def eagle_tau(rows: Rows) -> float:
     return _share(sum(sum(row.trace.accepted) for row in rows) + _rounds(rows), _rounds(rows))
 
 
+@metric
 def hass_tau(rows: Rows) -> float:
     """The mean over rows of 1 + mean(a): HASS (arXiv 2408.15766) averages each question first. Rows without a round are
     left out."""
     return _mean([1 + sum(row.trace.accepted) / row.trace.rounds for row in rows if row.rounds])
 
 
+@metric
 def vllm_mean_acceptance_length(rows: Rows) -> float:
     """1 + sum(a) / drafts, where a draft is a round in which something was drafted; behind the end of the text counts.
 
@@ -63,6 +81,7 @@ def vllm_mean_acceptance_length(rows: Rows) -> float:
     return 1 + _share(sum(sum(row.drafting.accepted) for row in rows), drafts)
 
 
+@metric
 def sglang_accept_length(rows: Rows) -> float:
     """Tokens of the answers / rounds. The prefill's token is one of them, though no round made it: short answers score
     higher.
@@ -72,18 +91,21 @@ def sglang_accept_length(rows: Rows) -> float:
     return _share(len(rows) + sum(sum(row.trace.emitted) for row in rows), _rounds(rows))
 
 
+@metric
 def mtp_acceptance_rate(rows: Rows) -> float:
     """sum(a) / drafted tokens, without the bonus: what model cards of targets with multi-token prediction give. Of
     chains only; with one head it is the first of `vllm_per_position_rates`, DeepSeek-V3's rate of the second token."""
     return draft_token_efficiency(rows) if all(row.chains for row in rows) else math.nan
 
 
+@metric
 def draft_token_efficiency(rows: Rows) -> float:
     """sum(a) / sum(N - 1): which share of the nodes that the target verified was accepted. vLLM's draft acceptance rate
     (`vllm/v1/spec_decode/metrics.py`), there of chains."""
     return _share(sum(sum(row.trace.accepted) for row in rows), sum(sum(row.drafted) for row in rows))
 
 
+@metric_by_depth
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.
 
@@ -95,6 +117,7 @@ def vllm_per_position_rates(rows: Rows) -> list[float]:
     return trace.acceptance_by_depth(drafting, steps)
 
 
+@metric_by_depth
 def n_alpha(rows: Rows) -> list[float]:
     """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
     accepted, and that were drafted from n features of the drafter's own. Of chains only.
@@ -107,24 +130,6 @@ def n_alpha(rows: Rows) -> list[float]:
         _share(sum(a > n for a, _ in rounds), sum(a >= n and drafted > n for a, drafted in rounds))
         for n in range(_steps(rows))
     ]
-
-
-METRICS: dict[str, Callable[[Rows], float]] = {
-    metric.__name__: metric
-    for metric in (
-        tau,
-        tau_macro,
-        eagle_tau,
-        hass_tau,
-        vllm_mean_acceptance_length,
-        sglang_accept_length,
-        mtp_acceptance_rate,
-        draft_token_efficiency,
-    )
-}
-BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {
-    metric.__name__: metric for metric in (vllm_per_position_rates, n_alpha)
-}
 
 
 def _rounds(rows: Rows) -> int:
@@ -156,7 +161,7 @@ def by_category(rows: Rows) -> dict[str, list[TracedRow]]:
 
 
 def bootstrap(
-    metric: Callable[[Rows], float | list[float]],
+    measure: Callable[[Rows], float | list[float]],
     rows: Rows,
     *,
     level: float = 0.95,
@@ -175,14 +180,14 @@ def bootstrap(
     for row in rows:
         groups.setdefault(row.question, []).append(row)
     questions = list(groups.values())
-    count = len(_as_list(metric(rows)))
+    count = len(_as_list(measure(rows)))
     if len(questions) < 2 or not count:  # a plain decoding has no depth
         return [(math.nan, math.nan)] * count
     draws = random.Random(seed)
     values = []
     for _ in range(resamples):
         drawn = draws.choices(questions, k=len(questions))
-        found = _as_list(metric([row for question in drawn for row in question]))
+        found = _as_list(measure([row for question in drawn for row in question]))
         values.append(found + [math.nan] * (count - len(found)))  # none of the deepest trees was drawn
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.tensor(values, dtype=torch.float64).nanquantile(tails, dim=0).tolist()
@@ -203,16 +208,16 @@ def summary(rows: Rows, **how) -> dict:
 
 
 def _measure(rows: Rows, **how) -> dict:
-    def measure(metric: Callable) -> list[dict]:
-        values, intervals = _as_list(metric(rows)), bootstrap(metric, rows, **how)
+    def entries(measure: Callable) -> list[dict]:
+        values, intervals = _as_list(measure(rows)), bootstrap(measure, rows, **how)
         return [_entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
 
     return {
         "questions": len({row.question for row in rows}),
         "rows": len(rows),
         "rounds": _rounds(rows),
-        "metrics": {name: measure(metric)[0] for name, metric in METRICS.items()},
-        "by_depth": {name: measure(metric) for name, metric in BY_DEPTH.items()},
+        "metrics": {name: entries(measure)[0] for name, measure in METRICS.items()},
+        "by_depth": {name: entries(measure) for name, measure in BY_DEPTH.items()},
     }
 
 
@@ -228,14 +233,14 @@ def tables(summaries: dict[str, dict]) -> list[Table]:
     """Of the summaries by name: the metrics, the metrics by depth, and tau by category where there are any."""
     count = "\n".join(f"{name}: {s['questions']} questions, {s['rounds']} rounds" for name, s in summaries.items())
     scalar = Table("metric", *summaries, title="metrics", caption=count)
-    for metric in METRICS:
-        scalar.add_row(metric, *(_cell(s["metrics"][metric]) for s in summaries.values()))
+    for name in METRICS:
+        scalar.add_row(name, *(_cell(s["metrics"][name]) for s in summaries.values()))
     deep = Table("metric", "depth", *summaries, title="by depth")
-    for metric in BY_DEPTH:
-        columns = [s["by_depth"][metric] for s in summaries.values()]
+    for name in BY_DEPTH:
+        columns = [s["by_depth"][name] for s in summaries.values()]
         for d in range(max(map(len, columns))):
             cells = [_cell(column[d]) if d < len(column) else "-" for column in columns]
-            deep.add_row(metric if d == 0 else "", str(d + 1), *cells)
+            deep.add_row(name if d == 0 else "", str(d + 1), *cells)
     categories = list(dict.fromkeys(name for s in summaries.values() for name in s["by_category"]))
     grouped = Table("category", *summaries, title="tau by category")
     for category in categories:
@@ -271,9 +276,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps(summaries))
         return
-    console = Console(width=None if os.isatty(1) else 160)
     for table in tables(summaries):
-        console.print(table)
+        console(160).print(table)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Re
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_ = max(round_, target_cache // target.config.layers, draft_cache)
     return Plan(
-        weights=_weights(target, drafter),
+        weights=weight_bytes(target, drafter),
         target_cache=target_cache,
         draft_cache=draft_cache,
         prefill=prefill,
@@ -104,12 +104,12 @@ def _experts(drafter: Drafter | None) -> int:
     return sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
 
 
-def _weights(target, drafter: Drafter | None) -> int:
-    """Parameters and buffers, those that are shared counted once."""
-    parts = [part for part in (target, drafter) if isinstance(part, nn.Module)]
+def weight_bytes(*models: nn.Module | None) -> int:
+    """Bytes of all parameters and buffers of the models that are given; what is shared counts once."""
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for part in parts
+        for part in models
+        if part is not None
         for x in (*part.parameters(), *part.buffers())
     }
     return sum(storages.values())

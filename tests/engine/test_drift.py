@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from helpers import tiny_drafter, tiny_target
 
-from lab.bench.drift import Case, Growth, Mark, decode_all, different
-from lab.cost.hardware import resident_bytes
+from lab.bench.drift import DriftCase, MemoryGrowth, MemoryMark, decode_all, different
+from lab.cost.memory import resident_bytes
 from scripts.drift_check import arguments, draw_case, main, make_engine
 from specdec.api import load_target
 from specdec.engine.engine import Engine
 from trees import DynamicTree
 
-CASES = [Case.draw(0, number, vocab=17, longest_prompt=12, most_new=8) for number in range(80)]
+CASES = [DriftCase.draw(0, number, vocab=17, longest_prompt=12, most_new=8) for number in range(80)]
 
 
 def make(speculative: bool) -> Engine:
@@ -24,7 +24,7 @@ def make(speculative: bool) -> Engine:
 
 
 def test_cases_are_of_all_kinds_and_repeatable():
-    assert [Case.draw(0, number, 17, 12, 8) for number in range(80)] == CASES
+    assert [DriftCase.draw(0, number, 17, 12, 8) for number in range(80)] == CASES
     assert {len(c.prompts) for c in CASES} == {1, 2, 3}
     assert len({(c.sampling.greedy, c.speculative) for c in CASES}) == 4
     assert {c.max_new_tokens for c in CASES} == set(range(1, 9))
@@ -33,7 +33,7 @@ def test_cases_are_of_all_kinds_and_repeatable():
 def test_memory_is_flat_and_outputs_are_those_of_new_engines():
     decode_all(make, CASES, 80, resident_bytes)  # in a process that decodes first here, oneDNN prepares for each shape
     digests, marks = decode_all(make, CASES, 20, resident_bytes)
-    growth = Growth.of(marks)
+    growth = MemoryGrowth.of(marks)
     assert [mark.generations for mark in marks] == [20, 40, 60, 80]
     assert growth.objects < 60
     assert growth.bytes < 8 * 2**20
@@ -55,7 +55,7 @@ class Fake:
 def test_a_leak_and_a_drift_are_found():
     kept: list = []
     digests, marks = decode_all(lambda speculative: Fake(kept), CASES, 20, lambda: len(kept))
-    growth = Growth.of(marks)
+    growth = MemoryGrowth.of(marks)
     assert growth.objects >= 2 * 60
     assert growth.bytes == 2 * 60
     assert different(lambda speculative: Fake([]), CASES, digests) == list(range(30, 80))
@@ -63,7 +63,7 @@ def test_a_leak_and_a_drift_are_found():
 
 def test_growth_needs_two_marks():
     with pytest.raises(ValueError, match="two marks"):
-        Growth.of([Mark(50, 1, 1)])
+        MemoryGrowth.of([MemoryMark(50, 1, 1)])
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):

@@ -10,11 +10,12 @@ from helpers import save_hf, tiny_drafter, tiny_target
 
 from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
 from lab.bench.bench_command import main
-from lab.bench.contenders import NotAvailable, Ours, Run, of_transformers_by_name
+from lab.bench.contenders import NotAvailable, Ours, TimedRun, of_transformers_by_name
 from lab.bench.table import print_rows, remarks
-from lab.cost.hardware import bandwidth, read_bytes, weight_bytes
+from lab.cost.memory import bandwidth, read_bytes
 from lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.engine.engine import Engine
+from specdec.engine.memory import weight_bytes
 from specdec.model.loader import load_target
 from specdec.types import Sampling
 from trees import Chain
@@ -30,10 +31,10 @@ class Scripted:
     def __init__(self, seconds: list[float], ours: bool = False, text: int = 7, drafts: bool = False):
         self.seconds, self.ours, self.text, self.drafts, self.calls = seconds, ours, text, drafts, 0
 
-    def __call__(self, prompt, new, sampling, seed) -> Run:
+    def __call__(self, prompt, new, sampling, seed) -> TimedRun:
         taken = self.seconds[self.calls % len(self.seconds)]
         self.calls += 1
-        return Run([self.text] * new, taken, taken / 5, [taken / 5] * (new - 1), 64)
+        return TimedRun([self.text] * new, taken, taken / 5, [taken / 5] * (new - 1), 64)
 
 
 def bench(target=None, **contenders) -> Bench:
@@ -241,7 +242,8 @@ def test_ours_counts_the_drafters_weights_and_cache():
     target = tiny_target()
     drafter = tiny_drafter(target)
     plain, fast = Ours(target), Ours(target, drafter, Chain(2), SimulatedTau(2))
-    assert fast.weights == plain.weights + weight_bytes(drafter)
+    assert fast.weights == weight_bytes(target, drafter)
+    assert plain.weights == weight_bytes(target) < fast.weights
     assert plain([1, 2], 9, Sampling(), 0).cache_bytes < fast([1, 2], 9, Sampling(), 0).cache_bytes
     assert len(fast([1, 2], 9, Sampling(), 0).steps) == 4
     hooks = target._forward_pre_hooks

@@ -7,7 +7,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lab.sweep.benchmarks import Question, converse, load_benchmark, template_settings
+from lab.sweep.benchmarks import Question, load_benchmark
+from lab.sweep.conversations import converse, template_settings
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.types import Sampling

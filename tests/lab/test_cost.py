@@ -7,26 +7,14 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from lab.cost import cost
-from lab.cost.cost import (
-    CostModel,
-    Point,
-    Setting,
-    cache_file,
-    grid,
-    hats,
-    identity,
-    load_points,
-    measure,
-    measured_costs,
-    probes,
-    save_points,
-    static,
-    time_rounds,
-)
+from lab.cost import kept
+from lab.cost.kept import cache_file, identity, load_costs, measured_costs, save_costs
+from lab.cost.model import CostModel, hats
+from lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.api import make_tree
 from specdec.engine.engine import Engine
 from specdec.types import Sampling
+from trees.spec import TreeSpec
 
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
 TEXT = [3, 5, 7, 9, 11]
@@ -41,7 +29,7 @@ def pair():
 # The functions
 
 
-def known(setting: Setting | None, context: float, batch: float = 1) -> dict[str, float]:
+def known(setting: TreeSpec | None, context: float, batch: float = 1) -> dict[str, float]:
     """Seconds by part in the form that the module states; f(N) bends at 8."""
     if setting is None:
         return {"verify": batch * (2.0 + 1e-3 * context), "host": 0.05}
@@ -57,35 +45,35 @@ def known(setting: Setting | None, context: float, batch: float = 1) -> dict[str
     return {part: batch * seconds for part, seconds in parts.items()}
 
 
-def known_points(batches=(1,)) -> list[Point]:
+def known_points(batches=(1,)) -> list[RoundCost]:
     settings = [None, *probes((1, 2, 4), 6, (2, 4, 8, 16, 32))]
-    return [Point(s, c, b, known(s, c, b)) for s in settings for c in (32, 128, 384) for b in batches]
+    return [RoundCost(s, c, b, known(s, c, b)) for s in settings for c in (32, 128, 384) for b in batches]
 
 
 def test_known_functions_are_found_again():
     model = CostModel(known_points())
     assert max(model.errors()) < 1e-6
-    for setting in grid((1, 2, 4), 6, (2, 4, 8, 12, 16, 24, 32)):  # most were not measured; 12 and 24 never
+    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 12, 16, 24, 32)):  # most were not measured; 12 and 24 never
         for part, seconds in model.parts(setting, 200.0).items():
             assert seconds == pytest.approx(known(setting, 200.0)[part], rel=1e-6), (setting, part)
     assert model.plain(np.array([10, 500])) == pytest.approx([2.06, 2.55])
-    assert model.round(Setting(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
+    assert model.round(TreeSpec(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
 
 
 def test_noise_makes_no_time_negative():
     """Rounds that were disturbed at short contexts do not make long contexts free."""
     points = [p for p in known_points() if p.context == 128]
-    disturbed = [Point(p.setting, 32, 1, {part: 3 * s for part, s in p.seconds.items()}) for p in points]
+    disturbed = [RoundCost(p.tree, 32, 1, {part: 3 * s for part, s in p.seconds.items()}) for p in points]
     model = CostModel([*points, *disturbed])
-    for setting in grid((1, 2, 4), 6, (2, 4, 8, 16, 32)):
+    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 16, 32)):
         near, far = model.round(setting, 100.0), model.round(setting, 100_000.0)
         assert 0 < near <= far
 
 
 def test_between_widths_and_batch_sizes_it_is_linear():
     model = CostModel(known_points(batches=(1, 4)))
-    setting, between = Setting(2, 3, 8), Setting(3, 3, 8)
-    two, three, four = (model.parts(Setting(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
+    setting, between = TreeSpec(2, 3, 8), TreeSpec(3, 3, 8)
+    two, three, four = (model.parts(TreeSpec(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
     assert three == pytest.approx((two + four) / 2)
     assert model.round(setting, 50.0, 2) == pytest.approx(2 * sum(known(setting, 50.0).values()))
     assert model.plain(50.0, 3) == pytest.approx(3 * (2.05) + 0.05)
@@ -95,9 +83,9 @@ def test_between_widths_and_batch_sizes_it_is_linear():
 @pytest.mark.parametrize(
     ("setting", "batch", "message"),
     [
-        (Setting(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
-        (Setting(4, 4, 64), 1, "num_draft_tokens 64 lies outside"),
-        (Setting(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
+        (TreeSpec(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
+        (TreeSpec(4, 4, 64), 1, "num_draft_tokens 64 lies outside"),
+        (TreeSpec(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
     ],
 )
 def test_nothing_is_told_beyond_what_was_measured(setting, batch, message):
@@ -111,13 +99,13 @@ def test_hats_are_the_weights_of_interpolation():
 
 
 def test_the_grid_holds_every_tree_that_can_be_made_once():
-    settings = grid((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
+    settings = useful_trees((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
     assert len(set(settings)) == len(settings)
     for s in settings:
         tree = make_tree(s.topk, s.steps, s.num_draft_tokens)
         assert (tree.topk, tree.steps, tree.num_draft_tokens) == (s.topk, s.steps, s.num_draft_tokens)
         assert s.num_draft_tokens > s.steps  # no level is drafted in vain
-    assert [s for s in settings if s.topk == 1] == [Setting(1, d, d + 1) for d in range(1, 5)]
+    assert [s for s in settings if s.topk == 1] == [TreeSpec(1, d, d + 1) for d in range(1, 5)]
     assert set(probes((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))) <= set(settings)
 
 
@@ -135,7 +123,7 @@ def test_rounds_are_timed_where_they_say(pair):
     expected = [max(len(row.prompt) + sum(row.trace.emitted[:r]) for row in rows) for r in range(rounds)]
     assert [context for context, _ in found] == expected[1:]
     for _, parts in found:
-        assert tuple(parts) == cost.PARTS
+        assert tuple(parts) == PARTS
         assert min(parts.values()) > 0
 
 
@@ -147,12 +135,12 @@ def test_plain_rounds_are_timed_too(pair):
 
 def test_measuring_covers_the_probes(pair):
     shown = []
-    points = measure(*pair, TEXT, **FEW, batches=(1, 2), progress=lambda *at: shown.append(at))
-    assert {p.setting for p in points} == {None, *probes(FEW["topks"], 3, FEW["nodes"])}
+    points = measure_rounds(*pair, TEXT, **FEW, batches=(1, 2), progress=lambda *at: shown.append(at))
+    assert {p.tree for p in points} == {None, *probes(FEW["topks"], 3, FEW["nodes"])}
     assert {p.batch for p in points} == {1, 2}
     assert min(p.context for p in points) < 24 < max(p.context for p in points)
     model = CostModel(points)
-    for setting in grid(FEW["topks"], 3, FEW["nodes"]):
+    for setting in useful_trees(FEW["topks"], 3, FEW["nodes"]):
         assert model.round(setting, 20.0, 2) > 0
     assert statistics.median(model.errors()) < 1
     assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
@@ -161,17 +149,17 @@ def test_measuring_covers_the_probes(pair):
 def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
     file = tmp_path / "tree.yaml"
     file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
-    tree = static(file)
+    tree = TreeSpec.parse(file)
     assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
-    points = measure(*pair, TEXT, **FEW, statics=[tree])
+    points = measure_rounds(*pair, TEXT, **FEW, statics=[tree])
     model = CostModel(points)
-    own = [p for p in points if p.setting == tree]
+    own = [p for p in points if p.tree == tree]
     assert len(own) == 2
     seconds = [p.seconds["grow"] for p in own]
     for p in own:
         assert 0.999 * min(seconds) <= model.parts(tree, p.context)["grow"] <= 1.001 * max(seconds)
     with pytest.raises(ValueError, match="were not measured"):
-        CostModel([p for p in points if p.setting != tree]).round(tree, 20.0)
+        CostModel([p for p in points if p.tree != tree]).round(tree, 20.0)
     before = identity(*pair, statics=[tree])
     file.write_text("paths: [[0], [1], [0, 0]]")
     assert identity(*pair, statics=[tree]) != before
@@ -179,37 +167,37 @@ def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
 
 def test_a_context_that_is_too_short(pair):
     with pytest.raises(ValueError, match="too short to measure"):
-        measure(tiny_target(context=12), pair[1], TEXT, **FEW)
+        measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
 
 
 # Kept measurements
 
 
 @pytest.fixture
-def kept(monkeypatch, tmp_path):
+def calls(monkeypatch, tmp_path):
     """Costs are kept in a folder of the test's own, and measuring is counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    calls = []
+    found = []
 
     def fake(target, drafter, text, **how):
-        calls.append(how)
+        found.append(how)
         return known_points()
 
-    monkeypatch.setattr(cost, "measure", fake)
-    return calls
+    monkeypatch.setattr(kept, "measure_rounds", fake)
+    return found
 
 
-def test_costs_are_measured_once(pair, kept, tmp_path):
+def test_costs_are_measured_once(pair, calls, tmp_path):
     first = measured_costs(*pair, TEXT, topks=(1, 2))
     again = measured_costs(*pair, [1, 2, 3], topks=(1, 2))  # another text takes as long
-    assert len(kept) == 1
+    assert len(calls) == 1
     assert again.points == first.points == known_points()
     measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
-    assert len(kept) == 2
+    assert len(calls) == 2
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
-def test_what_changes_times_is_measured_anew(pair, kept):
+def test_what_changes_times_is_measured_anew(pair, calls):
     target, drafter = pair
     measured_costs(target, drafter, TEXT, topks=(1, 2))
     measured_costs(target, tiny_drafter(target, draft_vocab=8), TEXT, topks=(1, 2))
@@ -221,12 +209,12 @@ def test_what_changes_times_is_measured_anew(pair, kept):
         measured_costs(target, drafter, TEXT, topks=(1, 2))
     finally:
         torch.set_num_threads(threads)
-    assert len(kept) == 5
+    assert len(calls) == 5
     measured_costs(tiny_target(seed=9), tiny_drafter(target, seed=9), TEXT, topks=(1, 2))  # the same shapes
-    assert len(kept) == 5
+    assert len(calls) == 5
 
 
-def test_a_damaged_file_is_one_sentence(pair, kept):
+def test_a_damaged_file_is_one_sentence(pair, calls):
     file = cache_file(identity(*pair, topks=(1, 2)))
     file.parent.mkdir(parents=True)
     file.write_text('{"points": [{"setting": 3}]}')
@@ -234,9 +222,9 @@ def test_a_damaged_file_is_one_sentence(pair, kept):
         measured_costs(*pair, TEXT, topks=(1, 2))
     measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
     measured_costs(*pair, TEXT, topks=(1, 2))
-    assert len(kept) == 1
+    assert len(calls) == 1
 
 
 def test_points_survive_their_file(tmp_path):
-    save_points(known_points(), tmp_path / "deep" / "points.json", {"machine": "this"})
-    assert load_points(tmp_path / "deep" / "points.json") == known_points()
+    save_costs(known_points(), tmp_path / "deep" / "points.json", {"machine": "this"})
+    assert load_costs(tmp_path / "deep" / "points.json") == known_points()

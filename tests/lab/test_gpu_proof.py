@@ -12,7 +12,7 @@ import pytest
 
 from lab.bench import stages
 from lab.bench.stages import Stage, run_stage, run_stages
-from scripts import gpu_proof
+from scripts import gpu_proof, pretrain_target
 from specdec.model.loader import load_target
 from specdec.text import read_prompts
 
@@ -129,9 +129,6 @@ def proof(monkeypatch, *words: str) -> None:
 
 
 def test_a_target_from_scratch(monkeypatch, tmp_path, conversations, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from scripts import pretrain_target
-
     out = tmp_path / "pair"
     words = [
         "--data",
@@ -162,9 +159,6 @@ def test_a_target_from_scratch(monkeypatch, tmp_path, conversations, capsys):
 
 
 def test_the_time_ends_a_training(monkeypatch, tmp_path, conversations):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from scripts import pretrain_target
-
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 2, "length": 64, "batch_tokens": 128, "prompts": 9}
     args = Namespace(data=conversations, out=tmp_path, tokens=10**9, heldout=2, device="cpu", eager=True, **sizes)
     args.seconds = 0.001

@@ -9,7 +9,8 @@ from scipy import stats
 
 from lab.proof.greedy import GreedyProver, Mismatch
 from lab.proof.laws import chi_square, exact_distance, prove_law
-from lab.proof.prove import LAW_TREES, OneInAThousand, fits, main
+from lab.proof.proof import LAW_TREES, OneInAThousand, fits
+from lab.proof.prove import main
 from lab.proof.sampled import prove_sampled
 from specdec.types import Sampling
 from specdec.verify import SampleAndMatch, make_verifier

@@ -10,14 +10,14 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 
 from drafters.layers import restrict
-from lab.replay import recording as replay
-from lab.replay.recording import Superset, likely, record, while_likely
+from lab.replay import Superset, along, likely, record, while_likely
 from specdec.engine.engine import Engine
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling
 from specdec.verify import make_verifier
 from trees import Chain, DynamicTree, SampledTree, StaticTree
 from trees.dynamic import Pool
+from trees.spec import TreeSpec
 
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
 EOS = frozenset({4})
@@ -63,13 +63,13 @@ def test_greedy_rounds_are_those_of_real_runs(target, kind):
 def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
     how = {"topks": (3,), "steps": 3, "sampling": Sampling(0.9), "samples": 2} | HOW
     whole = record(target, drafter, PROMPTS, **how)
-    monkeypatch.setattr(replay, "PIECE", 4)
+    monkeypatch.setattr(along, "PIECE", 4)
     outputs = [text.tokens for text in whole.texts]
     cut = record(target, drafter, PROMPTS * 2, **how | {"samples": 1, "outputs": outputs}, batch=3)
     assert torch.equal(whole.candidates["", 3].pool.parents, cut.candidates["", 3].pool.parents)
     torch.testing.assert_close(whole.candidates["", 3].pool.scores, cut.candidates["", 3].pool.scores)
-    setting = {"topk": 3, "steps": 3, "num_draft_tokens": 9}
-    assert whole.replay(**setting).accepted == cut.replay(**setting).accepted
+    tree = TreeSpec(3, 3, 9)
+    assert whole.replay(tree).emitted == cut.replay(tree).emitted
     assert [text.question for text in whole.texts] == [0, 1, 2, 0, 1, 2]
 
 
@@ -125,11 +125,11 @@ def test_truncation_rules(target, drafter, rule):
     superset = record(target, drafter, PROMPTS, topks=(3,), steps=3, **HOW)
     tree = Truncated(rule, 3, 3, 12)
     rows = [real(target, drafter, tree, prompts=[prompt])[0] for prompt in PROMPTS]
-    replayed = superset.replay(topk=3, steps=3, num_draft_tokens=12, rule=rule)
+    replayed = superset.replay(DynamicTree(3, 3, 12), rule=rule)
     assert replayed.rows == [row.trace for row in rows]
     assert replayed.nodes == pytest.approx(sum(tree.sizes) / len(tree.sizes))
     assert len(set(tree.sizes)) > 1, "the rule cuts all alike: the test shows little"
-    assert replayed.rows != superset.replay(topk=3, steps=3, num_draft_tokens=12).rows
+    assert replayed.rows != superset.replay(DynamicTree(3, 3, 12)).rows
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, 7, 0.95)], ids=["plain", "filtered"])
@@ -139,7 +139,7 @@ def test_sampled_rounds_are_those_of_the_run_that_wrote_the_text(target, drafter
     outputs = [row.tokens for row in rows]
     superset = record(target, drafter, PROMPTS * 4, topks=(3,), steps=3, sampling=sampling, outputs=outputs, **HOW)
     replayed = superset.replay_many([tree])[0]
-    assert replayed.accepted == [row.trace.emitted for row in rows]
+    assert replayed.emitted == [row.trace.emitted for row in rows]
     assert replayed.tau > 1, "nothing was accepted: the test shows nothing"
 
 
@@ -170,14 +170,14 @@ def test_a_rounds_expectation_is_exact(every_text, setting):
     although in hardly any text it is the same."""
     superset, probability = every_text
     topk, steps, nodes = setting
-    replayed = superset.replay(topk=topk, steps=steps, num_draft_tokens=nodes)
+    replayed = superset.replay(DynamicTree(topk, steps, nodes))
     for number in range(3):
         emitted, expected = (
             sum(p * row[number] for p, row in zip(probability, rows, strict=True) if len(row) > number)
-            for rows in (replayed.accepted, replayed.expected)
+            for rows in (replayed.emitted, replayed.expected)
         )
         assert float(expected) == pytest.approx(float(emitted), abs=1e-5)
-    same = [a == pytest.approx(b) for a, b in zip(replayed.accepted, replayed.expected, strict=True) if a]
+    same = [a == pytest.approx(b) for a, b in zip(replayed.emitted, replayed.expected, strict=True) if a]
     assert sum(same) < 0.1 * len(same)
 
 
@@ -199,8 +199,8 @@ def test_drawn_chains_under_rejection(target):
 
     assert abs(score(superset.replay_drawn(3).rounds)) < 3.5
     assert abs(score(superset.replay_drawn(2).rounds)) > 6, "a shorter chain cannot be told apart: too little is shown"
-    top_logprobs = superset.replay(topk=1, steps=3, num_draft_tokens=4)
-    assert abs(score([float(row.rounds) for row in top_logprobs.rows])) > 6
+    likeliest = superset.replay(DynamicTree(1, 3, 4))
+    assert abs(score([float(row.rounds) for row in likeliest.rows])) > 6
 
 
 def test_files(target, drafter, tmp_path):
@@ -265,16 +265,14 @@ def test_heads_that_guess_less_far_are_refused(target):
 def test_what_cannot_be_replayed(target, drafter):
     superset = record(target, drafter, PROMPTS, topks=(2, 3), steps=2, **HOW)
     for message, call in {
-        "topk 4 was not recorded; recorded were 2, 3": lambda: superset.replay(topk=4, steps=2, num_draft_tokens=5),
-        "3 levels deep, but 2 were recorded": lambda: superset.replay(topk=2, steps=3, num_draft_tokens=5),
-        "a tree holds 2 to 7": lambda: superset.replay(topk=2, steps=2, num_draft_tokens=8),
-        "'x' was not recorded": lambda: superset.replay_static(Chain(2), "x"),
+        "topk 4 was not recorded; recorded were 2, 3": lambda: superset.replay(DynamicTree(4, 2, 5)),
+        "3 levels deep, but 2 were recorded": lambda: superset.replay(DynamicTree(2, 3, 5)),
+        "a tree holds 2 to 7": lambda: superset.replay(DynamicTree(2, 2, 8)),
+        "'x' was not recorded": lambda: superset.replay(Chain(2), "x"),
         "SampledTree cannot be replayed": lambda: superset.replay_many([SampledTree([1])]),
         "this one is static": lambda: superset.replay_many([Chain(2)], rule=likely(0.1)),
         "must keep 1 to 2 levels": lambda: superset.replay(
-            topk=2,
-            steps=2,
-            num_draft_tokens=5,
+            DynamicTree(2, 2, 5),
             rule=lambda levels: (torch.zeros(len(levels[0])), torch.ones(len(levels[0]))),
         ),
         "these texts are greedy": lambda: superset.replay_drawn(2),

@@ -14,9 +14,10 @@ from drafters import eagle3
 from drafters.vocab import DraftVocab
 from lab.sweep import figures
 from lab.sweep.benchmarks import Benchmark, Question
-from lab.sweep.gallery import Node, best_tree_svg, round_svg, tree_svg
-from lab.sweep.points import Draft, Shape
-from lab.sweep.report import REPORT, print_tables, write_report
+from lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
+from lab.sweep.point_table import print_tables
+from lab.sweep.points import Draft
+from lab.sweep.report import REPORT, write_report
 from lab.sweep.store import collect, write_results
 from lab.sweep.sweep import Sweep
 from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
@@ -26,6 +27,7 @@ from specdec.model.loader import load_target
 from specdec.types import Sampling
 from specdec.verify import make_verifier
 from trees import DynamicTree
+from trees.spec import TreeSpec
 
 # A tree of four nodes behind the root: 1 and 2 are its children, 3 and 4 those of 1.
 PARENTS, OWN = [0, 0, 0, 1, 1], [1.0, 0.62, 0.33, 0.55, 0.24]
@@ -150,7 +152,7 @@ def overlap(a, b) -> bool:
 def test_nodes_of_a_tree_do_not_overlap(seed):
     g = torch.Generator().manual_seed(seed)
     parents = [0] + [int(torch.randint(0, i, (), generator=g)) for i in range(1, 40)]
-    nodes = [Node("x" * (1 + i % 14), ".12") for i in range(40)]
+    nodes = [DrawnNode("x" * (1 + i % 14), ".12") for i in range(40)]
     svg = tree_svg(nodes, parents, "random")
     found = boxes(svg)
     assert len(found) == 40
@@ -191,7 +193,7 @@ def out(target_path, drafter_path, tmp_path_factory):
         sweep = Sweep(target, "f", benchmark, out, Sampling(), make_verifier("match"), **how)
         drafts = [Draft.read({"draft": str(drafter_path), "name": "eagle<3>"}), Draft.read("ngram")]
         best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-        sweep.run(sweep.points(drafts, [Shape(1, 2), Shape(2, 2, 4), Shape(2, 3, 50)], True, best))
+        sweep.run(sweep.points(drafts, [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 3, 50)], True, best))
     results, timings, _ = write_results(out)
     write_report(out, results, timings, command="python lab/sweep/sweep_command.py <x>")
     return out

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from lab.cost.cost import Point, Setting
+from lab.cost.rounds import RoundCost
 from scripts import round_cost
+from trees.spec import TreeSpec
 
 TINY = ["shape=tiny", "topk=[1,2]", "num_draft_tokens=[3,8]", "steps=3", "context=12", "new_tokens=13"]
 TINY += ["repeats=1", "trials=2"]
@@ -22,19 +23,21 @@ def script(monkeypatch, *words: str) -> None:
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 33])
 def test_every_tree_of_the_grid_can_be_and_drafts_no_level_in_vain(topk, nodes):
     levels = round_cost.levels(topk, nodes, 4)
-    tree = Setting(topk, levels, nodes).tree()  # refuses levels that are too few for the nodes
+    tree = TreeSpec(topk, levels, nodes).build()  # refuses levels that are too few for the nodes
     assert tree.num_draft_tokens == nodes > levels
     assert levels <= 4 or nodes > topk + 3 * topk**2 + 1  # more than asked for only where the nodes need them
 
 
 def test_rows_by_hand():
     def point(setting, *parts):
-        return Point(setting, 20.0, 1, dict(zip(("grow", "verify", "commit", "extend", "host"), parts, strict=True)))
+        return RoundCost(
+            setting, 20.0, 1, dict(zip(("grow", "verify", "commit", "extend", "host"), parts, strict=True))
+        )
 
-    plain = Point(None, 20.0, 1, {"verify": 3.5, "host": 0.5})
-    small, large = Setting(1, 3, 4), Setting(4, 4, 16)
+    plain = RoundCost(None, 20.0, 1, {"verify": 3.5, "host": 0.5})
+    small, large = TreeSpec(1, 3, 4), TreeSpec(4, 4, 16)
     points = [point(small, 1, 4, 0.25, 0.5, 0.25), point(large, 2, 8, 0.25, 1.5, 0.25)]
-    first, second = round_cost.rows_of(plain, points, tau=3)
+    first, second = round_cost.costs_of(plain, points, tau=3)
     assert (first.draft, first.verify, first.rest, first.seconds) == (1.5, 4, 0.5, 6)
     assert (first.plain_tokens, first.speedup, first.tau_to_equal) == (1.5, 2, 3)
     assert (second.plain_tokens, second.speedup, second.tau_to_equal) == (3, 1, 6)

@@ -5,12 +5,13 @@ import json
 import pytest
 
 from lab.cost import simulate
-from lab.cost.cost import Setting
-from lab.cost.simulate import CONFIGS, HARDWARE, Hardware, Roofline, Shape, decoder, speed_up, tau_of
+from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder
+from lab.cost.simulate import speed_up, tau_of
+from trees.spec import TreeSpec
 
 FREE = Hardware(bandwidth=1e12, flops=1e15, memory=1e12, launch=0.0, bandwidth_share=1.0, flops_share=1.0)
-TARGET = Shape(weights=5e9, layers=10, kv=1e4, heads_dim=1000)  # 10 GB
-DRAFTER = Shape(weights=5e7, layers=1, kv=1e3, heads_dim=1000)
+TARGET = ForwardShape(weights=5e9, layers=10, kv=1e4, heads_dim=1000)  # 10 GB
+DRAFTER = ForwardShape(weights=5e7, layers=1, kv=1e3, heads_dim=1000)
 
 
 def costs(hardware: Hardware = FREE) -> Roofline:
@@ -35,20 +36,20 @@ def test_a_forward_by_hand():
 
 
 def test_a_round_by_hand():
-    setting = Setting(2, 3, 6)
+    setting = TreeSpec(2, 3, 6)
     found = costs(Hardware(1e12, 1e15, 1e12, 1e-5, 1.0, 1.0)).round(setting, 0.0, 1)
     draft = 3 * (1e-4 + 10 * 1e-5)  # two levels behind the first, and the extension
     assert found == pytest.approx(draft + 10e-3 + 10 * 10 * 1e-5 + 3 * 25 * 1e-5)
 
 
 def test_tau_by_hand():
-    assert tau_of(Setting(1, 3, 4), [0.5]) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+    assert tau_of(TreeSpec(1, 3, 4), [0.5]) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
     # of two ranks the best three nodes behind the root: 0, 00, 1
-    assert tau_of(Setting(2, 2, 4), [0.6, 0.3]) == pytest.approx(1 + 0.6 + 0.36 + 0.3)
+    assert tau_of(TreeSpec(2, 2, 4), [0.6, 0.3]) == pytest.approx(1 + 0.6 + 0.36 + 0.3)
 
 
 def test_memory_bound_gains_tau_and_compute_bound_loses():
-    setting, tau = Setting(4, 4, 32), 3.0
+    setting, tau = TreeSpec(4, 4, 32), 3.0
     alone = speed_up(costs(), setting, tau, 0.0, 1)
     assert 0.9 * tau < alone < tau  # the drafter takes the rest
     assert speed_up(costs(), setting, tau, 0.0, 1000) < tau / 16

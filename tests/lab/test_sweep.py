@@ -11,7 +11,7 @@ import pytest
 
 from lab.sweep import store, sweep
 from lab.sweep.benchmarks import Benchmark, Question
-from lab.sweep.points import LAB, NOT_CODE, Draft, Shape, code_version, fingerprint, grid
+from lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from lab.sweep.sweep import Sweep
 from lab.trace.metrics import METRICS
@@ -19,6 +19,7 @@ from specdec.engine.trace_files import read_trace
 from specdec.model.loader import load_target
 from specdec.types import Sampling
 from specdec.verify import make_verifier
+from trees.spec import TreeSpec
 
 BENCHMARK = Benchmark(
     "tiny",
@@ -29,7 +30,7 @@ BENCHMARK = Benchmark(
     ],
 )
 BEST = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-SHAPES = [Shape(1, 2), Shape(2, 2, 4), Shape(2, 2, 60)]  # the last cannot be
+SHAPES = [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 2, 60)]  # the last cannot be
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +76,15 @@ def whole(target, drafter_path, tmp_path_factory):
 
 
 def test_a_grid_holds_a_chain_once():
-    found = grid([1, 4], [3, 5], [8, 16])
-    assert found == [Shape(1, 3), Shape(1, 5), Shape(4, 3, 8), Shape(4, 3, 16), Shape(4, 5, 8), Shape(4, 5, 16)]
+    found = TreeSpec.grid([1, 4], [3, 5], [8, 16])
+    assert found == [
+        TreeSpec(1, 3),
+        TreeSpec(1, 5),
+        TreeSpec(4, 3, 8),
+        TreeSpec(4, 3, 16),
+        TreeSpec(4, 5, 8),
+        TreeSpec(4, 5, 16),
+    ]
 
 
 def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeypatch):
@@ -107,14 +115,14 @@ def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeyp
 def test_a_fingerprint_is_of_what_the_files_hold(drafter_path, tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(drafter_path, copy)
-    assert fingerprint(copy) == fingerprint(drafter_path)
+    assert signature(copy) == signature(drafter_path)
     (copy / "README.md").write_text("words")
-    assert fingerprint(copy) == fingerprint(drafter_path)
+    assert signature(copy) == signature(drafter_path)
     weights = copy / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    assert fingerprint(copy) != fingerprint(drafter_path)
+    assert signature(copy) != signature(drafter_path)
 
 
 def test_the_code_version_is_of_what_measures(monkeypatch):

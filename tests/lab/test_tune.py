@@ -11,16 +11,17 @@ from helpers import tiny_drafter, tiny_target
 
 from lab.cost import tune as lab
 from lab.cost import tune_command
-from lab.cost.cost import Setting, grid
-from lab.cost.tune import Measured, Prediction, finalists, measure_rates, predict, predict_all, round_contexts, tune
-from lab.replay.recording import record
+from lab.cost.rounds import useful_trees
+from lab.cost.tune import MeasuredRate, Prediction, finalists, measure_rates, predict, predict_all, round_contexts, tune
+from lab.replay import record
 from specdec.cli import generate as command
 from specdec.cli.settings import read_settings
 from specdec.engine.engine import Engine
+from trees.spec import TreeSpec
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
-CHAIN, TREE = Setting(1, 2, 3), Setting(2, 2, 5)
+CHAIN, TREE = TreeSpec(1, 2, 3), TreeSpec(2, 2, 5)
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +50,7 @@ class Said:
         self.emitted = emitted
 
     def replay_many(self, trees):
-        shapes = [Setting(t.topk, t.steps, t.num_draft_tokens) for t in trees]
-        return [type("Replayed", (), {"accepted": self.emitted[s]}) for s in shapes]
+        return [type("Replayed", (), {"emitted": self.emitted[tree]}) for tree in trees]
 
 
 # Predictions
@@ -59,13 +59,14 @@ class Said:
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_contexts_are_those_of_the_engine(pair, batch):
     """Round by round the bound that the engine gives its cache."""
-    engine = Engine(*pair, TREE.tree())
+    engine = Engine(*pair, TREE.build())
     emitted, found = [], []
     for start in range(0, len(PROMPTS), batch):
-        bounds = []
+        bounds, joined = [], []
 
-        def watch(report, bounds=bounds):
-            bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in report.rows))
+        def watch(report, bounds=bounds, joined=joined):
+            joined += report.rows if report.prefill else []
+            bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in joined))
 
         rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=14, observer=watch).rows
         emitted += [row.trace.emitted for row in rows]
@@ -101,25 +102,25 @@ def test_texts_without_a_round_are_passed_over():
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
     target, drafter = pair
-    settings = grid((1, 2, 3), 3, (3, 5, 8))
+    settings = useful_trees((1, 2, 3), 3, (3, 5, 8))
     superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
     costs = Known(dict.fromkeys([None, *settings], 0.5))
     plain, ranking = predict_all(costs, superset, settings, [len(p) for p in PROMPTS], batch)
-    assert {p.setting for p in ranking} == set(settings)
+    assert {p.tree for p in ranking} == set(settings)
     assert [p.tokens_per_second for p in ranking] == sorted((p.tokens_per_second for p in ranking), reverse=True)
     for p in (plain, *ranking):
-        engine = Engine(target) if p.setting is None else Engine(target, drafter, p.setting.tree())
+        engine = Engine(target) if p.tree is None else Engine(target, drafter, p.tree.build())
         tokens = rounds = 0
         for start in range(0, len(PROMPTS), batch):
             rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=20).rows
             tokens += sum(len(row.tokens) - 1 for row in rows)
             rounds += max(row.trace.rounds for row in rows)
-        assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.setting
+        assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 
 def test_every_width_that_may_win_is_tried():
     rates = {(4, 2): 100, (4, 3): 99, (4, 1): 98, (2, 2): 95, (1, 2): 91, (8, 2): 80}
-    ranking = [Prediction(Setting(*at, 9), rate, 2.0, 0.1) for at, rate in rates.items()]
+    ranking = [Prediction(TreeSpec(*at, 9), rate, 2.0, 0.1) for at, rate in rates.items()]
     assert [p.tokens_per_second for p in finalists(ranking, 4)] == [100, 95, 91, 99]
     assert [p.tokens_per_second for p in finalists(ranking, 2)] == [100, 95]
     assert len(finalists(ranking, 20)) == 6
@@ -134,11 +135,11 @@ def test_real_runs_say_what_generate_says(pair):
     found = measure_rates(target, drafter, PROMPTS, [None, CHAIN, TREE], batch=2, max_new_tokens=12, repeats=2,
                           progress=lambda *at: turns.append(at))  # fmt: skip
     plain, chain, tree = found
-    assert [m.setting for m in found] == [None, CHAIN, TREE]
+    assert [m.tree for m in found] == [None, CHAIN, TREE]
     assert plain.texts == chain.texts == tree.texts == [
         Engine(target).generate([p], max_new_tokens=12).rows[0].tokens for p in PROMPTS
     ]  # fmt: skip
-    rows = [Engine(target, drafter, TREE.tree()).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
+    rows = [Engine(target, drafter, TREE.build()).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
     assert tree.tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
     assert plain.tau == 1
     assert turns == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -150,7 +151,7 @@ def planted(monkeypatch):
 
     def plant(rates: dict):
         def fake(target, drafter, prompts, settings, **how):
-            return [Measured(s, rates[s], 2.0, []) for s in settings]
+            return [MeasuredRate(s, rates[s], 2.0, []) for s in settings]
 
         monkeypatch.setattr(lab, "measure_rates", fake)
         said = Said({s: [[2, 2], [2]] for s in (CHAIN, TREE)})
@@ -162,26 +163,26 @@ def planted(monkeypatch):
 
 def test_the_fastest_that_was_tried_wins(planted):
     tuned = planted({None: 50.0, CHAIN: 60.0, TREE: 75.0})
-    assert tuned.ranking[0].setting == CHAIN  # by prediction
-    assert tuned.best[0].setting == TREE
+    assert tuned.ranking[0].tree == CHAIN  # by prediction
+    assert tuned.best[0].tree == TREE
     assert tuned.verdict == "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"
 
 
 def test_a_static_tree_is_written_as_its_file(tmp_path):
-    tree = Setting(3, 3, 6, str(tmp_path / "tree.yaml"))
-    assert lab.shape_entries(tree) == {"tree": str(tmp_path / "tree.yaml")}
+    tree = TreeSpec(3, 3, 6, str(tmp_path / "tree.yaml"))
+    assert lab.tree_entries(tree) == {"tree": str(tmp_path / "tree.yaml")}
     ranking = [
         Prediction(TREE, 10.0, 2.0, 0.1),
-        Prediction(Setting(2, 3, 6), 9.9, 2.0, 0.1),
+        Prediction(TreeSpec(2, 3, 6), 9.9, 2.0, 0.1),
         Prediction(tree, 9.5, 2, 0.1),
     ]
-    assert tree in [p.setting for p in finalists(ranking, 2)]
+    assert tree in [p.tree for p in finalists(ranking, 2)]
 
 
 def test_plain_decoding_wins_where_nothing_beats_it(planted):
     tuned = planted({None: 100.0, CHAIN: 60.0, TREE: 75.0})
-    assert tuned.best[0].setting is None
-    assert tuned.best_draft[0].setting == TREE
+    assert tuned.best[0].tree is None
+    assert tuned.best_draft[0].tree == TREE
     assert tuned.verdict.startswith("decode plainly: no setting beats plain decoding (100.0 tokens/s) here")
     assert "reaches 0.75 of it" in tuned.verdict
 
@@ -203,13 +204,13 @@ def load_check():
 def test_the_check_fails_where_it_should(chosen, off, passed):
     """24 settings at 51 to 74 tokens/s, the chosen one at 71 unless it is the slowest of them; predictions `off`."""
     check = load_check()
-    assert len(set(check.SETTINGS)) == 24
-    rates = {str(s): 51.0 + i for i, s in enumerate(check.SETTINGS)} | {"4/3/12": 71.0, "plain": 90.0}
+    assert len(set(check.TREES)) == 24
+    rates = {str(s): 51.0 + i for i, s in enumerate(check.TREES)} | {"4/3/12": 71.0, "plain": 90.0}
     rows = [{"name": name, "measured": rate, "predicted": (1 + off) * rate} for name, rate in rates.items()]
-    found = check.conclude(rows, str(Setting(*chosen)))
+    found = check.conclude(rows, str(TreeSpec(*chosen)))
     assert found["passed"] == passed
     assert found["best_of_24_tokens_per_second"] == 74
-    assert found["tuned_to_best"] == pytest.approx(rates[str(Setting(*chosen))] / 74)
+    assert found["tuned_to_best"] == pytest.approx(rates[str(TreeSpec(*chosen))] / 74)
     assert found["median_error"] == pytest.approx(off)
     assert found["median_error_beside_a_common_factor"] == pytest.approx(0)
     assert found["plain_is_faster_than_all"]
@@ -245,7 +246,7 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
     code, out = tiny("--json", "--batch-size", 2, "--tree", tmp_path / "tree.yaml")
     assert code == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert report["settings_predicted"] == len(grid((1, 2), 2, (3, 5))) + 1
+    assert report["settings_predicted"] == len(useful_trees((1, 2), 2, (3, 5))) + 1
     assert report["tried"][0]["setting"] == "plain"
     assert all(t["predicted_tau"] == t["measured_tau"] for t in report["tried"])
     assert report["machine"]["threads"] == 1
@@ -265,7 +266,7 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
     """Where drafting wins."""
 
     def fake(target, drafter, prompts, settings, **how):
-        return [Measured(s, 1.0 if s is None else 2.0 + s.topk, 2.0, []) for s in settings]
+        return [MeasuredRate(s, 1.0 if s is None else 2.0 + s.topk, 2.0, []) for s in settings]
 
     monkeypatch.setattr(lab, "measure_rates", fake)
     code, out = tiny("--topk", "2", "--steps", "1", "--num-draft-tokens", "3")

@@ -1,17 +1,14 @@
-"""A comparison as a terminal table, a CSV file and a chart."""
+"""A comparison as a terminal table and as a chart."""
 
-import csv
-import os
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
-from lab.sweep.compare import Score, as_rows
-from specdec.cli.files import write_whole
+from lab.output import console, write_figure
+from lab.sweep.compare import Score
 
 
-def print_table(scores: list[Score], plain_rate: float, greedy: bool) -> None:
+def print_scores(scores: list[Score], plain_rate: float, greedy: bool) -> None:
     table = Table(title=f"plain decoding: {plain_rate:.0f} tokens/s")
     for column in ("", "tree (topk/steps/tokens)", "tau", "accepted to depth", "tokens/s", "to plain"):
         table.add_column(column, justify="left" if column in ("", "tree (topk/steps/tokens)") else "right")
@@ -30,22 +27,11 @@ def print_table(scores: list[Score], plain_rate: float, greedy: bool) -> None:
             f"{parts['draft']:.2f}, {parts['verify']:.2f}",
             f"{claim}, {s.same_as_plain} of {s.prompts} identical" if greedy else claim,
         )
-    Console(width=None if os.isatty(1) else 160).print(table)
-
-
-def write_csv(scores: list[Score], path: Path) -> None:
-    def fill(aside: Path) -> None:
-        rows = as_rows(scores)
-        with aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(path, fill)
+    console(160).print(table)
 
 
 def write_chart(scores: list[Score], path: Path, title: str) -> None:
-    """tau, the speed against plain decoding, and where a round's time goes."""
+    """Draw tau, the speed to plain decoding, and where a round's time goes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -76,5 +62,5 @@ def write_chart(scores: list[Score], path: Path, title: str) -> None:
         for place, value in zip(places, values, strict=True):
             axis.text(value, place, f" {value:.2f}", va="center")
         axis.margins(x=0.15)
-    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+    write_figure(path, figure)
     plt.close(figure)

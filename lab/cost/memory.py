@@ -1,4 +1,4 @@
-"""How fast this machine moves memory, how much of it a decoding takes, what plain decoding must read for a token."""
+"""Memory: how fast a device moves it, how much a decoding takes, and what plain decoding must read for each token."""
 
 import resource
 import statistics
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.model.cpu_linear import bytes_read
 
@@ -15,7 +15,7 @@ CPU_BYTES, GPU_BYTES = 1 << 28, 1 << 30
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, trials: int = 5) -> float:
-    """Median time of a call that the device has finished."""
+    """Median seconds of a call, from an idle device until the device has finished, over `trials` after a warm-up."""
     times = []
     for trial in range(trials + 1):  # the first warms up
         wait(device)
@@ -28,14 +28,16 @@ def seconds_of(run: Callable[[], object], device: torch.device, trials: int = 5)
 
 
 def wait(device: torch.device) -> None:
+    """Wait until the device has finished what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Bytes/s that this device moves at best: the faster of reading `size` bytes and of copying them.
+    """The most bytes/s that this device moves: the faster of reading `size` bytes and of copying them.
 
-    On the CPU with torch's present number of threads; the default size, 256 MiB, 1 GiB on a GPU, fits into no cache.
+    On the CPU torch's present number of threads reads. The default size fits into no cache: 256 MiB on the CPU, 1 GiB
+    on a GPU.
     """
     size = size or (GPU_BYTES if device.type == "cuda" else CPU_BYTES)
     source = torch.ones(size // 4, device=device)
@@ -44,15 +46,11 @@ def bandwidth(device: torch.device, size: int | None = None) -> float:
     return max(read, 2 * size / seconds_of(lambda: copy.copy_(source), device))
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
-    return size_of({id(p): p for p in model.parameters()}.values())
-
-
 def read_bytes(target, context: float, *, packed: bool = True) -> float:
-    """Bytes that plain decoding of one row must read for a token behind `context` tokens: every weight, the embedding
-    only if it is the head too, and the keys and values that the layers see. packed: as this engine reads weights that
-    it has packed (`specdec.model.cpu_linear`), and not as they are held."""
+    """Bytes that plain decoding of one row must read for the token behind `context` tokens.
+
+    These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
+    packed: count weights as this engine reads them after packing (`specdec.model.cpu_linear`), not as they are held."""
     config, table = target.config, target.embed.weight
     read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
@@ -64,17 +62,20 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of these tensors together."""
     return sum(x.nbytes for x in tensors)
 
 
-class Peak:
-    """The most memory in use between `with` and its end, in `bytes`: on a GPU what was allocated beyond what lay there
-    before; on the CPU the largest resident set that the whole process has had so far, which never falls."""
+class PeakMemory:
+    """A context whose `bytes` is the most memory in use within it.
+
+    On a GPU these are the bytes allocated beyond those at the beginning. On the CPU it is the largest resident set that
+    the process has had since it started, which never falls."""
 
     def __init__(self, device: torch.device):
         self.device, self.bytes = device, 0
 
-    def __enter__(self) -> "Peak":
+    def __enter__(self) -> "PeakMemory":
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device)
@@ -89,6 +90,6 @@ class Peak:
 
 
 def resident_bytes() -> int:
-    """The resident set of this process now (Linux)."""
+    """Bytes of the resident set of this process now. Linux only."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize()

@@ -19,7 +19,7 @@ from lab.sweep.conversations import converse, template_settings
 from lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from lab.sweep.store import done, write_point
 from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
-from lab.trace.metrics import summary
+from lab.trace.summary import summary
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe

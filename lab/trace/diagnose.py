@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lab.trace.metrics import Rows, bootstrap
+from lab.trace.metrics import Rows
+from lab.trace.summary import bootstrap
 from lab.wrapped import WrappedDrafter
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import RoundReport

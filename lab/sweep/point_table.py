@@ -34,7 +34,7 @@ def conditions_of(group: list[dict]) -> str:
     names, s = group[0]["names"], group[0]["settings"]
     filters = [f"{name} {s['sampling'][name]:g}" for name in ("top_k", "top_p", "min_p")]
     filters = filters if s["sampling"]["temperature"] and filters != ["top_k 0", "top_p 1", "min_p 0"] else []
-    penalties = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # and what is off
+    penalties = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # and the values that are off
     told = {name: s["sampling"].get(name, off) for name, off in penalties.items()}
     filters += [f"{name} {value:g}" for name, value in told.items() if value != penalties[name]]
     words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn", *filters]
@@ -44,7 +44,7 @@ def conditions_of(group: list[dict]) -> str:
 
 
 def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
-    """What a reader must know before he believes a number."""
+    """What must be known before a number of this group is believed."""
     points, notes = decoded(group), []
     if group[0]["names"]["skipped_records"]:
         notes.append(f"{group[0]['names']['skipped_records']} records of the benchmark could not be used.")

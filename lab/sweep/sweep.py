@@ -1,6 +1,7 @@
-"""A sweep: every drafter with every tree on one benchmark. Each point is one recorded run, kept under a key of
-all that it depends on (`points`, `store`): a sweep that was interrupted goes on, and what has been measured is not
-measured again.
+"""A sweep: every drafter with every tree on one benchmark.
+
+Each point is one recorded run, kept under a key of all that it depends on (`points`, `store`). So a sweep that was
+interrupted goes on, and what has been measured is not measured again.
 """
 
 import hashlib
@@ -140,7 +141,7 @@ class Sweep:
 
     def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
-        converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # memory, code
+        converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # warms up
         told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
         recorder = Recorder({"names": point.names, "settings": point.settings} | told)
         results, left_out = converse(

@@ -106,8 +106,6 @@ class SamplingBatch:
     for logits [B, ..., V]."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
-        self.rows = tuple(rows)
-
         def column(values: list) -> Tensor:
             return torch.tensor(values, device=device)
 

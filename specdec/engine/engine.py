@@ -61,6 +61,7 @@ class Engine:
 
     `generate` decodes a batch of prompts from beginning to end. Or `reserve` makes room, `add` lets a sequence join as
     soon as a row is free, each `step` plays a round of all that have joined, and `abort` ends one early.
+    A drafter remembers the rows, so it serves one engine at a time: whoever reserves or generates next takes it over.
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.

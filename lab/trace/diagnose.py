@@ -190,8 +190,8 @@ class Probe(WrappedDrafter):
             self.hidden.setdefault(step, []).append(state.hidden[0].float().norm(dim=-1).flatten().cpu())
 
     def norms(self) -> list[dict]:
-        """Norms of the hidden state by draft step. One that grows or shrinks with every step leaves what it was trained
-        for.
+        """Norms of the hidden state by draft step. A state that grows or shrinks with every step leaves the range that
+        training knew.
 
         Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile."""
         out = []

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from specdec.engine.batch import Live
 from specdec.engine.engine import Engine
+from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
 from specdec.text import encode_chat
 from specdec.types import Sampling
@@ -118,8 +118,8 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
 
 def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
     """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
-    drops, keep = [], Live._keep
-    monkeypatch.setattr(Live, "_keep", lambda self, index: drops.append(len(index)) or keep(self, index))
+    drops, compact = [], KVCache.compact
+    monkeypatch.setattr(KVCache, "compact", lambda self, index: drops.append(len(index)) or compact(self, index))
     target = load_target(target_path)
     target.eos = frozenset(range(0, target.config.vocab, 4))
     asked = [Prompt([7 * i % target.config.vocab, 5], [{"role": "user", "content": str(i)}]) for i in range(16)]

@@ -37,7 +37,14 @@ def machine_in_short() -> dict:
 def command_line() -> str:
     """The command that runs now, as one types it."""
     program, *words = sys.argv
-    return shlex.join([*(program.split() if program.startswith("specdec ") else ("python", program)), *words])
+    module = sys.modules["__main__"].__spec__
+    if program.startswith("specdec "):
+        head = program.split()
+    elif module is not None:  # python -m
+        head = ["python", "-m", module.name]
+    else:
+        head = ["python", program]
+    return shlex.join([*head, *words])
 
 
 def provenance(device: torch.device) -> dict:

@@ -194,17 +194,17 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
-    draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
+    args.draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
     prompts = read_prompts(args.prompt_file)[: args.limit]
     runs: dict[str, Decode] = {}
     if args.settings:
         runs["transformers"] = fastest_transformers(target, prompts[0], args)
     runs["plain"] = GreedyEngine(target)
-    if draft:
+    if args.draft:
         how = {"token_map": args.token_map} if args.token_map else {}
         if args.draft_dtype:
             how["dtype"] = DTYPES[args.draft_dtype]
-        drafter = load_drafter(draft, target, **how)
+        drafter = load_drafter(args.draft, target, **how)
         runs["speculative"] = GreedyEngine(
             target, drafter, TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build()
         )

@@ -144,9 +144,11 @@ def of_transformers(sampling: Sampling) -> dict:
     if sampling.presence_penalty or sampling.frequency_penalty:
         raise NotAvailable("transformers has no presence and frequency penalties")
     penalty = {"repetition_penalty": sampling.repetition_penalty}
+    names = ("temperature", "top_k", "top_p", "min_p")
+    if others := sampling.active - {*names, *penalty}:
+        raise NotAvailable(f"transformers has no {min(others)}")
     if sampling.greedy:
         return {"do_sample": False} | penalty
-    names = ("temperature", "top_k", "top_p", "min_p")
     return {"do_sample": True} | {name: getattr(sampling, name) for name in names} | penalty
 
 

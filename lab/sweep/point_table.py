@@ -5,6 +5,7 @@ from rich.table import Table
 from lab.output import console
 from lab.sweep.results import by_drafter, tree_name
 from lab.sweep.store import groups
+from specdec.types import FILTERS, PENALTIES, Sampling
 
 COLUMNS = {  # of the table of points: heading -> is it a number?
     "drafter": False,
@@ -32,12 +33,11 @@ def title_of(group: list[dict]) -> str:
 
 def conditions_of(group: list[dict]) -> str:
     names, s = group[0]["names"], group[0]["settings"]
-    filters = [f"{name} {s['sampling'][name]:g}" for name in ("top_k", "top_p", "min_p")]
-    filters = filters if s["sampling"]["temperature"] and filters != ["top_k 0", "top_p 1", "min_p 0"] else []
-    penalties = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}  # and what is off
-    told = {name: s["sampling"].get(name, off) for name, off in penalties.items()}
-    filters += [f"{name} {value:g}" for name, value in told.items() if value != penalties[name]]
-    words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn", *filters]
+    sampling = Sampling(**s["sampling"])
+    told = [] if sampling.active.isdisjoint(FILTERS) else list(FILTERS)  # all filters if one is on
+    told += [name for name in PENALTIES if name in sampling.active]
+    words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn"]
+    words += [f"{name} {getattr(sampling, name):g}" for name in told]
     words += [f"batch size {s['batch_size']}", s["dtype"], s["device"], "raw prompts" if s["raw"] else "chat template"]
     words += [f"{name} {value}" for name, value in s["template"].items()]
     return ", ".join(words) + "."

@@ -89,7 +89,7 @@ def run(config: DictConfig) -> None:
         print_tables(results, timings)
         if config.report:
             with locked(out):
-                write_report(out, results, timings, command=shlex.join(["python", *sys.argv]))
+                write_report(out, results, timings, command=shlex.join(["specdec", "sweep", *sys.argv[1:]]))
     print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
 
 

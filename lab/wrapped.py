@@ -39,6 +39,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.cache
 
     @property
+    def how(self) -> object:
+        return self.drafter.how
+
+    @property
     def conventions(self) -> Mapping[str, str]:
         return self.drafter.conventions
 

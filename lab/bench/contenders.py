@@ -139,17 +139,17 @@ class Transformers(Contender):
         return TimedRun(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
 
 
+# The settings that transformers' `generate` has too, under the same names.
+SHARED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def of_transformers(sampling: Sampling) -> dict:
     """Sampling as arguments of transformers' `generate`. Raises NotAvailable for what it does not have."""
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        raise NotAvailable("transformers has no presence and frequency penalties")
-    penalty = {"repetition_penalty": sampling.repetition_penalty}
-    names = ("temperature", "top_k", "top_p", "min_p")
-    if others := sampling.active - {*names, *penalty}:
-        raise NotAvailable(f"transformers has no {min(others)}")
+    if absent := sampling.active - set(SHARED):
+        raise NotAvailable(f"transformers has no {' and no '.join(sorted(absent))}")
     if sampling.greedy:
-        return {"do_sample": False} | penalty
-    return {"do_sample": True} | {name: getattr(sampling, name) for name in names} | penalty
+        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
+    return {"do_sample": True} | {name: getattr(sampling, name) for name in SHARED}
 
 
 def cache_size(cache) -> int:

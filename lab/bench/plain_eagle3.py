@@ -1,6 +1,6 @@
 """One EAGLE-3 training step as one writes it first: modules of transformers, whole matrices, log_softmax.
 
-The comparison for train_step.py and objective_memory.py. It follows the published `traineagle3/cnets.py` in its order
+`train_step` and `objective_memory` compare ours with it. It follows the published `traineagle3/cnets.py` in its order
 of operations: every step makes logits for every position, masked or not, and keeps them for the backward pass.
 """
 
@@ -26,7 +26,7 @@ def whole_loss(logits: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
 
 
 def shift(x: Tensor) -> Tensor:
-    """Read one position later: [B,T,...] -> [B,T,...], zeros at the end."""
+    """What stands one position later: [B,T,...] -> [B,T,...], zeros at the end."""
     return torch.cat([x[:, 1:], torch.zeros_like(x[:, :1])], dim=1)
 
 
@@ -85,13 +85,13 @@ class PlainEagle3(nn.Module):
         return self.o(out.transpose(1, 2).reshape(b, t, -1))
 
     def forward(
-        self, feats: Tensor, tokens: Tensor, target_logits: Tensor, loss_mask: Tensor, steps: int, decay: float
+        self, feats: Tensor, tokens: Tensor, teacher_logits: Tensor, loss_mask: Tensor, steps: int, decay: float
     ) -> tuple[Tensor, list[float]]:
-        """Inputs as of an objective. Returns the loss and the loss of every step."""
+        """Inputs as an objective takes them. Returns the loss, and the loss of every step."""
         hidden, keys, values, losses = self.fc(feats), [], [], []
-        tokens, mask, target_logits = shift(tokens), shift(loss_mask), shift(target_logits)
+        tokens, mask, teacher_logits = shift(tokens), shift(loss_mask), shift(teacher_logits)
         with torch.no_grad():
-            probs = target_logits.float().softmax(-1)
+            probs = teacher_logits.float().softmax(-1)
         for j in range(steps):
             embeds = F.embedding(tokens, self.embedding)
             x = torch.cat([self.embed_norm(embeds), self.hidden_norm(hidden)], dim=-1)

@@ -35,8 +35,10 @@ class VerifierSettings:
     verifier: str | None = field(
         default=None,
         metadata={
-            "help": f"{', '.join(VERIFIERS)} (default match); block and rejection need "
-            "--sample-draft; typical is lossy, and so is sglang with a threshold below 1"
+            "help": f"{', '.join(VERIFIERS)} (default match); "
+            f"{' and '.join(name for name, rule in VERIFIERS.items() if rule.needs_q)} need --sample-draft; lossy: "
+            f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, and sglang with a threshold "
+            "below 1"
         },
     )
     verifier_args: str | None = field(

@@ -54,7 +54,7 @@ def test_plain_decoding_has_no_verifier(run):
     [
         (("--verifier", "rejection"), "DynamicTree does not draw them: use a tree that samples"),
         (("--verifier", "block", "--sample-draft"), "verifies chains only"),
-        (("--verifier", "best"), "there is no verifier 'best': choose one of block, match, rejection, sglang, typical"),
+        (("--verifier", "best"), f"there is no verifier 'best': choose one of {', '.join(VERIFIERS)}"),
         (("--verifier", "sglang", "--verifier-args", "epsilon=1"), "and no 'epsilon'"),
         (("--verifier-args", "epsilon=1"), "'match' has no settings, and no 'epsilon'"),
         (("--verifier", "sglang", "--verifier-args", "threshold_acc"), "takes name=number"),

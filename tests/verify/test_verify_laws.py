@@ -9,8 +9,7 @@ from helpers import merge_rare_cells
 from scipy import stats
 from test_verify import random_tree
 
-from drafters.vocab import DraftVocab
-from specdec.contracts import Drafter, DraftState
+from lab.proof.laws import TableDrafter
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling
@@ -36,18 +35,16 @@ WARM = Sampling(1.0)
 FILTERED = Sampling(0.8, top_k=5, top_p=0.9)
 
 
-class TableDrafter(Drafter):
-    def __init__(self, ids=None):
-        super().__init__()
-        self.vocab = DraftVocab(V, None if ids is None else torch.tensor(ids))
+class CheckedDrafter(TableDrafter):
+    """Looks at what ancestors a tree policy gives to it."""
 
-    def state(self, tokens):
-        return DraftState(torch.zeros(*tokens.shape, 1), self.vocab.select(DRAFTER[tokens]))
+    def __init__(self, ids=None):
+        super().__init__(DRAFTER, None if ids is None else torch.tensor(ids))
 
     def step(self, tokens, hidden, level, ancestors):
         assert ancestors.shape == (*tokens.shape, level * tokens.shape[1])
         assert ancestors[:, :, -tokens.shape[1] :].diagonal(dim1=1, dim2=2).all()
-        return self.state(tokens)
+        return super().step(tokens, hidden, level, ancestors)
 
 
 def verify(verifier, tree: DraftTree, sampling: Sampling, generator):
@@ -58,7 +55,7 @@ def three_tokens(verifier, expansion, sampling, ids=None, rows=ROWS, seed=0):
     """The first three tokens after token 0 [rows,3]: the emitted ones, and draws from the target where they are fewer;
     and the numbers emitted [rows]."""
     generator = torch.Generator().manual_seed(seed)
-    drafter, root = TableDrafter(ids), torch.zeros(rows, dtype=torch.int64)
+    drafter, root = CheckedDrafter(ids), torch.zeros(rows, dtype=torch.int64)
     tree = SampledTree(expansion).grow(drafter, root, drafter.state(root[:, None]), sampling, generator)
     verdict = verify(verifier, tree, sampling, generator)
     tokens = torch.zeros(rows, 4, dtype=torch.int64)
@@ -218,7 +215,7 @@ def test_block_verification_accepts_more_than_token_by_token(sampling):
 def test_at_temperature_0_every_rule_is_greedy_matching(name, seed):
     verifier, greedy = make_verifier(name), Sampling()
     root = torch.randint(V, (50,), generator=torch.Generator().manual_seed(seed))
-    drafter = TableDrafter()
+    drafter = CheckedDrafter()
     trees = [SampledTree((1, 1, 1, 1)).grow(drafter, root, drafter.state(root[:, None]), greedy)]
     if not verifier.chains_only:
         trees.append(SampledTree((3, 2, 1)).grow(drafter, root, drafter.state(root[:, None]), greedy))

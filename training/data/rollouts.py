@@ -85,7 +85,7 @@ class Rollouts:
             (number, self._decode(prompts[number * size : (number + 1) * size], step, number))
             for number in range(self.processes.rank, -(-len(prompts) // size), self.processes.world)
         ]
-        self.drafter.reset(1, 1, torch.zeros(1, dtype=torch.int64, device=self.engine.device))  # frees its cache
+        self.drafter.reset(1, 1)  # frees its cache
         rows = [row for _, rows in sorted(self.processes.gather(own), key=lambda item: item[0]) for row in rows]
         self._use([self._sample(row) for row in rows])
         new, rejected = sum(len(row.tokens) for row in rows), sum(len(self._rejected(row)) for row in rows)

@@ -58,7 +58,7 @@ def create(
     init: str = "target",
     **shape,
 ) -> Eagle:
-    """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     config = target.config
     vocab = vocab or DraftVocab(config.vocab)
     drafter = Eagle(

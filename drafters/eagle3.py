@@ -147,7 +147,7 @@ def create(
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
     taps: indices, or how many to spread over the layers. train_head: if false, the head keeps the rows of the target's.
-    init: see `common.start`. forward: fields of `Eagle3Forward`.
+    init: see `layers.start`. forward: fields of `Eagle3Forward`.
     """
     shape = shape_like(
         target,

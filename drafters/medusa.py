@@ -108,7 +108,7 @@ def create(
     own_heads: bool = False,
     init: str = "target",
 ) -> Medusa:
-    """Fresh Medusa heads for a target; init: see `common.start`."""
+    """Fresh Medusa heads for a target; init: see `layers.start`."""
     if heads < 1 or blocks < 1:
         raise ValueError(f"heads and blocks must be at least 1, got {heads} and {blocks}")
     config = target.config

@@ -120,7 +120,7 @@ def create(
     init: str = "target",
     **shape,
 ) -> Mtp:
-    """Fresh MTP heads for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    """Fresh MTP heads for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     config = target.config

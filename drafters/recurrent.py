@@ -51,10 +51,6 @@ class RecurrentDrafter(Drafter):
         self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
-        self.max_steps: int | None = None
-        self.cache: KVCache | None = None
-        # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together; None: one text each
-        self.documents: Tensor | None = None
         self.recompute = False  # while training, keep only what enters and leaves a layer (activation checkpointing)
 
     @abstractmethod

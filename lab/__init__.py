@@ -1,1 +1,1 @@
-"""ROOM."""
+"""The lab: what is measured and proved about decoding, and the commands that show it."""

@@ -45,7 +45,7 @@ def error_bars(entries: list[dict]) -> list[list[float]]:
     return [below, above]
 
 
-def render(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
+def svg_and_png(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
     """What `make` draws of `args`, as an SVG element and as the bytes of a PNG file; None if it draws nothing."""
     with plt.rc_context(STYLE):
         figure = make(*args)

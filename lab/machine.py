@@ -34,6 +34,12 @@ def machine_in_short() -> dict:
     return {"machine": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
+def command_line() -> str:
+    """The command that runs now, as one types it."""
+    program, *words = sys.argv
+    return shlex.join([*(program.split() if program.startswith("specdec ") else ("python", program)), *words])
+
+
 def provenance(device: torch.device) -> dict:
     """Where, with what and how a result came to be: machine, versions, revision of the code, command, time."""
     revision = subprocess.run(
@@ -43,6 +49,6 @@ def provenance(device: torch.device) -> dict:
         "machine": machine(device) | {"platform": platform.platform(), "device": str(device)},
         "versions": versions() | ({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
         "revision": revision.stdout.strip() or None,
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -11,7 +11,7 @@ from specdec.text import encode_prompt, read_prompts
 
 
 def bundled(name: str) -> str:
-    """The path of a bundled drafter or file that a setting names demo/NAME; every other name as it is."""
+    """What a setting names: demo/NAME is a bundled drafter or file, and every other name stays as it is."""
     return str(DEMO_TARGET.parent / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 

@@ -72,7 +72,7 @@ def sizes_of(text: str) -> list[int]:
     return sizes
 
 
-def measure_rates(
+def rates_by_batch(
     engines: dict[str, Engine], prompts: list[list[int]], sizes: list[int], trials: int, **how
 ) -> list[BatchRate]:
     """Decode all prompts at each size with each engine, in turn, `trials` times after a warm-up.
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     engines = {PLAIN: Engine(target), SPECULATIVE: Engine(target, drafter, tree)}
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     eos = None if args.eos else frozenset()
-    points = measure_rates(engines, prompts, sizes, args.trials, max_new_tokens=args.max_new_tokens, eos=eos)
+    points = rates_by_batch(engines, prompts, sizes, args.trials, max_new_tokens=args.max_new_tokens, eos=eos)
     print_rates(points)
     name = Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {args.max_new_tokens} new tokens, greedy, {args.device}"

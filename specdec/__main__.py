@@ -23,7 +23,7 @@ COMMANDS = {
     "tune": ("lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
     "compare": ("lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
     "sweep": ("lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
-    "metrics": ("lab.trace.metrics", "every metric of a trace, with intervals"),
+    "metrics": ("lab.trace.metrics_command", "every metric of a trace, with intervals"),
     "prove": ("lab.proof.prove", "test that decoding is lossless"),
     "bench": ("lab.bench.bench_command", "our engine against transformers"),
     "simulate": ("lab.cost.simulate", "what if: the speed-up on hardware given by numbers"),

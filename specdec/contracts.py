@@ -97,7 +97,8 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
-    documents: Tensor | None = None  # [B,T] for the next `unroll`: rows hold several texts, none may see another
+    # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
+    documents: Tensor | None = None  # None: one text each
     how: object = ""  # the switches in which drafters of one class differ; `str` of it tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)

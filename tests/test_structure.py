@@ -1,6 +1,11 @@
-"""Who may import whom (docs/structures.md), and how long a file or a function may be."""
+"""Who may import whom (docs/structures.md), and how long a file or a function may be.
+
+python tests/test_structure.py prints the counts.
+"""
 
 import ast
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -71,12 +76,34 @@ def test_arrows_run_one_way():
     assert upward_edges() == []
 
 
+def files() -> list[Path]:
+    return sorted(path for package in (*PACKAGES, "scripts") for path in (ROOT / package).rglob("*.py"))
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def functions() -> Iterator[tuple[int, str]]:
+    """Lines and name of every function."""
+    for path in files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node.end_lineno - node.lineno + 1, f"{path.relative_to(ROOT)}: {node.name}"
+
+
 def test_files_and_functions_stay_readable():
-    for package in (*PACKAGES, "scripts"):
-        for path in (ROOT / package).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            assert len(source.splitlines()) <= 300, path
-            for node in ast.walk(ast.parse(source)):
-                if isinstance(node, ast.FunctionDef):
-                    length = node.end_lineno - node.lineno + 1
-                    assert length <= 60, f"{path.name}: {node.name} is too long to read at once"
+    for path in files():
+        assert lines_of(path) <= 300, path
+    for length, name in functions():
+        assert length <= 60, f"{name} is too long to read at once"
+
+
+if __name__ == "__main__":
+    room, most = Counter(path.parent.relative_to(ROOT) for path in files()).most_common(1)[0]
+    length, longest = max((lines_of(path), path.relative_to(ROOT)) for path in files())
+    lines, function = max(functions())
+    print(f"largest room: {room}, {most} files")
+    print(f"imports upward: {len(upward_edges())}")
+    print(f"longest file: {longest}, {length} lines")
+    print(f"longest function: {function}, {lines} lines")

@@ -90,6 +90,7 @@ def _follow_text(
     steps, topk = hits.shape
     b = len(texts)
     alive = torch.ones_like(root, dtype=torch.bool)
+    first, state = state, drafter.root(state)
     for depth in range(1, steps + 1):
         token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
         ids = drafter.vocab.to_target(state.top(topk)[1][:, 0])
@@ -100,4 +101,4 @@ def _follow_text(
         alive = found.any(1)
         if depth < steps:
             ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
-            state = drafter.step(token, state.hidden, depth, ancestors)
+            state = drafter.expand(first, token, state.hidden, depth, ancestors)

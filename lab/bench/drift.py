@@ -25,7 +25,7 @@ class DriftCase:
 
     @classmethod
     def draw(cls, seed: int, number: int, vocab: int, longest_prompt: int, most_new: int) -> "DriftCase":
-        """One to three prompts of random ids and random lengths; two of three speculative, half of them sampled."""
+        """One to three prompts of random ids and lengths. Two of three cases are speculative, half are sampled."""
         rng = random.Random(f"{seed} {number}")
         lengths = [rng.randint(1, longest_prompt) for _ in range(rng.randint(1, 3))]
         return cls(

@@ -20,7 +20,7 @@ from drafters.eagle3 import Eagle3
 
 
 def whole_loss(logits: Tensor, probs: Tensor, mask: Tensor) -> Tensor:
-    """Mean cross-entropy over the mask: logits, probs [B,T,U], mask [B,T]."""
+    """The mean cross-entropy of the positions in mask [B,T]. logits, probs: [B,T,U]."""
     entropy = -(probs * F.log_softmax(logits.float(), dim=-1)).sum(-1)
     return (entropy * mask).sum() / mask.sum().clamp(min=1)
 
@@ -67,7 +67,7 @@ class PlainEagle3(nn.Module):
             module.weight.copy_(weight)
 
     def _attend(self, x: Tensor, j: int, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """Causal over the first step's keys, and over each later step's own row."""
+        """Attend causally to the first step's keys, and to the own row of each later step."""
         b, t, _ = x.shape
         positions = torch.arange(j, t + j, device=x.device)[None]
         q, k, v = (f(x).view(b, t, -1, self.config.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))

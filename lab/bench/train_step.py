@@ -3,11 +3,11 @@
     python -m lab.bench.train_step --hidden 256 --vocab 8192 --learnt 1.0 0.5
     python -m lab.bench.train_step --data conversations.jsonl
 
-Random weights and tokens, of which the last `learnt` of each row count; or the bundled target, or --target, and
-conversations in the batches in which the trainer learns them, where the assistant's tokens count. A head is drawn at
-random. Prints one JSON line for each share of learnt positions. A step is the loss and its gradients; the target's
-forward pass and the optimiser, the same for both, are left out. The implementations alternate, and the fastest of each
-counts. Tokens are all positions of a batch, padding too.
+Without --data weights and tokens are random, and the last part `learnt` of each row counts; one JSON line is printed
+for each `learnt`. With --data the bundled target, or --target, reads conversations in the batches in which the trainer
+learns them, and the assistant's tokens count. The head is random in both cases. A step is the loss and its gradients:
+the target's forward pass and the optimiser are the same for both, and left out. The implementations alternate, and the
+fastest step of each counts. Tokens are all positions of a batch, padding too.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def compare(args: argparse.Namespace, target: Target, drafter: Eagle3, batches: 
             [(seconds(partial(our_step, f)), seconds(partial(plain_step, f))) for f in inputs]
             for _ in range(args.trials)
         ]
-    # Of each batch the fastest trial.
+    # The fastest trial of each batch counts.
     ours, theirs = torch.tensor(trials).amin(0).sum(0).tolist()
     tokens = sum(batch.tokens.numel() for batch in batches)
     return {

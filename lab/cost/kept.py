@@ -18,7 +18,7 @@ from specdec.cli.files import output_folder, write_text
 from specdec.engine.recorder import versions
 from trees.spec import TreeSpec
 
-CODE = (
+TIMED_CODE = (
     "specdec",
     "drafters",
     "trees",
@@ -29,7 +29,7 @@ CODE = (
 def identity(target, drafter, **how) -> dict:
     """Everything that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
     source = hashlib.sha256()
-    for folder in CODE:
+    for folder in TIMED_CODE:
         for file in sorted((Path(__file__).parents[2] / folder).rglob("*.py")):
             source.update(file.read_bytes())
     shapes = {

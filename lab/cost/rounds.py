@@ -1,6 +1,6 @@
 """Real rounds of the engine, timed part by part.
 
-`Engine.round` marks the parts itself. No part is timed alone in a loop, where caches are warmer than in decoding.
+The engine marks the parts itself. No part is timed alone in a loop, where caches are warmer than in decoding.
 """
 
 import statistics
@@ -70,7 +70,7 @@ class _RoundWatch:
 
 
 def time_rounds(engine: Engine, prompts: list[list[int]], new: int, sampling: Sampling) -> list[tuple[int, dict]]:
-    """Decode `new` tokens of each prompt; returns every round's context and seconds by part, without the first's."""
+    """Decode `new` tokens of each prompt. Returns context and seconds by part of every round but the first."""
     watch = _RoundWatch()
     engine.generate(prompts, max_new_tokens=new, sampling=sampling, eos=frozenset(), observer=watch)
     marks = [list(group) for shown, group in groupby(watch.clock.intervals(), lambda m: m[0] == "output") if not shown]
@@ -96,7 +96,7 @@ def measure_rounds(
     repeats: int = 5,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[RoundCost]:
-    """Time real rounds at the probes, which take turns, `repeats` times over; medians.
+    """Time real rounds of the probes, which take turns, and return the medians over `repeats` turns.
 
     All probes are timed at the middle context. Those of one level and the deepest are timed at the other contexts too,
     and `statics`, static trees, at every context. text: token ids that fill the contexts, repeated if need be.
@@ -128,7 +128,7 @@ def time_in_turn(
     repeats: int,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[RoundCost]:
-    """Time the rounds of all runs, (tree, context, batch size), which take turns; medians over all repeats.
+    """Time the rounds of all runs, (tree, context, batch size), which take turns, and return medians over all turns.
 
     engines: by tree, with the settings `TIMED`. text, progress: as in `measure_rounds`."""
     found: dict[tuple, list] = {run: [] for run in runs}

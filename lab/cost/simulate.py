@@ -193,7 +193,7 @@ def hardware_of(args: argparse.Namespace) -> Hardware:
 
 
 def shapes_of(args: argparse.Namespace) -> tuple[ForwardShape, ForwardShape]:
-    """Target and drafter."""
+    """The shapes of target and drafter. Raises ValueError for sizes that are not positive."""
     dims = CONFIGS.get(args.target)
     if dims is None:
         c = read_config(read_json(resolve(args.target) / "config.json"), args.target)

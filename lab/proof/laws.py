@@ -41,7 +41,7 @@ class TableDrafter(Drafter):
         return self.state(tokens)
 
 
-def tables(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
+def table_logits(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
     """Logits [V,V] of a target, and of a drafter that knows it badly enough to draft what the target never says."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randn(vocab, vocab, generator=generator) * 1.5
@@ -72,7 +72,7 @@ def three_tokens(
     """The three tokens [draws,3] that follow token 0, and how many of them were emitted [draws].
 
     Those that were not are drawn from the target."""
-    target, drafter = tables()[0], TableDrafter(tables()[1])
+    target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
     generator = torch.Generator().manual_seed(seed)
     root = torch.zeros(draws, dtype=torch.int64)
     tree = policy.grow(drafter, root, drafter.state(root[:, None]), sampling, generator)
@@ -90,7 +90,7 @@ def prove_law(
     policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int = 100_000, seed: int = 0
 ) -> LawProof:
     tokens, n = three_tokens(policy, verifier, sampling, draws, seed)
-    law = target_law(tables()[0], sampling).flatten()
+    law = target_law(table_logits()[0], sampling).flatten()
     place = (tokens * VOCAB ** torch.arange(3).flip(0)).sum(1)
     seen = place.bincount(minlength=law.numel()).double()
     return LawProof(
@@ -135,7 +135,7 @@ def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | Non
     given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
     """
     tree = tree or small_tree()
-    p = filtered_probs(tables()[0], sampling).double()
+    p = filtered_probs(table_logits()[0], sampling).double()
     nodes = tree.tokens.shape[1]
     outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=nodes)))  # [V^N,N]
     weights = p[tree.tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)

@@ -19,7 +19,7 @@ def verdict_line(proof: Proof) -> str:
     )
 
 
-def tables(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
+def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     """(title, columns, rows, note) of each part that has rows."""
     greedy = [
         [name, tree, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for name, tree, p in proof.greedy
@@ -69,7 +69,7 @@ def tables(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
 
 def markdown(proof: Proof, told: str) -> str:
     lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", told, ""]
-    for title, columns, rows, note in tables(proof):
+    for title, columns, rows, note in sections(proof):
         cells = [columns, ["---"] * len(columns), *rows]
         lines += [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in cells), "", note, ""]
     return "\n".join([*lines, *mismatches(proof)]) + "\n"
@@ -86,7 +86,7 @@ def mismatches(proof: Proof) -> list[str]:
 
 def print_proof(proof: Proof) -> None:
     screen = console(160)
-    for title, columns, rows, note in tables(proof):
+    for title, columns, rows, note in sections(proof):
         out = Table(title=title, caption=note, title_justify="left", caption_justify="left")
         for column in columns:
             out.add_column(column, justify="left" if column in ("drafter", "tree", "rule", "sampling") else "right")

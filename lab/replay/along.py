@@ -153,7 +153,7 @@ class DraftingAlong:
 
     def _draft_along(self, drafter: Drafter, state: DraftState, behind: Tensor) -> tuple[Tensor, Tensor]:
         """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D] under the
-        drafter, which is fed the text."""
+        drafter, which is fed the text itself."""
         ids, first, state = drafter.vocab.from_target(behind), state, drafter.root(state)
         ranks, probs = [], []
         for depth in range(self.steps):

@@ -162,10 +162,8 @@ class Superset(Recording):
         return Acceptance(kept.sum(1), expected, budget, levels)
 
     def _expected(self, p: Tensor, kept: Tensor, children: Tensor) -> Tensor:
-        """[R] tokens that a round is expected to emit.
-
-        A round emits one token, and one more for each node on the text's path of which a child comes next. So each
-        node of the tree that the text reaches adds the probability that one of its children comes next."""
+        """[R] tokens that a round is expected to emit: one, and for each node of the tree that the text reaches the
+        probability that one of the node's children comes next."""
         depth = torch.arange(self.steps)
         emitted = torch.cat([torch.arange(1, n + 1) for n in self.roots.tolist()])[:, None]  # when the round begins
         left = torch.cat([torch.arange(n, 0, -1) for n in self.roots.tolist()])[:, None]

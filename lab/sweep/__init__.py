@@ -1,1 +1,1 @@
-"""ROOM."""
+"""Drafters and trees side by side on prompts: benchmarks, sweeps with a report, comparisons."""

@@ -44,7 +44,7 @@ def conditions_of(group: list[dict]) -> str:
 
 
 def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
-    """What a reader must know before he believes a number."""
+    """What must be known before a number of this group is believed."""
     points, notes = decoded(group), []
     if group[0]["names"]["skipped_records"]:
         notes.append(f"{group[0]['names']['skipped_records']} records of the benchmark could not be used.")

@@ -20,7 +20,7 @@ CODE = ("specdec", "drafters", "trees", "lab")
 NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
 LAB = {
     "lab/sweep/benchmarks", "lab/sweep/conversations", "lab/sweep/points", "lab/sweep/sweep", "lab/trace/diagnose",
-    "lab/trace/metrics", "lab/wrapped",
+    "lab/trace/metrics", "lab/trace/summary", "lab/wrapped",
 }  # fmt: skip
 
 

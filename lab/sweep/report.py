@@ -16,7 +16,7 @@ from fontTools import subset
 from jinja2 import Environment
 from markupsafe import Markup
 
-from lab.figure_style import render
+from lab.figure_style import svg_and_png
 from lab.sweep import figures
 from lab.sweep.diagnostic_figures import diagnostics
 from lab.sweep.gallery import best_tree_svg, round_svg
@@ -103,7 +103,7 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
     drawn = []
     for name, (title, make, caption) in DRAWN.items() if points else ():
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
-        made = render(make, *arguments)
+        made = svg_and_png(make, *arguments)
         if made is None:
             continue
         svg, png = made

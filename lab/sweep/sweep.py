@@ -1,6 +1,7 @@
-"""A sweep: every drafter with every tree on one benchmark. Each point is one recorded run, kept under a key of
-all that it depends on (`points`, `store`): a sweep that was interrupted goes on, and what has been measured is not
-measured again.
+"""A sweep: every drafter with every tree on one benchmark.
+
+Each point is one recorded run, kept under a key of all that it depends on (`points`, `store`). So a sweep that was
+interrupted goes on, and what has been measured is not measured again.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ from lab.sweep.conversations import converse, template_settings
 from lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from lab.sweep.store import done, write_point
 from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
-from lab.trace.metrics import summary
+from lab.trace.summary import summary
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
@@ -140,7 +141,7 @@ class Sweep:
 
     def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
-        converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # memory, code
+        converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # warms up
         told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
         recorder = Recorder({"names": point.names, "settings": point.settings} | told)
         results, left_out = converse(

@@ -5,13 +5,13 @@ The same command goes on where an interrupted one was. `--cfg job` prints every 
 """
 
 import json
-import shlex
 import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
+from lab.machine import command_line
 from lab.sweep.benchmarks import load_benchmark
 from lab.sweep.point_table import print_tables
 from lab.sweep.points import Draft, SweepPoint, signature
@@ -89,7 +89,7 @@ def run(config: DictConfig) -> None:
         print_tables(results, timings)
         if config.report:
             with locked(out):
-                write_report(out, results, timings, command=shlex.join(["specdec", "sweep", *sys.argv[1:]]))
+                write_report(out, results, timings, command=command_line())
     print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
 
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lab.trace.metrics import Rows, bootstrap
+from lab.trace.metrics import Rows
+from lab.trace.summary import bootstrap
 from lab.wrapped import WrappedDrafter
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import RoundReport
@@ -25,11 +26,12 @@ NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bi
 
 
 def calibration(rows: Rows, bins: int = 10) -> dict:
-    """Is the drafter as often right as it thinks? Over the drafted tokens that were examined, i.e. whose parent was
-    accepted: mean probability under the drafter, and share accepted, in bins of equal width of that probability.
+    """Is the drafter as often right as it thinks? Counted are the drafted tokens whose parent was accepted.
 
-    {"bins": [{"draft", "accepted", "count"}], "error"}: error is the expected calibration error (arXiv 1706.04599), the
-    mean over tokens of |accepted - draft| of their bin. No bins if the tree policy does not tell probabilities."""
+    Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the probability under the
+    drafter: draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
+    1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy does not
+    tell probabilities."""
     examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
     groups: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
     for probability, accepted in examined:
@@ -57,8 +59,9 @@ def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
 
 
 def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:
-    """tau by the length of the context that the round began with, with 95 % intervals over questions:
-    [{"from", "to", "rounds", "value", "low", "high"}], bins without a round left out."""
+    """tau by the tokens of context that a round began with, with 95 % intervals over questions.
+
+    Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round."""
     bins = list(zip(edges, (*edges[1:], math.inf), strict=True))
     sums = {id(row): _by_bin(row.rounds, bins) for row in rows}
 
@@ -89,8 +92,10 @@ def _by_bin(rounds: list[TracedRound], bins: list[tuple[float, float]]) -> list[
 
 
 def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: int = 10) -> dict:
-    """How much of what the target said the drafter could have proposed: {"share", "tokens", "size", "missed"}; missed
-    holds the most frequent of the other tokens as [text, count]."""
+    """How much of what the target said the drafter could have proposed.
+
+    Returns {"share", "tokens", "size", "missed"}. missed holds the most frequent of the other tokens as [text, count].
+    """
     said = Counter(token for row in rows for token in row.tokens)
     total = sum(said.values())
     known = drafter.vocab.contains().tolist()
@@ -105,12 +110,12 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
 
 
 def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
-    """Three trees to look at: of the rounds that drafted the first that accepted the most, the first that accepted as
-    many as half of them do, and the first that accepted nothing, if there are such.
+    """Up to three trees to look at: of the rounds that drafted the first one that accepted the most tokens, the first
+    that accepted the median number, and the first that accepted none.
 
-    {"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}: draft and target hold each token's
-    probability given its parent, under the drafter (None if the policy does not tell) and the target; bonus is the text
-    of the token behind the path, None if the text ended before."""
+    Returns [{"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}]. draft and target hold
+    each token's probability given its parent, under the drafter (None if the policy does not tell) and under the
+    target. bonus is the text of the token behind the path, None if the text ended before."""
     found = [(row, r) for row in rows for r in row.rounds if r.drafted]
     counts = sorted(r.accepted for _, r in found)
     wanted = list(dict.fromkeys((counts[-1], counts[len(counts) // 2], 0))) if counts else []
@@ -185,8 +190,10 @@ class Probe(WrappedDrafter):
             self.hidden.setdefault(step, []).append(state.hidden[0].float().norm(dim=-1).flatten().cpu())
 
     def norms(self) -> list[dict]:
-        """Of the hidden state by draft step: [{"step", "mean", "low", "high", "count"}], low and high the 10th and the
-        90th percentile. A state that grows or shrinks with every step is read out of the range of its training."""
+        """Norms of the hidden state by draft step. A state that grows or shrinks with every step leaves the range that
+        training knew.
+
+        Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile."""
         out = []
         for step, parts in sorted(self.hidden.items()):
             values = torch.cat(parts).double()
@@ -195,8 +202,10 @@ class Probe(WrappedDrafter):
         return out
 
     def entropy(self) -> dict[str, list[dict]]:
-        """Share accepted by entropy in nats, at temperature 1: of the target where it chose the next token, and of the
-        drafter at the root. {"target", "draft": [{"entropy", "accepted", "count"}]}, empty bins left out."""
+        """The share accepted by entropy in nats, at temperature 1: by that of the target where it chose the next token,
+        and by that of the drafter at the root.
+
+        Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out."""
         return {"target": _binned(self.target), "draft": _binned(self.draft)}
 
 

@@ -113,6 +113,7 @@ class Batch:
         self.state = state if self.state is None else self.state.joined(state)
         self.sequences = self.sequences + sequences
         self._refresh()
+        self.clock.mark("prefill")
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None]:
         settings = self._settings(sequences)
@@ -120,7 +121,6 @@ class Batch:
         told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)
-        self.clock.mark("prefill")
         return root, state
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
@@ -140,7 +140,8 @@ class Batch:
     def stop(self) -> None:
         """Let rows stand still that the host knows to have ended, and the device may not."""
         if self.progress is not None:
-            self.progress.active &= torch.tensor([s.finish is None for s in self.sequences], device=self.device)
+            going = [s.finish is None for s in self.sequences]
+            self.progress.active &= torch.tensor(going, dtype=torch.bool, device=self.device)
 
     # Rounds
 

@@ -17,6 +17,7 @@ from specdec.engine.overlap import Loop, ReadRound
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences
 from specdec.model.target import Target
+from specdec.sampling.filters import settings_of
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 from specdec.verify import SampleAndMatch, sample_and_match
 
@@ -88,6 +89,7 @@ class Engine:
         self.compact = compact
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
+        self.room = 0  # tokens of a row, as reserved; caches may have more
 
     # Sequences that come and go
 
@@ -110,14 +112,19 @@ class Engine:
         stop: Stop | None = None,
         logprobs: bool = False,
     ) -> Sequence:
-        """A sequence that joins as soon as a row is free; `generate` says what is what. ValueError for what the target
-        does not take, or what is longer than what was reserved."""
+        """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
+        context, where the room ends that was reserved.
+
+        ValueError for what the target does not take, and for a prompt that leaves no room for a token."""
         if self.loop is None:
             raise ValueError("nothing is reserved: call Engine.reserve first")
         eos, config = self.target.eos if eos is None else eos, self.target.config
-        context = min(self.loop.batch.room, config.context)
+        if self.room <= len(prompt) < config.context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, room was reserved for {self.room}, new ones included"
+            )
         sequence = make_sequence(
-            prompt, max_new_tokens, sampling, stop, eos, logprobs, vocab=config.vocab, context=context
+            prompt, max_new_tokens, sampling, stop, eos, logprobs, vocab=config.vocab, context=self.room
         )
         self.waiting.append(sequence)
         return sequence
@@ -150,10 +157,12 @@ class Engine:
 
     def _admit(self) -> RoundReport:
         batch = self.loop.batch
-        joining, self.waiting = self.waiting[: batch.free()], self.waiting[batch.free() :]
+        joining = self.waiting[: batch.free()]
         self.loop.admit(joining)
+        self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]
-        return RoundReport(joining, emitted, [0] * len(joining), batch.settings.sampling, batch.clock, prefill=True)
+        sampling = settings_of([sequence.sampling for sequence in joining], self.device)
+        return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
 
     def _conclude(self, read: ReadRound) -> RoundReport:
         """Add what a round emitted to its sequences."""
@@ -191,7 +200,8 @@ class Engine:
     ) -> Result:
         """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling and stop, of
         which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the token with which
-        its `stop` is satisfied, after max_new_tokens, or where the target's context ends.
+        its `stop` is satisfied, after max_new_tokens, or where the target's context ends. What was reserved before is
+        dropped, with the sequences in it, and nothing is reserved afterwards.
 
         logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
         filters (`Sequence.logprobs`)."""
@@ -210,18 +220,22 @@ class Engine:
         self._reserve(len(rows), request.room, request, seed, observed=observer is not None)
         self.waiting = list(rows)
         clock, prefill_seconds = self.loop.batch.clock, 0.0
-        while (report := self.step()) is not None:
-            if report.prefill:
-                prefill_seconds = time.perf_counter() - start
-            if observer is not None:
-                observer(report)
-                clock.mark("output")
-            report.logits = None  # too much for an observer to hold through the next round
+        try:
+            while (report := self.step()) is not None:
+                if report.prefill:
+                    prefill_seconds = time.perf_counter() - start
+                if observer is not None:
+                    observer(report)
+                    clock.mark("output")
+                report.logits = None  # too much for an observer to hold through the next round
+        finally:
+            self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
     @torch.inference_mode()
     def _reserve(self, rows: int, room: int, request: Request, seed: int, observed: bool = True) -> None:
-        self.waiting, self.loop = [], None  # what was kept of the last call may go before memory is taken
+        self._clear()  # before memory is taken
+        self.room = room
         clock = Clock(self.device)
         if self.graphs is None:
             self._check_memory(request, room)
@@ -234,6 +248,10 @@ class Engine:
         batch.generator.manual_seed(seed)
         batch.observed = observed
         self.loop = Loop(batch, int(self.overlap))
+
+    def _clear(self) -> None:
+        """Drop all sequences, and the caches unless graphs keep them."""
+        self.waiting, self.loop, self.room = [], None, 0
 
     def _check_memory(self, request: Request, room: int, kept: bool = False) -> None:
         """ValueError for what a GPU cannot hold, before anything is allocated."""

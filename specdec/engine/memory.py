@@ -99,9 +99,7 @@ def _layers(target, drafter: Drafter | None, positions: int) -> int:
 
 def _experts(drafter: Drafter | None) -> int:
     """Few tokens read copies of the experts that they chose, together at most all of them."""
-    if not isinstance(drafter, nn.Module):
-        return 0
-    return sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
+    return 0 if drafter is None else sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
 
 
 def weight_bytes(*models: nn.Module | None) -> int:
@@ -125,9 +123,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 def check(plan: Plan, free: int, kept: bool = False) -> None:
     """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. kept: the caches, and the graphs on
-    them, are there from an earlier call; only a drafter's `reset` makes a cache for a moment."""
+    them, are there from an earlier call."""
     working = max(plan.prefill, plan.round) + plan.graphs
-    needed = max(plan.prefill, plan.draft_cache) if kept else plan.needed
+    needed = plan.prefill if kept else plan.needed
     if needed > free:
         raise ValueError(
             f"this request does not fit: it needs {needed / GIB:.2f} GiB ({plan.target_cache / GIB:.2f} for the "

@@ -65,7 +65,7 @@ class TracedRow:
     sampling: Sampling
     prompt: list[int]
     first: int  # the token that came from the prefill
-    finish: str | None  # as `specdec.engine.engine.Row` has it; None if the decoding was interrupted
+    finish: str | None  # as `specdec.engine.sequence.Sequence` has it; None if the decoding was interrupted
     prefill_seconds: float  # of the whole batch
     rounds: list[TracedRound] = field(default_factory=list)
 

@@ -81,19 +81,15 @@ class StaticBatch(Batch):
             self.sequences[row : row + count] = joining
             self.root[row : row + count] = root
             if state is not None:
-                if self.state is None:
-                    self.state = DraftState(
-                        *(x.new_zeros(self.rows, *x.shape[1:]) for x in (state.hidden, state.readout))
-                    )
-                self.state.head = state.head
-                self.state.hidden[row : row + count] = state.hidden
-                self.state.readout[row : row + count] = state.readout
+                self._place(state, slice(row, row + count))
         self._refresh()
+        self.clock.mark("prefill")
 
     def _place(self, state: DraftState, rows: slice) -> None:
         if self.state is None:
             hidden, readout = (x.new_zeros(self.rows, *x.shape[1:]) for x in (state.hidden, state.readout))
-            self.state = DraftState(hidden, readout, state.head)
+            self.state = DraftState(hidden, readout)
+        self.state.head = state.head
         self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
 
     def _refresh(self) -> None:

@@ -200,11 +200,11 @@ class TransformersTarget(nn.Module):
                     f"by {difference:.2g}"
                 )
 
-    def new_cache(self, batch: int, slots: int) -> KVCache:
-        return KVCache(self.config.layers, batch, slots, *self.cache_shape, like=self.embed.weight)
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        return KVCache(self.config.layers, rows, slots, *self.cache_shape, like=self.embed.weight)
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return cache_bytes(self.config.layers, batch, slots, *self.cache_shape, like=self.embed.weight)
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return cache_bytes(self.config.layers, rows, slots, *self.cache_shape, like=self.embed.weight)
 
     def forward(
         self,

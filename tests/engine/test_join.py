@@ -15,6 +15,7 @@ from specdec.engine.recorder import Recorder
 from specdec.sampling.likely import top_logprobs
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, SampledTree, StaticTree
+from trees.optimal import measure_acceptance
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1], [2, 2], [6, 1, 3], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]]
 LIMITS = [9, 14, 3, 11, 1, 8]
@@ -167,6 +168,60 @@ def test_what_does_not_fit_is_said():
     assert engine.step() is None
 
 
+def test_room_is_what_was_reserved_and_not_what_recorded_rounds_have_beside():
+    target = tiny_target()
+    for graphs in (False, Tape()):
+        engine = Engine(target, graphs=graphs)
+        engine.reserve(1, 20)
+        row = engine.add([1, 2], max_new_tokens=100, eos=frozenset())
+        while engine.step() is not None:
+            pass
+        assert (len(row.tokens), row.finish) == (18, "context")
+        with pytest.raises(ValueError, match="the prompt has 20 tokens, room was reserved for 20, new ones included"):
+            engine.add([1] * 20)
+
+
+def test_a_prefill_that_fails_can_be_repeated_or_given_up(monkeypatch):
+    """Nothing of it is left, and those that were to join wait on."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2))
+    engine.reserve(1, 40)
+    engine.add(PROMPTS[0], max_new_tokens=1, eos=frozenset())
+    engine.step()
+    row, other = (engine.add(PROMPTS[i], max_new_tokens=9, eos=frozenset()) for i in (1, 2))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.drafter, "admit", lambda *_: pytest.fail("out of memory"))
+        with pytest.raises(pytest.fail.Exception):
+            engine.step()
+    engine.abort(other)
+    while engine.step() is not None:
+        pass
+    expected = Engine(target).generate([PROMPTS[1]], max_new_tokens=9, eos=frozenset()).rows[0]
+    assert (row.tokens, row.finish, other.tokens) == (expected.tokens, "length", [])
+
+
+def test_an_error_in_an_observer_ends_what_was_decoded():
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2))
+    with pytest.raises(KeyError):
+        engine.generate([[1, 2]], max_new_tokens=9, eos=frozenset(), observer=lambda _: {}["no"])
+    assert engine.step() is None
+    assert engine.generate([[1, 2]], max_new_tokens=9, eos=frozenset()).rows[0].finish == "length"
+    assert engine.loop is None, "caches live on when nothing is decoded"
+
+
+@pytest.mark.parametrize("graphs", [False, Tape()], ids=["launched", "recorded"])
+def test_a_report_on_those_that_join_has_their_sampling(graphs):
+    engine = Engine(tiny_target(), graphs=graphs)
+    engine.reserve(3, 40)
+    for sampling in (Sampling(), Sampling(0.5), Sampling(1.0, top_k=2)):
+        row = engine.add([1, 2], max_new_tokens=20, sampling=sampling, eos=frozenset())
+        while not (report := engine.step()).prefill:
+            pass
+        assert (report.rows, report.sampling) == ([row], sampling)
+        engine.step()
+
+
 # Drafters that guess a block in one forward
 
 
@@ -213,6 +268,13 @@ def test_a_block_takes_every_tree_without_a_step(tree):
                     best = top_logprobs(drafter.table[tokens[0], depth[node] - 1], 1)[1]
                     assert tokens[node] == best
                 assert depth[node] == depth[parents[node]] + 1
+
+
+def test_acceptance_of_a_block_is_measured_without_a_step():
+    target = tiny_target()
+    outputs = [row.tokens for row in Engine(target).generate(PROMPTS, max_new_tokens=8, eos=frozenset()).rows]
+    accept = measure_acceptance(target, Block(target), PROMPTS, outputs, 3, target.config.vocab)
+    torch.testing.assert_close(accept.sum(1), torch.ones(3))
 
 
 def test_a_block_says_how_deep_a_tree_may_be():

@@ -1,4 +1,4 @@
-"""The comparisons of benchmarks/ run, at small sizes, and compare like with like."""
+"""The comparisons of training steps run, at small sizes, and compare like with like."""
 
 import json
 import sys

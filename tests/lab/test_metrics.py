@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.trace import metrics
-from lab.trace.metrics import BY_DEPTH, METRICS, bootstrap, by_category, summary
+from lab.trace import metrics, metrics_command
+from lab.trace.metrics import BY_DEPTH, METRICS
+from lab.trace.summary import bootstrap, by_category, summary
 from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
 from specdec.engine.trace_files import write_trace
 from specdec.types import Sampling
@@ -143,15 +144,15 @@ def test_command(tmp_path, capsys):
     write_trace(Trace({}, {}, ROWS), tmp_path / "one")
     plain = [row("a", None, [chain_round(0, 0, 1)], steps=0)]
     write_trace(Trace({}, {}, plain), tmp_path / "plain")
-    metrics.main([str(tmp_path / "one"), "--json", "--resamples", "20"])
+    metrics_command.main([str(tmp_path / "one"), "--json", "--resamples", "20"])
     found = json.loads(capsys.readouterr().out)
     assert found == {str(tmp_path / "one"): summary(ROWS, resamples=20)}
-    metrics.main([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
+    metrics_command.main([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
     out = capsys.readouterr().out
     assert re.search(r"mtp_acceptance_rate\W+0\.429.*\W-\W", out)
     assert re.search(r"math\W+2\.333", out)
     with pytest.raises(SystemExit) as stop:
-        metrics.main([str(tmp_path)])
+        metrics_command.main([str(tmp_path)])
     assert stop.value.code == 2
     assert "is not a trace" in capsys.readouterr().err
 

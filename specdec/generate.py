@@ -1,9 +1,22 @@
 """`python -m specdec.generate`, which is `specdec generate`.
 
-Only a command: from Python, `specdec.generate` is the function of `specdec.api`, which importing this module hides.
+From Python, `specdec.generate` is the function of `specdec.api`. Importing this module puts it in the function's place,
+so it can be called as the function.
 """
 
+import sys
+from types import ModuleType
+
+from specdec import api
 from specdec.cli.generate import main
+
+
+class _Generate(ModuleType):
+    def __call__(self, *args, **kwargs) -> api.Generation:
+        return api.generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Generate
 
 if __name__ == "__main__":
     main()

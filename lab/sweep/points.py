@@ -17,7 +17,7 @@ from trees.spec import TreeSpec
 
 # The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
 CODE = ("specdec", "drafters", "trees", "lab")
-NOT_CODE = ("specdec/cli/", "specdec/generate")
+NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
 LAB = {
     "lab/sweep/benchmarks", "lab/sweep/conversations", "lab/sweep/points", "lab/sweep/sweep", "lab/trace/diagnose",
     "lab/trace/metrics", "lab/trace/summary", "lab/wrapped",

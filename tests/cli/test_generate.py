@@ -1,6 +1,7 @@
 """The command line: what it prints, any character in a prompt, and one sentence for each mistake."""
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import specdec
 from specdec import registry
 from specdec.cli import chat
 from specdec.cli import generate as cli
@@ -399,6 +401,13 @@ def test_the_python_interface_in_a_fresh_process(target_path, drafter_path):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout == "2 True\n", done.stderr
+
+
+def test_the_module_of_the_command_does_not_hide_the_function(target_path):
+    target = specdec.load_target(target_path)
+    expected = specdec.generate(target, "one", max_new_tokens=3).text
+    importlib.import_module("specdec.generate")
+    assert specdec.generate(target, "one", max_new_tokens=3).text == expected
 
 
 def test_as_a_program(target_path, drafter_path):

@@ -57,14 +57,14 @@ class Eagle3(RecurrentDrafter):
     ):
         """tap_width: hidden size of the target, where the draft's own is another."""
         super().__init__(shape, taps, vocab, embedding)
-        self.how = how = forward or Eagle3Forward()
+        self.switches = switches = forward or Eagle3Forward()
         h, width = shape.hidden, tap_width or shape.hidden
-        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if how.tap_norms else None
-        self.input_norm = RMSNorm(len(taps) * width, shape.eps) if how.input_norm else None
+        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if switches.tap_norms else None
+        self.input_norm = RMSNorm(len(taps) * width, shape.eps) if switches.input_norm else None
         self.fc = Linear(len(taps) * width, h, bias=False)
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias, qk_norm=how.qk_norm)
+        self.attention = DraftAttention(shape, 2 * h, bias=switches.qkv_bias, qk_norm=switches.qk_norm)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
@@ -81,12 +81,12 @@ class Eagle3(RecurrentDrafter):
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.embed_norm(embeds), normed], dim=-1)
-        hidden = (normed if self.how.residual_norm else hidden) + self.attention(x, rope, attend)
+        hidden = (normed if self.switches.residual_norm else hidden) + self.attention(x, rope, attend)
         hidden = hidden + self.mlp(self.post_norm(hidden))
-        return self.norm(hidden) if self.how.feedback == "post" else hidden
+        return self.norm(hidden) if self.switches.feedback == "post" else hidden
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
-        normed = self.how.feedback == "post" or not self.how.head_norm  # already, or never
+        normed = self.switches.feedback == "post" or not self.switches.head_norm  # already, or never
         return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:

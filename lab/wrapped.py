@@ -39,8 +39,8 @@ class WrappedDrafter(Drafter):
         return self.drafter.cache
 
     @property
-    def how(self) -> object:
-        return self.drafter.how
+    def switches(self) -> object:
+        return self.drafter.switches
 
     @property
     def conventions(self) -> Mapping[str, str]:

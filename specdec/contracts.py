@@ -99,7 +99,7 @@ class Drafter(nn.Module):
     learns: bool = False  # has an `unroll`
     # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
     documents: Tensor | None = None  # None: one text each
-    how: object = ""  # the switches in which drafters of one class differ; `str` of it tells two apart
+    switches: object = ""  # in which drafters of one class differ; `str` tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
 

@@ -134,7 +134,7 @@ def dismantle(drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
     if width != drafter.shape.hidden:
         tensors["embed_tokens.weight"] = drafter.embedding
     meaning = Eagle3Meaning(
-        drafter.shape, vocab.target_size, vocab.size, width, drafter.how, taps=drafter.taps, own_head=own_head
+        drafter.shape, vocab.target_size, vocab.size, width, drafter.switches, taps=drafter.taps, own_head=own_head
     )
     return meaning, tensors
 

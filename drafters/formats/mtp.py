@@ -92,7 +92,7 @@ def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
 
 def dismantle(drafter: Mtp, target) -> tuple[MtpMeaning, Tensors]:
     """What the heads are, and their tensors."""
-    meaning = MtpMeaning(drafter.shape, drafter.vocab.target_size, len(drafter.blocks), drafter.how)
+    meaning = MtpMeaning(drafter.shape, drafter.vocab.target_size, len(drafter.blocks), drafter.switches)
     return meaning, held(parameters(drafter), drafter.vocab)
 
 

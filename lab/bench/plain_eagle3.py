@@ -61,8 +61,8 @@ class PlainEagle3(nn.Module):
         gate, up = drafter.mlp.gate_up.weight.chunk(2)
         pairs = [(self.q, q), (self.k, k), (self.v, v), (self.mlp.gate_proj, gate), (self.mlp.up_proj, up)]
         pairs += [(self.mlp.down_proj, drafter.mlp.down.weight), (self.o, drafter.attention.o.weight)]
-        pairs += [(getattr(self, n), getattr(drafter, n).weight) for n in ("fc", "head", "norm", "post_norm")]
-        pairs += [(getattr(self, n), getattr(drafter, n).weight) for n in ("embed_norm", "hidden_norm")]
+        pairs += [(self.get_submodule(n), drafter.get_submodule(n).weight) for n in ("fc", "head", "norm", "post_norm")]
+        pairs += [(self.get_submodule(n), drafter.get_submodule(n).weight) for n in ("embed_norm", "hidden_norm")]
         for module, weight in pairs:
             module.weight.copy_(weight)
 

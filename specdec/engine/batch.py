@@ -108,7 +108,11 @@ class Batch:
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
         self._drop([s.finish is not None for s in self.sequences])
-        root, state = self._prefill(sequences, len(self.sequences))
+        try:
+            root, state = self._prefill(sequences, len(self.sequences))
+        except BaseException:
+            self._undo_prefill()
+            raise
         self.root = root if self.root is None else torch.cat([self.root, root])
         self.state = state if self.state is None else self.state.joined(state)
         self.sequences = self.sequences + sequences
@@ -122,6 +126,15 @@ class Batch:
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)
         return root, state
+
+    def _undo_prefill(self) -> None:
+        """Take rows out of the caches that a prefill which failed has put there."""
+        drafter, known = self.round.drafter, torch.arange(len(self.sequences), device=self.device)
+        self.cache.compact(known)
+        if self.state is not None:
+            drafter.compact(known)
+        elif drafter is not None:
+            drafter.reset(self.rows, self.round.draft_slots(self.room))
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
         return RoundSettings(

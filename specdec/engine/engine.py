@@ -240,8 +240,8 @@ class Engine:
         clock = Clock(self.device)
         if self.graphs is None:
             self._check_memory(request, room)
-            how = {"overlap": self.overlap, "compact": self.compact}
-            batch = Batch(self.round, rows, room, torch.Generator(self.device), clock, **how)
+            generator = torch.Generator(self.device)
+            batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(request, room, kept=self.graphs.batch is not None)

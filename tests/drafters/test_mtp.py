@@ -238,8 +238,8 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
     make(tmp_path / "model")
     target = load_target(tmp_path / "model", tokenizer=False)
     drafter = load_drafter(tmp_path / "model", target, feedback=feedback)
-    assert drafter.how.feedback == (feedback or "post")
-    assert drafter.how.hidden_first == (make is mimo_folder)
+    assert drafter.switches.feedback == (feedback or "post")
+    assert drafter.switches.hidden_first == (make is mimo_folder)
     prompts = [[3, 5, 7], [1, 2]]
     plain = Engine(target).generate(prompts, max_new_tokens=30)
     for tree in (Chain(3), DynamicTree(3, 3, 9)):

@@ -12,6 +12,7 @@ from test_conf_matrix import NAMES, fresh_drafter, load
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
+from specdec.model.cache import KVCache
 from specdec.sampling.likely import top_logprobs
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, SampledTree, StaticTree
@@ -198,6 +199,36 @@ def test_a_prefill_that_fails_can_be_repeated_or_given_up(monkeypatch):
         pass
     expected = Engine(target).generate([PROMPTS[1]], max_new_tokens=9, eos=frozenset()).rows[0]
     assert (row.tokens, row.finish, other.tokens) == (expected.tokens, "length", [])
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3", "lookup", "draft-model"])
+@pytest.mark.parametrize("early", [True, False], ids=["before the first round", "between rounds"])
+def test_rows_go_on_when_those_that_were_to_join_are_given_up(drafter, early, monkeypatch):
+    target = tiny_target()
+    engine = Engine(target, *([DRAFTERS[drafter](target), Chain(2)] if drafter else []))
+    engine.reserve(3, 40)
+    first = engine.add(PROMPTS[0], max_new_tokens=9, eos=frozenset())
+    if not early:
+        engine.step()
+        engine.step()
+    others = [engine.add(PROMPTS[i], max_new_tokens=9, eos=frozenset()) for i in (1, 2)]
+    fails, advance = [True], KVCache.advance
+
+    def failing(*args):
+        if fails and fails.pop():
+            raise MemoryError
+        advance(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVCache, "advance", failing)
+        with pytest.raises(MemoryError):
+            engine.step()
+    for other in others:
+        engine.abort(other)
+    while engine.step() is not None:
+        pass
+    expected = Engine(target).generate([PROMPTS[0]], max_new_tokens=9, eos=frozenset()).rows[0]
+    assert first.tokens == expected.tokens
 
 
 def test_an_error_in_an_observer_ends_what_was_decoded():

@@ -140,9 +140,9 @@ def test_heads_inside_a_target_are_found_among_its_weights(target, tmp_path):
     others = {"model.embed_tokens.weight": target.embed.weight, "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     save_file(load_file(tmp_path / "alone" / "model.safetensors") | others, inside / "model.safetensors")
     drafter = load_drafter(inside, target, feedback="pre")
-    assert drafter.how == made.how
+    assert drafter.switches == made.switches
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), drafter.parameters(), strict=True))
     assert drafter.conventions["feedback"] == "the hidden state before the final norm"
-    assert load_drafter(inside, target).how.feedback == "post"
+    assert load_drafter(inside, target).switches.feedback == "post"
     with pytest.raises(ValueError, match="its own config says"):
         load_drafter(tmp_path / "alone", target, feedback="pre")

@@ -50,7 +50,7 @@ def test_the_library_drafts_as_we_do(kind, target_folder, tmp_path):
         torch.testing.assert_close(state.logits, expected, rtol=0, atol=1e-4)
     convert(tmp_path / "theirs", tmp_path / "back", "specdec")
     again = load_drafter(tmp_path / "back", target)
-    assert again.how == drafter.how
+    assert again.switches == drafter.switches
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
 
 
@@ -63,7 +63,7 @@ def test_what_the_library_saves_we_read(target_folder, tmp_path):
     export(tmp_path / "ours", tmp_path / "theirs", "vllm", target_folder)
     speculators.SpeculatorModel.from_pretrained(tmp_path / "theirs").save_pretrained(tmp_path / "saved")
     again = load_drafter(tmp_path / "saved", target)
-    assert (again.shape, again.how, again.taps) == (drafter.shape, drafter.how, drafter.taps)
+    assert (again.shape, again.switches, again.taps) == (drafter.shape, drafter.switches, drafter.taps)
     assert again.vocab.ids.tolist() == drafter.vocab.ids.tolist()
     for ours, theirs in zip(drafter.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)

@@ -117,14 +117,14 @@ def test_q6_every_switch_changes_the_forward(case):
 
 
 def test_q6_norm_output_means_what_its_origin_means(case):
-    assert case("speculators", norm_output=True).how.feedback == "post"
+    assert case("speculators", norm_output=True).switches.feedback == "post"
     specforge = case("EAGLE", norm_output=True)
-    assert (specforge.how.feedback, specforge.how.head_norm) == ("pre", True)
+    assert (specforge.switches.feedback, specforge.switches.head_norm) == ("pre", True)
     off = case("EAGLE", norm_output=False)
-    assert (off.how.feedback, off.how.head_norm) == ("pre", False)
+    assert (off.switches.feedback, off.switches.head_norm) == ("pre", False)
     assert differ(specforge, off)
-    assert case("EAGLE", norm_output=True, norm_output_means="feedback").how.feedback == "post"
-    assert case("speculators", norm_output=True, norm_output_means="head").how.feedback == "pre"
+    assert case("EAGLE", norm_output=True, norm_output_means="feedback").switches.feedback == "post"
+    assert case("speculators", norm_output=True, norm_output_means="head").switches.feedback == "pre"
 
 
 def test_q7_fc_has_a_bias_in_eagle2_unless_the_config_says_no(case):
@@ -143,7 +143,7 @@ def test_q8_mimo_puts_the_hidden_state_first(tmp_path):
     tensors = random_tensors(shapes)
     mimo = load_drafter(written(tmp_path / "mimo", CONFIG, tensors), make_target())
     others = load_drafter(written(tmp_path / "others", CONFIG | {"mtp": {}}, tensors), make_target())
-    assert mimo.how.hidden_first
+    assert mimo.switches.hidden_first
     assert differ(mimo, others)
 
 

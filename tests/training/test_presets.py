@@ -85,7 +85,7 @@ def test_preset(name):
     loss.backward()
     assert len(metrics["losses"]) == config["objective"]["steps"]
     assert len(drafter.taps) == (5 if name == "deepspec" else 3)
-    assert drafter.how.residual_norm == (name == "speculators")
+    assert drafter.switches.residual_norm == (name == "speculators")
     if config["drafter"]["train_head"]:
         assert drafter.head.weight.grad.abs().max() > 0
     else:

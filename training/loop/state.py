@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def meaning(drafter: Drafter) -> str:
     """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
-    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {drafter.how}".strip()
+    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {drafter.switches}".strip()
 
 
 def state_of(run: "Trainer") -> dict:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lab.sweep.points import SweepPoint, code_version
-from specdec.cli.files import replace_folder, write_whole
+from specdec.cli.files import replace_folder, write_text
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.model.checkpoint import read_json
@@ -94,7 +94,7 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
             text = "".join(json.dumps(line) + "\n" for line in lines)
-            write_whole(out / name, lambda aside, text=text: aside.write_text(text, encoding="utf-8"))
+            write_text(out / name, text)
     return results, timings, old
 
 

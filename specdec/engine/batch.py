@@ -158,10 +158,11 @@ class Batch:
 
     # Rounds
 
-    def launch(self, max_len: int, ended: abc.Container[Sequence]) -> RoundOutput:
+    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
         """Start the next round. No sequence that still decodes has committed more than `max_len` tokens; `ended` are
         those that have ended, as far as the decision to drop them may know."""
-        self._shed([s in ended for s in self.sequences])
+        if ended:
+            self._shed([s in ended for s in self.sequences])
         if not self.overlap and (going := len(self.going())) != self.known_going:
             self.known_going = going
             self.stop()

@@ -146,6 +146,9 @@ class Engine:
         """Let sequences join if there are any and rows are free; else play a round. None if nothing is left to do.
 
         A sequence joins between rounds that are all read, so with `overlap` the last one is read first."""
+        return self._step()
+
+    def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
         if self.loop is None:
             return None
         loop, batch = self.loop, self.loop.batch
@@ -222,7 +225,7 @@ class Engine:
         self.waiting = list(rows)
         clock, prefill_seconds = self.loop.batch.clock, 0.0
         try:
-            while (report := self.step()) is not None:
+            while (report := self._step()) is not None:
                 if report.prefill:
                     prefill_seconds = time.perf_counter() - start
                 if observer is not None:

@@ -85,20 +85,19 @@ class Loop:
 
         A round that the sequences' limits show to be void is not launched, so what is launched in vain is one round,
         where a text ends early."""
-        while True:
-            launched = self._launch()
-            if not self.batch.going():
-                self.pending.clear()  # void: all their rows ended before
-                return None
+        while going := self.batch.going():
+            launched = self._launch(going)
             if len(self.pending) > self.lag or not launched:
                 return self._read(self.pending.pop(0))
+        self.pending.clear()  # void: all their rows ended before
+        return None
 
     def drain(self) -> ReadRound | None:
         """Read the oldest round without launching another."""
         return self._read(self.pending.pop(0)) if self.pending else None
 
-    def _launch(self) -> bool:
-        going = self.batch.going()
+    def _launch(self, going: list[Sequence]) -> bool:
+        """Start a round for those that still decode, if it can give any of them a token."""
         # Every round under way gives each row a token at least.
         if not any(s.left > len(self.pending) for s in going):
             return False

@@ -109,7 +109,7 @@ class StaticBatch(Batch):
             _refill(kept.penalties, settings.penalties)
         self.settings = self.kinds[self.kind]
 
-    def launch(self, max_len: int, ended: abc.Container[Sequence]) -> RoundOutput:
+    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
         bucket = next(size for size in self.buckets if size >= min(max_len, self.room))
         key = bucket, self.kind, self.progress.eos.shape[1], self.observed
         if key not in self.graphs:

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from lab.machine import command_line
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
@@ -42,3 +45,17 @@ def test_the_help_of_a_script_from_another_folder(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--seconds" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "told"),
+    [
+        (["specdec sweep", "topk=[1,4]"], "specdec.__main__", "specdec sweep 'topk=[1,4]'"),
+        (["/anywhere/kernels.py", "--nodes", "9"], "lab.bench.kernels", "python -m lab.bench.kernels --nodes 9"),
+        (["scripts/quality.py", "demo"], None, "python scripts/quality.py demo"),
+    ],
+)
+def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module, told):
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module), raising=False)
+    assert command_line() == told

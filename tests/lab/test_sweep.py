@@ -194,7 +194,7 @@ PLACES = {
     "while a trace is written": ("lab.sweep.store.write_trace", 2),
     "before a point is put in place": ("pathlib.Path.rename", 5),
     "while a best tree is measured": ("lab.sweep.sweep.measure_acceptance", 1),
-    "while results are put together": ("lab.sweep.store.write_whole", 2),
+    "while results are put together": ("lab.sweep.store.write_text", 2),
 }
 
 

@@ -6,75 +6,62 @@ It reads tokens only, and keeps its own conventions: token t has position t, and
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.cache import KVCache
-from specdec.checkpoint import resolve
-from specdec.loader import load_target
-from specdec.model import Target
-from specdec.types import DraftState
+from specdec.contracts import Drafter, DraftState
+from specdec.model.cache import KVCache
+from specdec.model.checkpoint import resolve
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-class DraftModel(nn.Module):
-    """Any model that can be a target, run over a cache of its own: committed tokens and, behind them, the tree."""
+class DraftModel(Drafter):
+    """Any model that can be a target, run over a cache of its own: committed tokens and, behind them, the tree.
 
-    taps = ()
-    max_steps = None
+    A model with sliding windows takes the levels of a tree before a node as close as the node; windows are longer than
+    trees are deep.
+    """
 
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
         super().__init__()
-        self.model, self.vocab = model, vocab or DraftVocab(model.config.vocab)
+        self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
 
     @property
     def capturable(self) -> bool:
         return self.model.capturable
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        self.first = first
-        self.cache = self.model.new_cache(batch, slots + 1)
+    def reset(self, rows: int, slots: int) -> None:
+        self.cache = self.model.new_cache(rows, slots + 1).clear(0)
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return self.model.cache_bytes(batch, slots + 1)
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return self.model.cache_bytes(rows, slots + 1)
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        if self.cache.bound == 0:  # token 0 goes in with the first ones: the whole prompt is one causal prefill
-            tokens, n = torch.cat([self.first[:, None], tokens], 1), n + 1
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        """Token 0 goes in with the others: the whole prompt is one causal prefill."""
+        whole = torch.cat([first[:, None], tokens], 1)
+        part = self.cache.admit(row, len(first), whole.shape[1])
+        return self._absorb(part, whole, n + 1, whole.shape[1], prefill=True)
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, tokens, n, max_len + 1)
+
+    def _absorb(self, cache: KVCache, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False) -> DraftState:
         last = (n - 1).clamp(min=0)  # n is 0 for rows that are finished: their state does not matter
-        logits, _ = self.model(tokens, self.cache, last=last)
-        self.cache.advance(n, bound + 1)
+        logits, _ = self.model(tokens, cache, last=last, prefill=prefill)
+        cache.advance(n, max_len)
         return self._state(logits)
 
-    def keep(self, index: Tensor) -> None:
-        self.cache.keep(index)
-
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        behind = TreeLevel(self.cache, (level - 1) * tokens.shape[1])
-        logits, _ = self.model(tokens, behind, depth=torch.full_like(tokens, level - 1), ancestors=ancestors)
+        depth, behind = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
+        logits, _ = self.model(tokens, self.cache, depth=depth, ancestors=ancestors, offset=behind)
         return self._state(logits)
 
     def _state(self, logits: Tensor) -> DraftState:
         nothing = logits.new_empty(*logits.shape[:2], 0)  # all that is remembered lies in the cache
-        return DraftState(self.vocab.select(logits), nothing)
-
-
-class TreeLevel:
-    """The cache as one level of a tree sees it: its nodes go behind the `offset` nodes of the levels before.
-
-    A model with sliding windows takes the levels before as close as this one; windows are longer than trees are deep.
-    """
-
-    def __init__(self, cache: KVCache, offset: int):
-        self.cache, self.offset = cache, offset
-        self.bound = cache.bound + offset
-
-    def __getattr__(self, name: str):
-        return getattr(self.cache, name)
-
-    def slots_of(self, offsets: Tensor) -> Tensor:
-        return self.cache.slots_of(self.offset + offsets)
+        return DraftState(nothing, self.vocab.select(logits))
 
 
 def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None = None) -> DraftModel:
@@ -85,20 +72,20 @@ def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None =
     if path is None:
         raise ValueError("a draft model is a checkpoint of its own: give its folder or hub name as `path`")
     folder = resolve(path)
-    weight, tokenizer = target.embed.weight, target.tokenizer
+    tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
-    model = load_target(folder, device=str(weight.device), tokenizer=compare)
-    if model.config.vocab != target.config.vocab:
+    model = load_target(folder, device=str(target.device), tokenizer=compare)
+    if model.vocab != target.vocab:
         raise ValueError(
-            f"{path}: the draft model has a vocabulary of {model.config.vocab}, the target one of "
-            f"{target.config.vocab}; they must be the same"
+            f"{path}: the draft model has a vocabulary of {model.vocab}, the target one of "
+            f"{target.vocab}; they must be the same"
         )
     if compare and model.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
             f"{path}: the draft model's tokenizer names tokens differently from the target's; take a model of the "
             "target's family"
         )
-    return DraftModel(model.to(weight), vocab).eval()
+    return DraftModel(model.to(target.dtype), vocab).eval()
 
 
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:

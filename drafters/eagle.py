@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 
 class Eagle(RecurrentDrafter):
@@ -57,7 +58,7 @@ def create(
     init: str = "target",
     **shape,
 ) -> Eagle:
-    """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     config = target.config
     vocab = vocab or DraftVocab(config.vocab)
     drafter = Eagle(

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.common import Attend, DraftAttention, DraftShape, RecurrentDrafter, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Linear, RMSNorm
-from specdec.model import check_taps
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.target import check_taps
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Eagle3(RecurrentDrafter):
     ):
         """tap_width: hidden size of the target, where the draft's own is another."""
         super().__init__(shape, taps, vocab, embedding)
-        self.how = how = forward or Eagle3Forward()
+        self.switches = switches = forward or Eagle3Forward()
         h, width = shape.hidden, tap_width or shape.hidden
-        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if how.tap_norms else None
-        self.input_norm = RMSNorm(len(taps) * width, shape.eps) if how.input_norm else None
+        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if switches.tap_norms else None
+        self.input_norm = RMSNorm(len(taps) * width, shape.eps) if switches.input_norm else None
         self.fc = Linear(len(taps) * width, h, bias=False)
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, 2 * h, bias=how.qkv_bias, qk_norm=how.qk_norm)
+        self.attention = DraftAttention(shape, 2 * h, bias=switches.qkv_bias, qk_norm=switches.qk_norm)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
@@ -80,12 +81,12 @@ class Eagle3(RecurrentDrafter):
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.embed_norm(embeds), normed], dim=-1)
-        hidden = (normed if self.how.residual_norm else hidden) + self.attention(x, rope, attend)
+        hidden = (normed if self.switches.residual_norm else hidden) + self.attention(x, rope, attend)
         hidden = hidden + self.mlp(self.post_norm(hidden))
-        return self.norm(hidden) if self.how.feedback == "post" else hidden
+        return self.norm(hidden) if self.switches.feedback == "post" else hidden
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
-        normed = self.how.feedback == "post" or not self.how.head_norm  # already, or never
+        normed = self.switches.feedback == "post" or not self.switches.head_norm  # already, or never
         return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:
@@ -146,7 +147,7 @@ def create(
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
     taps: indices, or how many to spread over the layers. train_head: if false, the head keeps the rows of the target's.
-    init: see `common.start`. forward: fields of `Eagle3Forward`.
+    init: see `layers.start`. forward: fields of `Eagle3Forward`.
     """
     shape = shape_like(
         target,
@@ -158,7 +159,7 @@ def create(
     layers = target.config.layers
     taps = spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
     check_taps(taps, layers)
-    vocab = vocab or DraftVocab(target.config.vocab)
+    vocab = vocab or DraftVocab(target.vocab)
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
     start(drafter, target, init)
     if not train_head:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.common import SharedHead, start
+from drafters.layers import SharedHead, start
 from drafters.vocab import DraftVocab
-from specdec.layers import Linear
-from specdec.types import DraftState, UnrolledState
+from specdec.contracts import Drafter, DraftState
+from specdec.model.layers import Linear, LinearMap
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class ResidualBlock(nn.Module):
         return x + F.silu(self.linear(x))
 
 
-class Medusa(nn.Module):
+class Medusa(Drafter):
     """Head l makes logits for tree level l from the target's last hidden state at the root's predecessor, whatever was
     drafted in between: all nodes of a level propose the same children. It has no cache and no memory.
 
@@ -41,7 +41,7 @@ class Medusa(nn.Module):
     """
 
     capturable = True
-    cache = None
+    learns = True
 
     def __init__(self, shape: MedusaShape, tap: int, vocab: DraftVocab, head: Tensor):
         """tap: the target's number of layers. head [V,H]: the target's."""
@@ -59,36 +59,34 @@ class Medusa(nn.Module):
     def head_of(self, level: int) -> nn.Module:
         return self.heads[level] if self.shape.own_heads else self.head
 
-    def guess(self, hidden: Tensor, level: int) -> Tensor:
-        """hidden [B,n,H] -> logits [B,n,U] for tree level `level` (0: the first drafted token)."""
-        return self.head_of(level)(self.blocks[level](hidden))
+    def heads_in_use(self) -> list[LinearMap]:
+        return list(self.heads) if self.shape.own_heads else [self.head]
 
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        pass
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        if self.shape.own_heads:
+            self.heads = nn.ModuleList(heads)
+        else:
+            self.head = heads[0]
 
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        return 0
+    def guess(self, hidden: Tensor, level: int, width: int = 1) -> DraftState:
+        """The root's hidden state [B,1,H] -> the state of `width` nodes of tree level `level` (0: the root's)."""
+        readout = self.blocks[level](hidden)
+        return DraftState(hidden.expand(-1, width, -1), readout.expand(-1, width, -1), self.head_of(level))
 
-    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
         feats = feats.to(self.head_of(0).weight.dtype)  # the drafter's may be narrower than the target's
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))
-        return DraftState(self.guess(hidden, 0), hidden)
-
-    def keep(self, index: Tensor) -> None:
-        pass
+        return self.guess(hidden, 0)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        logits = self.guess(hidden[:, :1], level)  # the hidden state of all nodes is the root's
-        return DraftState(logits.expand(-1, tokens.shape[1], -1), hidden)
+        return self.guess(hidden[:, :1], level, tokens.shape[1])  # the hidden state of all nodes is the root's
 
-    def unroll(
-        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
-    ) -> Iterator[UnrolledState]:
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         if steps > self.shape.heads:
             raise ValueError(f"objective.steps is {steps}, but there are {self.shape.heads} Medusa heads only")
         for level in range(steps):
-            yield UnrolledState(feats, self.blocks[level](feats), self.head_of(level).weight)
+            yield DraftState(feats, self.blocks[level](feats), self.head_of(level))
 
     def start_from(self, target) -> None:
         """Every head begins as the target's own."""
@@ -110,7 +108,7 @@ def create(
     own_heads: bool = False,
     init: str = "target",
 ) -> Medusa:
-    """Fresh Medusa heads for a target; init: see `common.start`."""
+    """Fresh Medusa heads for a target; init: see `layers.start`."""
     if heads < 1 or blocks < 1:
         raise ValueError(f"heads and blocks must be at least 1, got {heads} and {blocks}")
     config = target.config

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.layers import GatedMLP, Linear
+from specdec.model.layers import GatedMLP, Linear
 
 
 @dataclass(frozen=True)

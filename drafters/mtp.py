@@ -10,17 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.common import (
-    Attend,
-    DraftAttention,
-    DraftShape,
-    RecurrentDrafter,
-    SharedHead,
-    shape_like,
-    start,
-)
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -49,15 +42,17 @@ class MtpForward:
 class MtpLayer(nn.Module):
     """One head: z = project([norm(embedding), norm(hidden)]), a pre-norm decoder layer over z."""
 
-    def __init__(self, shape: DraftShape, how: MtpForward, mlp: nn.Module | None = None):
+    def __init__(self, shape: DraftShape, switches: MtpForward, mlp: nn.Module | None = None):
         super().__init__()
         h = shape.hidden
-        self.hidden_first = how.hidden_first
+        self.hidden_first = switches.hidden_first
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
         self.project = Linear(2 * h, h, bias=False)
         self.input_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, h, how.qkv_bias, how.qk_norm, how.gate, how.rotary_dim)
+        self.attention = DraftAttention(
+            shape, h, switches.qkv_bias, switches.qk_norm, switches.gate, switches.rotary_dim
+        )
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = mlp or GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
@@ -85,15 +80,15 @@ class Mtp(RecurrentDrafter):
     ):
         """tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen. mlp: makes the
         layer's MLP where it is not the gated one."""
-        how = forward or MtpForward()
-        super().__init__(shape, (tap,), vocab, embedding, heads, how.rotary_dim)
-        self.how = how
-        self.blocks = nn.ModuleList(MtpLayer(shape, how, mlp and mlp()) for _ in range(heads))
+        switches = forward or MtpForward()
+        super().__init__(shape, (tap,), vocab, embedding, heads, switches.rotary_dim)
+        self.switches = switches
+        self.blocks = nn.ModuleList(MtpLayer(shape, switches, mlp and mlp()) for _ in range(heads))
         self.head = SharedHead(head, vocab.ids)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embed(tokens, positions)
-        return embeds * (positions > 0)[..., None] if self.how.blank_first else embeds
+        return embeds * (positions > 0)[..., None] if self.switches.blank_first else embeds
 
     def fuse(self, feats: Tensor) -> Tensor:
         return feats
@@ -101,16 +96,16 @@ class Mtp(RecurrentDrafter):
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         block = self.blocks[index]
         hidden = block(embeds, hidden, rope, attend)
-        return block.norm(hidden) if self.how.feedback == "post" else hidden
+        return block.norm(hidden) if self.switches.feedback == "post" else hidden
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
-        return hidden if self.how.feedback == "post" else self.blocks[index].norm(hidden)
+        return hidden if self.switches.feedback == "post" else self.blocks[index].norm(hidden)
 
     def start_from(self, target) -> None:
         """The projection passes the hidden state through, at its usual scale, to the target's own head."""
         h, scale = self.shape.hidden, target.final_scale()
         for block in self.blocks:
-            at = 0 if self.how.hidden_first else h
+            at = 0 if self.switches.hidden_first else h
             block.project.weight.zero_()
             block.project.weight[:, at : at + h] = torch.eye(h)
             block.hidden_norm.weight.fill_(scale)
@@ -127,13 +122,13 @@ def create(
     init: str = "target",
     **shape,
 ) -> Mtp:
-    """Fresh MTP heads for a target. shape: sizes as in `common.shape_like`; init: see `common.start`."""
+    """Fresh MTP heads for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     config = target.config
     vocab = vocab or DraftVocab(config.vocab)
-    how = MtpForward(feedback=feedback, hidden_first=hidden_first)
+    switches = MtpForward(feedback=feedback, hidden_first=hidden_first)
     shape = shape_like(target, **shape)
-    drafter = Mtp(shape, config.layers, vocab, target.embed.weight, target.head.weight, heads, how)
+    drafter = Mtp(shape, config.layers, vocab, target.embed.weight, target.head.weight, heads, switches)
     start(drafter, target, init)
     return drafter

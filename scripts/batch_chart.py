@@ -1,38 +1,39 @@
 """Throughput by batch size, plain and speculative:  python scripts/batch_chart.py --prompt-file questions.jsonl
 
-Every batch size decodes the same prompts, in groups of that size, so the work is the same; sizes and the two ways of
-decoding take turns, and the median of the trials counts. Greedy. Each row is compared with its text at batch size 1.
-Writes chart.png and result.json under --out and prints a table; the last line is one JSON object.
+Every batch size decodes the same prompts in groups of that size, so the work is the same. Sizes and the two ways of
+decoding take turns, and the median of the trials counts. Decoding is greedy, and each row is compared with its text at
+batch size 1. Writes chart.png and result.json under --out and prints a table; the last line is one JSON object.
 """
 
 import argparse
 import json
-import platform
 import statistics
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from rich.console import Console
+import checkout  # noqa: F401
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.engine import Engine
-from specdec.lab.figures import COLOURS, STYLE, plt
-from specdec.lab.show import write_whole
-from specdec.text import encode_prompt, read_prompts
+from lab.figure_style import COLOURS, STYLE, plt
+from lab.machine import machine_in_short
+from lab.models import add_model_flags, load_models, read_encoded
+from lab.output import console, write_figure
+from specdec.api import DEMO_TARGET
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text
+from specdec.engine.engine import Engine
+from trees.spec import TreeSpec
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 
 
 @dataclass
-class Point:
-    """One way of decoding at one batch size."""
+class BatchRate:
+    """What one way of decoding reaches at one batch size."""
 
-    how: str
+    how: str  # PLAIN or SPECULATIVE
     batch: int
     tokens_per_second: float  # of all rows together, without the prefill and its tokens; the median of the trials
     least: float  # of the trials
@@ -45,8 +46,7 @@ class Point:
 
 def flags() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", default=DEMO_TARGET)
-    p.add_argument("--draft", help="needed for a target of your own; the default is the demo's")
+    add_model_flags(p)
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=32, help="prompts (default 32)")
     p.add_argument("--batch-sizes", default="1,2,4,8,16,32", help="default 1,2,4,8,16,32")
@@ -56,14 +56,13 @@ def flags() -> argparse.ArgumentParser:
     p.add_argument("--topk", type=int, default=4)
     p.add_argument("--steps", type=int, default=5)
     p.add_argument("--num-draft-tokens", type=int)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
     p.add_argument("--raw", action="store_true", help="do not apply the chat template")
     p.add_argument("--out", type=Path, default=Path("runs/batches"))
     return p
 
 
 def sizes_of(text: str) -> list[int]:
+    """The batch sizes in a text such as 1,2,4. Raises ValueError for anything else."""
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -73,10 +72,12 @@ def sizes_of(text: str) -> list[int]:
     return sizes
 
 
-def measure(
-    engines: dict[str, Engine], prompts: list[list[int]], sizes: list[int], trials: int, how: dict
-) -> list[Point]:
-    """Decode all prompts at each size with each engine in turn, `trials` times after a warm-up. how: for `generate`."""
+def rates_by_batch(
+    engines: dict[str, Engine], prompts: list[list[int]], sizes: list[int], trials: int, **how
+) -> list[BatchRate]:
+    """Decode all prompts at each size with each engine, in turn, `trials` times after a warm-up.
+
+    how: settings of `Engine.generate`."""
     rates, rounds, texts = defaultdict(list), defaultdict(list), {}
     alone = [engines[PLAIN].generate([prompt], **how).rows[0].tokens for prompt in prompts]
     for trial in tqdm(range(-1, trials), desc="trials", mininterval=1.0):  # trial -1 warms up
@@ -93,7 +94,7 @@ def measure(
                 rates[name, size].append(sum(len(row.tokens) - 1 for row in rows) / seconds)
                 rounds[name, size].append(1e3 * seconds / turns)
     return [
-        Point(
+        BatchRate(
             how=name,
             batch=size,
             tokens_per_second=statistics.median(found),
@@ -108,7 +109,7 @@ def measure(
     ]
 
 
-def print_points(points: list[Point]) -> None:
+def print_rates(points: list[BatchRate]) -> None:
     table = Table(title="throughput by batch size")
     for column in ("batch", "", "tokens/s", "least to most", "ms a round", "against B = 1", "rows as alone"):
         table.add_column(column, justify="right" if column else "left")
@@ -117,11 +118,11 @@ def print_points(points: list[Point]) -> None:
         spread, gain = f"{p.least:.0f} to {p.most:.0f}", p.tokens_per_second / single[p.how]
         cells = str(p.batch), p.how, f"{p.tokens_per_second:.1f}", spread, f"{p.milliseconds_a_round:.2f}"
         table.add_row(*cells, f"{gain:.2f}", f"{p.same_as_alone} of {p.rows}")
-    Console(width=None if Console().is_terminal else 120).print(table)
+    console(120).print(table)
 
 
-def draw(points: list[Point], title: str, path: Path) -> None:
-    """Tokens/s of all rows together, and what a round takes, over the batch size."""
+def draw(points: list[BatchRate], title: str, path: Path) -> None:
+    """Draw tokens/s of all rows together, and milliseconds a round, over the batch size."""
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
         figure.suptitle(title)
@@ -139,7 +140,7 @@ def draw(points: list[Point], title: str, path: Path) -> None:
             axis.set_ylabel(label)
             axis.set_ylim(bottom=0)
             axis.legend()
-        write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+        write_figure(path, figure)
         plt.close(figure)
 
 
@@ -149,30 +150,26 @@ def main(argv: list[str] | None = None) -> None:
     sizes = sizes_of(args.batch_sizes)
     if min(args.limit, args.trials) < 1:
         raise ValueError(f"--limit and --trials must be at least 1, got {args.limit} and {args.trials}")
-    if args.target != DEMO_TARGET and args.draft is None:
-        raise ValueError("a target of your own needs its drafter: give --draft")
+    target, drafter = load_models(args)
     output_folder(args.out)
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
-    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
-    tree = make_tree(args.topk, args.steps, args.num_draft_tokens)
+    tree = TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build()
     engines = {PLAIN: Engine(target), SPECULATIVE: Engine(target, drafter, tree)}
-    prompts = [encode_prompt(target, prompt, args.raw) for prompt in read_prompts(args.prompt_file)[: args.limit]]
-    how = {"max_new_tokens": args.max_new_tokens, "eos": None if args.eos else frozenset()}
-    points = measure(engines, prompts, sizes, args.trials, how)
-    print_points(points)
+    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
+    eos = None if args.eos else frozenset()
+    points = rates_by_batch(engines, prompts, sizes, args.trials, max_new_tokens=args.max_new_tokens, eos=eos)
+    print_rates(points)
     name = Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {args.max_new_tokens} new tokens, greedy, {args.device}"
     draw(points, title, args.out / "chart.png")
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    given = vars(args) | {"target": args.target or DEMO_TARGET}
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}
     result = {
         "points": [asdict(p) for p in points],
-        "settings": settings | {"dtype": str(target.embed.weight.dtype).removeprefix("torch.")},
-        "machine": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "settings": settings | {"dtype": str(target.dtype).removeprefix("torch.")},
+        **machine_in_short(),
     }
     text = json.dumps(result)
-    write_whole(args.out / "result.json", lambda aside: aside.write_text(text + "\n", encoding="utf-8"))
+    write_text(args.out / "result.json", text + "\n")
     print(text)
 
 

@@ -7,7 +7,6 @@ stage measures tau on --bench and writes everything to --out as bf16 safetensors
 """
 
 import argparse
-import hashlib
 import json
 import random
 import shutil
@@ -15,24 +14,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkout
 import torch
-from transformers import LlamaConfig
 
 from drafters.formats import save_drafter
-from specdec.api import generate, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors, output_folder
+from lab.bench.from_scratch import SEED, draw_questions, llama_config, split
+from lab.output import write_json
+from specdec.api import generate, load_drafter, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text
 from specdec.text import read_prompts
 from specdec.types import Sampling
 from training.data import Message, read_conversations
-from training.pretrain import pack, pretrain, train_tokenizer
+from training.pretrain import pack, pretrain, save_target, train_tokenizer
 from training.regenerate import encode, regenerate
+from trees.spec import TreeSpec
 
-SEED = 0
 LENGTH = 1024  # the target's context
 LIMIT_MIB = 24
-TREES = ((4, 5, 16), (10, 8, 60), (1, 5, 6))  # topk, steps, num_draft_tokens
+TREES = (TreeSpec(4, 5, 16), TreeSpec(10, 8, 60), TreeSpec(1, 5, 6))  # with which tau is measured
 MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
-# drafter -> the experiments of conf/ that train it, each from where the one before ended
+# The experiments of conf/ that train each drafter, each from where the one before ended.
 DRAFTERS = {
     "eagle3": ("demo", "demo_tokens"),
     "eagle2": ("demo_eagle", "demo_eagle_tokens"),
@@ -41,32 +43,17 @@ DRAFTERS = {
 }
 
 
-def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
-    """(training, held-out) conversations, shuffled; all with the same first prompt are on the same side."""
-    conversations = [c for c in read_conversations(path) if c]
-    random.Random(SEED).shuffle(conversations)
-    train, heldout = [], []
-    for c in conversations:
-        held = int(hashlib.sha256(c[0]["content"].encode()).hexdigest(), 16) % 100 == 0
-        (heldout if held else train).append(c)
-    return train, heldout
-
-
 def build_target(args: argparse.Namespace, folder: Path) -> None:
     train, heldout = split(args.data)
     tokenizer = train_tokenizer((m["content"] for c in train[:30_000] for m in c), args.vocab_size)
-    config = LlamaConfig(
+    config = llama_config(
+        tokenizer,
         vocab_size=args.vocab_size,
         hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 11 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // 32,
-        num_key_value_heads=args.hidden_size // 64,
-        max_position_embeddings=LENGTH,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        layers=args.layers,
+        heads=args.hidden_size // 32,
+        kv_heads=args.hidden_size // 64,
+        context=LENGTH,
     )
     model, report = pretrain(
         config,
@@ -78,22 +65,16 @@ def build_target(args: argparse.Namespace, folder: Path) -> None:
         seed=SEED,
         checkpoint=folder.parent / "pretrain.pt",
     )
-    aside = folder.with_name("target.partial")
-    model.to(torch.bfloat16).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    (aside / "report.json").write_text(json.dumps(report, indent=1))
-    aside.rename(folder)
+    save_target(model, tokenizer, folder, report=report)
 
 
 def build_answers(args: argparse.Namespace, folder: Path) -> None:
-    """The target's own answers to prompts of the training data, drawn in proportion to how long their answers are
-    there: else one-line dialogues are most of what a drafter sees. A prompt's first answer is greedy, more sampled."""
+    """The target's own answers to questions of the training data. The first answer to a question is greedy, and all
+    further ones are sampled."""
     target = load_target(folder.parent / "target")
-    pairs = [(c[0], len(c[1]["content"])) for c in split(args.data)[0] if len(c) > 1 and c[0]["role"] == "user"]
-    drawn = random.Random(SEED).choices([p for p, _ in pairs], [length for _, length in pairs], k=args.answers)
     first: dict[str, Message] = {}
     again: list[Message] = []
-    for prompt in drawn:
+    for prompt in draw_questions(split(args.data)[0], args.answers):
         if prompt["content"] in first:
             again.append(prompt)
         else:
@@ -111,17 +92,17 @@ def build_answers(args: argparse.Namespace, folder: Path) -> None:
             )
     rows = [line for name in ("greedy", "sampled") for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
     random.Random(SEED).shuffle(rows)
-    (folder / "all.jsonl").write_text("".join(rows), encoding="utf-8")
+    write_text(folder / "all.jsonl", "".join(rows))
 
 
 def run_folder(work: Path, experiment: str) -> Path:
-    """As scripts/quality.py names it, so that runs of either are found by the other."""
+    """The folder of a run, named as scripts/quality.py names it, so that either finds the other's runs."""
     return work / f"{experiment}-seed{SEED}"
 
 
 def train_drafters(work: Path, bench: Path | None) -> None:
-    """One run of the trainer for each part; a finished run resumes at its last step and ends at once. tau on the first
-    prompts of `bench` is measured along the way."""
+    """Run the trainer once for each part. A finished run resumes at its last step and ends at once. With `bench`, tau
+    on its first prompts is measured along the way."""
     for experiment in (name for parts in DRAFTERS.values() for name in parts):
         out = run_folder(work, experiment)
         settings = {
@@ -140,19 +121,27 @@ def train_drafters(work: Path, bench: Path | None) -> None:
 
 
 def count_map(work: Path, out: Path) -> None:
-    command = [sys.executable, "scripts/count_tokens.py", "--target", str(work / "target"), "--size", str(MAP_SIZE)]
+    command = [
+        sys.executable,
+        "-m",
+        "training.count",
+        "--target",
+        str(work / "target"),
+        "--size",
+        str(MAP_SIZE),
+    ]
     subprocess.run([*command, "--data", str(work / "answers" / "all.jsonl"), "--out", str(out)], check=True)
 
 
 def measure(bench: Path, target, drafter) -> dict[str, float]:
     """tau on the first turns of `bench`, greedy, 64 new tokens."""
     prompts = read_prompts(bench)
-    trees = [tree for tree in TREES if drafter.max_steps is None or tree[1] <= drafter.max_steps]
+    trees = [tree for tree in TREES if drafter.max_steps is None or tree.steps <= drafter.max_steps]
     return {
-        f"topk {topk}, steps {steps}, num_draft_tokens {n}": round(
-            generate(target, prompts, drafter, tree=make_tree(topk, steps, n), max_new_tokens=64).tau, 3
+        ", ".join(f"{word} {value}" for word, value in tree.entries().items()): round(
+            generate(target, prompts, drafter, tree=tree.build(), max_new_tokens=64).tau, 3
         )
-        for topk, steps, n in trees
+        for tree in trees
     }
 
 
@@ -182,8 +171,8 @@ def publish(args: argparse.Namespace, work: Path) -> None:
         "drafters": drafters,
         "mebibytes": round(size, 1),
     }
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    (out / "README.md").write_text(card(args, report))
+    write_json(out / "report.json", report)
+    write_text(out / "README.md", card(args, report))
     print(json.dumps(report))
 
 
@@ -215,7 +204,7 @@ are under the project's licence, Apache-2.0.
 
 
 def card(args: argparse.Namespace, report: dict) -> str:
-    """The model card, every figure of it from the report."""
+    """The model card. Every figure in it comes from the report."""
     lines = []
     for name, drafter in report["drafters"].items():
         agreement = ", ".join(f"{a:.2f}" for a in drafter["heldout"]["accuracy"])
@@ -230,7 +219,7 @@ def card(args: argparse.Namespace, report: dict) -> str:
         context=LENGTH,
         mebibytes=report["mebibytes"],
         **report["target"],
-        trees=", ".join("/".join(map(str, tree)) for tree in TREES),
+        trees=", ".join(map(str, TREES)),
         table="\n".join(lines),
         map_size=MAP_SIZE,
         note=": see DATA.md" if (args.out / "DATA.md").exists() else "",
@@ -247,8 +236,10 @@ def _last_rows(log: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="ShareGPT-form .json, .jsonl or .jsonl.xz")
-    parser.add_argument("--work", type=Path, default=Path("build"), help="folder for intermediate results")
-    parser.add_argument("--out", type=Path, default=Path("specdec/demo"), help="where the finished demo goes")
+    parser.add_argument("--work", type=Path, default=checkout.ROOT / "build", help="folder for intermediate results")
+    parser.add_argument(
+        "--out", type=Path, default=checkout.ROOT / "specdec" / "demo", help="where the finished demo goes"
+    )
     parser.add_argument("--bench", type=Path, help="prompts (.jsonl with `turns`) on which tau is measured")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--hidden-size", type=int, default=256)

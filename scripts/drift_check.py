@@ -2,11 +2,11 @@
 
     python scripts/drift_check.py --out drift.json
 
-Plain and speculative, greedy and sampled, batches of one to three, random prompts. Every output is compared with that
-of an engine, with its drafter, made for it alone, and --fresh of them, evenly spread, with that of a process that does
-nothing else, forked from one that has imported all modules and done nothing: each takes a second. Memory is the
-resident set (on a GPU also what torch has allocated) after every 50 generations, garbage collected; from the 50th on it
-may grow by --allow-mib, and the objects that Python knows by --allow-objects. Ends with 1 if anything fails; the last
+Generations are plain and speculative, greedy and sampled, of one to three random prompts. Every output is compared with
+that of an engine and a drafter made for it alone. --fresh outputs, evenly spread, are compared with that of a process
+that does nothing else; it is forked from one that has imported all modules, and takes a second. Memory is the resident
+set (on a GPU also what torch has allocated) after every 50 generations, garbage collected. From the 50th on it may grow
+by --allow-mib, and the number of objects that Python knows by --allow-objects. Ends with 1 if anything fails; the last
 line is one JSON object.
 """
 
@@ -19,21 +19,23 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.lab.bench import header
-from specdec.lab.cost import machine
-from specdec.lab.drift import Case, Growth, decode_all, different
-from specdec.lab.memory import resident_bytes
-from specdec.lab.show import write_whole
-from specdec.model import Target
+from lab.bench.drift import DriftCase, MemoryGrowth, decode_all, different
+from lab.cost.memory import resident_bytes
+from lab.machine import provenance
+from lab.models import check_counts
+from lab.output import write_json
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
+from trees.spec import TreeSpec
 
 MIB = 2**20
-IMPORTED = "tqdm", "specdec.api", "specdec.lab.bench", "specdec.lab.cost", "specdec.lab.drift"  # and with them the rest
+IMPORTED = "tqdm", "specdec.api", "lab.bench.drift", "lab.cost.memory", "lab.machine"  # and with them the rest
 
 
 def arguments() -> argparse.Namespace:
@@ -54,9 +56,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
     args.fresh = args.generations // 10 if args.fresh is None else args.fresh
-    for name in ("generations", "every", "prompt_tokens", "new_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    check_counts(args, "generations", "every", "prompt_tokens", "new_tokens")
     if args.generations < 2 * args.every:
         raise ValueError(f"--generations must be at least twice --every, {2 * args.every}, got {args.generations}")
     if not 0 <= args.fresh <= args.generations:
@@ -65,21 +65,22 @@ def arguments() -> argparse.Namespace:
 
 
 def make_engine(target: Target, draft: str, speculative: bool) -> Engine:
-    return Engine(target, load_drafter(draft, target), make_tree()) if speculative else Engine(target)
+    return Engine(target, load_drafter(draft, target), TreeSpec().build()) if speculative else Engine(target)
 
 
-def draw_case(args: argparse.Namespace, target: Target, number: int) -> Case:
-    return Case.draw(args.seed, number, target.config.vocab, args.prompt_tokens, args.new_tokens)
+def draw_case(args: argparse.Namespace, target: Target, number: int) -> DriftCase:
+    return DriftCase.draw(args.seed, number, target.vocab, args.prompt_tokens, args.new_tokens)
 
 
 def decode_alone(args: argparse.Namespace, number: int) -> str:
-    """What a process gives for one generation that has done nothing before."""
+    """The digest of one generation in a process that has done nothing before."""
     target = load_target(args.target, device=args.device, tokenizer=False)
     case = draw_case(args, target, number)
     return case.decode(make_engine(target, args.draft, case.speculative))
 
 
 def fresh_digests(args: argparse.Namespace, numbers: list[int]) -> Iterator[str]:
+    """The digests of these generations, each from a process of its own."""
     if not numbers:
         return
     context = multiprocessing.get_context("forkserver")
@@ -104,9 +105,9 @@ def main() -> None:
             if digest != digests[number]:
                 strange.append(number)
             bar.update()
-    growth = Growth.of(marks)
+    growth = MemoryGrowth.of(marks)
     flat = growth.bytes <= args.allow_mib * MIB and growth.objects <= args.allow_objects
-    result = header(target.embed.weight.device, machine(target.embed.weight.device)) | {
+    result = provenance(target.device) | {
         "ok": flat and not other and not strange,
         "generations": args.generations,
         "equal_to_a_new_engine": args.generations - len(other),
@@ -117,7 +118,7 @@ def main() -> None:
         "marks": [asdict(mark) for mark in marks],
     }
     if args.out is not None:
-        write_whole(args.out, lambda aside: aside.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8"))
+        write_json(args.out, result)
     print(
         f"{args.generations} generations: from the {args.every}th on memory grew by {result['grown_mib']} MiB and "
         f"{growth.objects} objects; {len(other)} differ from a new engine's, {len(strange)} of {len(sample)} from a "

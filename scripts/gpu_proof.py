@@ -2,13 +2,14 @@
 
     python scripts/gpu_proof.py --conversations conversations.jsonl.xz --minutes 10
 
-The tests marked gpu; a target of 100 M parameters trained from the conversations, its answers, an EAGLE-3 head trained
-on them, and both decoding together: tau, and the ratio of times to plain decoding and to transformers; the kernels
-against PyTorch; our engine against transformers at the shapes of real models with random weights and a simulated tau.
+It runs the tests marked gpu. It trains a target of 100 M parameters from the conversations, lets it answer, and trains
+an EAGLE-3 head on the answers. It decodes with both, and measures tau and the ratio of times to plain decoding and to
+transformers. It times the kernels against PyTorch, and our engine against transformers at the shapes of real models
+with random weights and a simulated tau.
 
-Every stage is a command of its own with a time limit, and its record, with device and versions, a JSON file in --out as
-soon as it is over; stages that fail or run out of time are recorded, and the next one runs. --stages takes some of
-them; what an earlier run left under --work is not made again. `--device cpu --tiny` rehearses it on small models.
+Every stage is a command with a time limit. As soon as it is over its record, with device and versions, is a JSON file
+in --out. A stage that fails or runs out of time is recorded, and the next one runs. --stages takes some of them. What
+an earlier run left under --work is not made again. `--device cpu --tiny` rehearses everything on small models.
 """
 
 import argparse
@@ -18,24 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from checkout import ROOT
 from rich.table import Table
 
-from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.lab.bench import header
-from specdec.lab.cost import machine
-from specdec.lab.show import write_whole
-from specdec.lab.stages import Stage, run_stages
+from lab.bench.stages import Stage, run_stages
+from lab.machine import provenance
+from lab.output import console, write_json
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder
+from specdec.model.checkpoint import check_device
 
-ROOT = Path(__file__).parents[1]
+BENCH = ("-m", "lab.bench.bench_command")
 TREE = ["topk=8", "steps=6", "num_draft_tokens=32"]  # a GPU verifies many nodes for the price of one
 SIMULATED_TAU = 3.0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Further words of the commands: as they are meant, or so small that a CPU rehearses them."""
+    """Further words of the commands: these are the real ones, and `TINY` those of a rehearsal on a CPU."""
 
     target: str = "--eager"  # in so short a training compiling costs about what it saves
     answers: str = "--limit 10000 --batch-size 512 --max-new-tokens 256 --shard-size 1024"
@@ -61,12 +62,12 @@ TINY = Sizes(
     pair="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative,sdpa]",
     shapes=("tiny",),
     shape="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative]",
-    tests="tests/test_gpu.py",
+    tests="tests/engine/test_gpu.py",
 )
 
 
 def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
-    """The real thing: a target, its answers, its drafter, and what they do together."""
+    """What needs training: a target, its answers, its drafter, and both decoding together."""
     work, on_device = args.work, ["--device", args.device]
     pair, answers, draft = work / "pair", work / "answers", work / "draft" / "draft"
     target, heldout, result = pair / "target", pair / "heldout.jsonl", args.out / "bench_pair.json"
@@ -76,7 +77,7 @@ def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     train += [f"out={work / 'draft'}", f"device={args.device}", "drafter=eagle3_1", "drafter.draft_vocab_size=null"]
     train += ["drafter.train_head=false", "objective.terms={tokens: 1.0}"]  # as the demo's
     generate = ["-m", "specdec.generate", "--target", target, "--draft", draft, "--prompt-file", heldout, *on_device]
-    bench = ["scripts/bench.py", f"target.path={target}", f"draft={draft}", f"device={args.device}", f"out={result}"]
+    bench = [*BENCH, f"target.path={target}", f"draft={draft}", f"device={args.device}", f"out={result}"]
     return [
         Stage(
             "target",
@@ -115,12 +116,12 @@ def machine_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
     """What needs no training: kernels, and random weights."""
     gpu = None if args.device.startswith("cuda") else "the kernels' benchmark needs a GPU"
     kernels = args.out / "kernels.json"
-    stages = [Stage("kernels", python("-m", "benchmarks.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
+    stages = [Stage("kernels", python("-m", "lab.bench.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
     for shape in sizes.shapes:
         out = args.out / f"bench_{shape}.json"
         words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]
         words += [f"out={out}", *TREE]
-        stages.append(Stage(f"bench {shape}", python("scripts/bench.py", *words, *sizes.shape.split()), result=out))
+        stages.append(Stage(f"bench {shape}", python(*BENCH, *words, *sizes.shape.split()), result=out))
     return stages
 
 
@@ -132,7 +133,7 @@ def python(*words: object) -> list[str]:
     return [sys.executable, *map(str, words)]
 
 
-def show(records: list[dict]) -> None:
+def print_records(records: list[dict]) -> None:
     table = Table(title="stages")
     for column in ("stage", "outcome", "seconds", ""):
         table.add_column(column)
@@ -140,7 +141,7 @@ def show(records: list[dict]) -> None:
         last = (r.get("output_tail", "").strip().splitlines() or [""])[-1]
         remark = r.get("reason") or (last[:100] if r["outcome"] != "done" else "")
         table.add_row(r["stage"], r["outcome"], str(r.get("seconds", "")), remark)
-    Console(width=160).print(table)
+    console(160).print(table)
 
 
 @one_sentence_errors
@@ -151,8 +152,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few tokens: a rehearsal, no measurement")
     parser.add_argument("--stages", help="names, with commas between; default: all")
-    parser.add_argument("--work", type=Path, default=Path("build/gpu_proof"), help="for data and weights")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu_proof", help="for data and weights")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_proof" / "results", help="for the records")
     args = parser.parse_args()
     device = check_device(args.device)
     if args.minutes <= 0:
@@ -171,7 +172,7 @@ def main() -> None:
         if unknown := set(wanted) - set(names):
             raise ValueError(f"there is no stage {min(unknown)!r}: there are {', '.join(names)}")
         stages = [s for s in stages if s.name in wanted]
-    head = header(device, machine(device)) | {"tiny": args.tiny, "cuda_device": args.device.startswith("cuda")}
+    head = provenance(device) | {"tiny": args.tiny, "cuda_device": args.device.startswith("cuda")}
     records: list[dict] = []
 
     def done(record: dict) -> None:
@@ -182,7 +183,7 @@ def main() -> None:
         write_json(args.out / "gpu_proof.json", head | {"stages": [brief(r) for r in records]})
 
     run_stages(stages, 60 * args.minutes, done, cwd=ROOT)
-    show(records)
+    print_records(records)
     outcomes = {r["stage"]: r["outcome"] for r in records}
     print(json.dumps({"out": str(args.out), "outcomes": outcomes, "torch": torch.__version__}))
     if "failed" in outcomes.values():
@@ -192,10 +193,6 @@ def main() -> None:
 def brief(record: dict) -> dict:
     """A record without what its own file holds in full."""
     return {key: value for key, value in record.items() if key not in ("output_tail", "result")}
-
-
-def write_json(path: Path, content: dict) -> None:
-    write_whole(path, lambda aside: aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
 
 
 if __name__ == "__main__":

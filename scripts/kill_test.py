@@ -2,8 +2,8 @@
 
     python scripts/kill_test.py --data conversations.jsonl --work kills [--kills 20] [trainer.steps=30 ...]
 
-Every other kill comes in the middle of writing a checkpoint, at a random byte of it; the others after a random time.
-Prints one line, and exits with 1 unless weights, moments and log are the same, bit for bit.
+Every other kill comes in the middle of writing a checkpoint, at a random byte of it. The others come after a random
+time. Prints one line, and ends with 1 unless weights, moments and log are the same, bit for bit.
 """
 
 import argparse
@@ -17,14 +17,16 @@ import sys
 import time
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 from hydra import compose, initialize_config_dir
 
 import training.train
 from specdec.api import DEMO_TARGET
-from specdec.cli import CONF, one_sentence_errors
-from training.checkpoint import checkpoints, read_newest
-from training.curves import read_log
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.hydra_entry import CONF
+from training.loop.checkpoint import checkpoints, read_newest
+from training.loop.log import read_log
 
 TIMES = ("seconds", "rollout_seconds")
 SMALL = ["drafter.draft_vocab_size=200", "objective.steps=2", "data.heldout=8", "data.limit=200", "data.max_length=128",
@@ -33,8 +35,8 @@ SMALL = ["drafter.draft_vocab_size=200", "objective.steps=2", "data.heldout=8", 
 
 
 def attempt(overrides: list[str], out: Path, seconds: float | None = None, share: float | None = None) -> bool:
-    """Run, or resume, in a child until it ends or is killed: after `seconds`, or in its second checkpoint, when `share`
-    of the bytes are written. True if it ended by itself."""
+    """Run, or resume, in a child process. It is killed after `seconds`, or in its second checkpoint when this share of
+    the bytes is written. Returns True if it ended before."""
     child = os.fork()
     if child == 0:
         sys.stdout = sys.stderr = (out.parent / f"{out.name}.txt").open("a")
@@ -56,7 +58,7 @@ def attempt(overrides: list[str], out: Path, seconds: float | None = None, share
 
 
 def die_while_saving(share: float) -> None:
-    """Make the second `torch.save` of this process write so much of the file, and kill the process."""
+    """Make the second `torch.save` of this process write this share of the file, and kill the process."""
     save, calls = torch.save, []
 
     def save_and_die(state, file) -> None:
@@ -73,7 +75,7 @@ def die_while_saving(share: float) -> None:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What is not the same in the last checkpoints and the logs of two runs; times are not compared."""
+    """What differs between the last checkpoints, the logs and the drafters of two runs, but for times."""
     (_, a), (_, b) = read_newest(one), read_newest(other)
     found = [key for key in a if key not in TIMES and not same(a[key], b[key])]
     logs = [

@@ -1,27 +1,25 @@
-"""A target from scratch in a given time, with what trains and measures a drafter for it (used by scripts/gpu_proof.py).
+"""A target from scratch in a given time, and prompts for a drafter of it (scripts/gpu_proof.py runs this).
 
     python scripts/pretrain_target.py --data conversations.jsonl.xz --out build/pair --seconds 240 --device cuda
 
 Writes OUT/target (a Llama of transformers with its tokenizer, in bf16), OUT/prompts.jsonl, whose answers the drafter is
-to learn, and OUT/heldout.jsonl, prompts of conversations that the target has not seen. The sizes given by default make
-about 100 M parameters. The training ends in time for measuring and saving, or when the data have been seen once.
+to learn, and OUT/heldout.jsonl, prompts of conversations that the target has not seen. The default sizes make about 100
+M parameters. The training ends in time for measuring and saving, or when the data have been seen once.
 """
 
 import argparse
 import json
-import random
 import time
 from pathlib import Path
 
-import torch
-from build_demo import SEED, split
-from transformers import LlamaConfig
+import checkout  # noqa: F401
 
-from specdec.checkpoint import check_device
-from specdec.cli import one_sentence_errors, output_folder
-from specdec.lab.show import write_whole
+from lab.bench.from_scratch import SEED, draw_questions, llama_config, split
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text
+from specdec.model.checkpoint import check_device
 from training.data import Message
-from training.pretrain import pack, pretrain, train_tokenizer
+from training.pretrain import pack, pretrain, save_target, train_tokenizer
 
 HEAD = 64  # head size
 TRAINED_BY = 0.85  # of the time; the rest is for measuring and saving
@@ -29,38 +27,16 @@ TOKENIZER_DATA = 20_000  # conversations
 
 
 def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
-    """First questions, no two alike, drawn in proportion to how long their answers are."""
-    pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
-    if not pairs:
-        raise ValueError("no conversation of the data begins with a question and an answer")
-    weights = [len(c[1]["content"]) for c in pairs]
-    drawn = random.Random(SEED).choices(pairs, weights, k=2 * count)
-    return list(dict.fromkeys(c[0]["content"] for c in drawn))[:count]
+    """`count` first questions, no two alike."""
+    return list(dict.fromkeys(m["content"] for m in draw_questions(conversations, 2 * count)))[:count]
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
-    text = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
-    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
-
-
-def config_of(args: argparse.Namespace, tokenizer) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 11 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // HEAD,
-        num_key_value_heads=max(1, args.hidden_size // HEAD // 3),
-        max_position_embeddings=args.length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
 def train(args: argparse.Namespace) -> dict:
-    """Make everything under --out; returns the report."""
+    """Write everything to --out; returns the report."""
     began = time.monotonic()
     known, heldout = split(args.data)
     write_prompts(args.out / "prompts.jsonl", prompts_of(known, args.prompts))
@@ -73,7 +49,15 @@ def train(args: argparse.Namespace) -> dict:
     if left <= 0:
         raise ValueError(f"reading and encoding the data took {prepared:.0f} s: give more --seconds, or fewer --tokens")
     model, report = pretrain(
-        config_of(args, tokenizer),
+        llama_config(
+            tokenizer,
+            vocab_size=args.vocab_size,
+            hidden_size=args.hidden_size,
+            layers=args.layers,
+            heads=args.hidden_size // HEAD,
+            kv_heads=max(1, args.hidden_size // HEAD // 3),
+            context=args.length,
+        ),
         data,
         pack(tokenizer, heldout, args.length, 100 * args.length),
         batch=batch,
@@ -85,10 +69,7 @@ def train(args: argparse.Namespace) -> dict:
         device=args.device,
         seconds=left,
     )
-    aside = args.out / "target.partial"
-    model.to(torch.bfloat16).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    aside.rename(args.out / "target")
+    save_target(model, tokenizer, args.out / "target")
     return report | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_in_data": data.numel(),

@@ -5,47 +5,49 @@
     python scripts/quality.py runs/mine runs/other --out runs/quality              # trains nothing
 
 Each argument is an experiment (a name of conf/experiment), which is trained for every seed, or the folder of a run. A
-run that was interrupted goes on, one that is finished is only read. One that began with the drafter of another run
-(init_from) is counted and drawn behind that. Writes quality.csv, of every measurement the padded
-tokens seen, those of them that were learnt, seconds and tau; and quality.png, over the learnt tokens. Prompts and
-padding cost time and teach nothing, and how many there are depends on the batches: so both counts are given.
+run that was interrupted goes on, and one that is finished is only read. A run that began with the drafter of another
+run (init_from) is counted and drawn behind that one. Writes quality.csv, which has for every measurement the padded
+tokens seen, the learnt tokens among them, seconds and tau, and quality.png, over the learnt tokens. Prompts and padding
+cost time and teach nothing, and how many there are depends on the batches: so both counts are given.
 """
 
 import argparse
-import csv
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkout  # noqa: F401
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 import training.train
+from lab.output import write_csv, write_figure
 from specdec.api import DEMO_TARGET
-from specdec.cli import CONF, one_sentence_errors, output_folder, settings_errors
-from specdec.lab.show import write_whole
-from training.checkpoint import checkpoints
-from training.curves import read_log
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder
+from specdec.cli.hydra_entry import CONF, settings_errors
+from training.loop.checkpoint import checkpoints
+from training.loop.log import read_log
 
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 
 
 @dataclass
-class Run:
-    """A run's folder, how it is called in the chart, and its settings if it is ours to train."""
+class TrainingRun:
+    """A run that is measured."""
 
-    name: str
+    name: str  # in the chart
     folder: Path
-    config: DictConfig | None = None
+    config: DictConfig | None = None  # its settings; None: it is only read
 
 
-def experiment(name: str, seed: int, args: argparse.Namespace) -> Run:
+def experiment(name: str, seed: int, args: argparse.Namespace) -> TrainingRun:
     if not (CONF / "experiment" / f"{name}.yaml").is_file():
         known = ", ".join(sorted(p.stem for p in (CONF / "experiment").glob("*.yaml")))
         raise ValueError(f"{name} is neither the folder of a run nor an experiment; of these there are {known}")
     folder = args.out / f"{name}-seed{seed}"
     if args.dry:
-        return Run(name, folder)
+        return TrainingRun(name, folder)
     if args.data is None or args.prompts is None:
         raise ValueError(f"to train {name} give --data, conversations to learn, and --prompts, to measure tau on")
     given = {"target.path": args.target, "data.path": args.data, "trainer.prompts": args.prompts}
@@ -53,7 +55,7 @@ def experiment(name: str, seed: int, args: argparse.Namespace) -> Run:
     with initialize_config_dir(str(CONF), version_base="1.3"), settings_errors():
         config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
     check_same(config, folder)
-    return Run(name, folder, config)
+    return TrainingRun(name, folder, config)
 
 
 def check_same(config: DictConfig, folder: Path) -> None:
@@ -80,13 +82,13 @@ def _flat(config: DictConfig) -> dict[str, object]:
     return dict(walk(OmegaConf.to_container(config, resolve=True), ""))
 
 
-def finished(run: Run) -> bool:
+def finished(run: TrainingRun) -> bool:
     steps = run.config.trainer.steps
     return any(path.stem == f"step-{steps:08d}" for path in checkpoints(run.folder))
 
 
-def measurements(run: Run) -> list[dict]:
-    """Where tau was measured, in the order of steps."""
+def measurements(run: TrainingRun) -> list[dict]:
+    """Every measurement of tau, in the order of steps. Raises ValueError if there is none."""
     log = run.folder / "log.jsonl"
     rows = [row for row in read_log(log) if row["split"] == "decode"] if log.is_file() else []
     if not rows:
@@ -111,18 +113,8 @@ def seen_before(config: DictConfig) -> dict[str, float]:
     return {key: last[key] + earlier.get(key, 0) for key in ("tokens", "learnt", "seconds")}
 
 
-def write_csv(rows: list[dict], path: Path) -> None:
-    def fill(aside: Path) -> None:
-        with aside.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-
-    write_whole(path, fill)
-
-
 def draw(runs: list[list[dict]], path: Path) -> None:
-    """Runs of one name share a colour, and differ by the line."""
+    """Draw tau over learnt tokens. Runs of one name share a colour, and differ in their lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -136,7 +128,7 @@ def draw(runs: list[list[dict]], path: Path) -> None:
     axes.set(xlabel="learnt tokens seen, millions", ylabel="tau (tokens a round), greedy, held-out prompts")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", title="at the end")
-    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+    write_figure(path, figure)
 
 
 @one_sentence_errors
@@ -151,10 +143,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="of python -m training.train")
     parser.add_argument("--dry", action="store_true", help="train nothing: draw what the runs have measured so far")
     args = parser.parse_args(argv)
-    runs: list[Run] = []
+    runs: list[TrainingRun] = []
     for name in args.runs:
         if (Path(name) / "log.jsonl").is_file():
-            runs.append(Run(Path(name).name, Path(name)))
+            runs.append(TrainingRun(Path(name).name, Path(name)))
         else:
             runs += [experiment(name, seed, args) for seed in args.seeds]
     for run in runs:
@@ -164,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
                 return
     measured = [measurements(run) for run in runs]
     output_folder(args.out)
-    write_csv([row for rows in measured for row in rows], args.out / "quality.csv")
+    write_csv(args.out / "quality.csv", [row for rows in measured for row in rows])
     draw(measured, args.out / "quality.png")
     print(json.dumps({f"{rows[-1]['run']}-seed{rows[-1]['seed']}": rows[-1]["tau"] for rows in measured}))
 

@@ -3,38 +3,42 @@
     python scripts/replay_check.py --prompt-file MT_BENCH --limit 40
     python scripts/replay_check.py --prompt-file MT_BENCH --limit 10 --temperature 1
 
-At temperature 0: 24 settings, every question's rounds one by one; then 500 settings replayed against five of the real
-runs in time. Above: for 6 trees and a drawn chain, is the replayed tau within the 99 % interval of 20 real runs? The
-last line is one JSON object.
+At temperature 0 the rounds of every question are compared one by one, for 24 trees; then the time to replay 500 trees
+is compared with that of five real runs. Above temperature 0 the question is whether the replayed tau lies within the 99
+% interval of 20 real runs, for 6 trees and a drawn chain. The last line is one JSON object.
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 
+import checkout  # noqa: F401
 import torch
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target, make_tree, make_verifier
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.lab.replay import Superset, record
-from specdec.text import encode_prompt, read_prompts
-from specdec.trace import RowTrace, tau
-from specdec.types import Sampling, TreePolicy
+from lab.models import add_model_flags, load_models, read_encoded
+from lab.replay import Superset, record
+from lab.replay.superset import Replayed
+from specdec.cli.errors import one_sentence_errors
+from specdec.contracts import TreePolicy
+from specdec.engine.engine import Engine
+from specdec.engine.trace import RowTrace, tau
+from specdec.types import Sampling
+from specdec.verify import make_verifier
 from trees import DynamicTree, SampledTree
 from trees.dynamic import Pool
+from trees.spec import TreeSpec
 
 TOPKS, STEPS, NODES = (1, 2, 4, 8), 6, (2, 5, 8, 16, 24, 32)
-SAMPLED = ((1, 2, 3), (1, 4, 5), (2, 3, 6), (2, 4, 8), (4, 3, 8), (4, 5, 16))
+SAMPLED = [TreeSpec(*shape) for shape in ((1, 2, 3), (1, 4, 5), (2, 3, 6), (2, 4, 8), (4, 3, 8), (4, 5, 16))]
 RUNS, T_QUANTILE = 20, 2.861  # 99 %, two-sided, 19 degrees of freedom
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", default=DEMO_TARGET)
-    p.add_argument("--draft", default=None, help="default: the demo's")
+    add_model_flags(p)
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=40, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -44,14 +48,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def settings() -> list[tuple[int, int, int]]:
-    """24 of (topk, steps, num_draft_tokens)."""
-    pairs = [(k, s, n) for k in TOPKS for s, n in enumerate(NODES, 1)]
-    return [(k, s, s + 1 if k == 1 else min(n, DynamicTree.candidates(k, s) + 1)) for k, s, n in pairs]
+def chosen_trees() -> list[TreeSpec]:
+    """24 trees."""
+    crossed = [TreeSpec(k, s, s + 1 if k == 1 else n) for k in TOPKS for s, n in enumerate(NODES, 1)]
+    return [replace(t, num_draft_tokens=min(t.num_draft_tokens, t.most_nodes)) for t in crossed]
 
 
-def many_settings(count: int) -> list[DynamicTree]:
-    """As many of all that the superset holds, evenly."""
+def dynamic(tree: TreeSpec) -> DynamicTree:
+    """The tree as a choice of a recorded pool, chains too: what a round is expected to emit follows from the pool."""
+    return DynamicTree(tree.topk, tree.steps, tree.num_draft_tokens)
+
+
+def many_trees(count: int) -> list[DynamicTree]:
+    """`count` of all trees that the superset holds, evenly spread."""
     pairs = [(k, s) for k in TOPKS for s in range(1, STEPS + 1)]
     every = [(k, s, n) for k, s in pairs for n in range(2, min(64, DynamicTree.candidates(k, s) + 1) + 1)]
     return [DynamicTree(*every[i * len(every) // count]) for i in range(count)]
@@ -61,25 +70,27 @@ def decode(engine: Engine, prompts: list[list[int]], new: int) -> list[RowTrace]
     return [engine.generate([prompt], max_new_tokens=new).rows[0].trace for prompt in prompts]
 
 
-def closest_cut(pool: Pool, root: int, topk: int, steps: int, num_draft_tokens: int) -> float:
-    """By how much the scores that a choice at this root turns on differ, at the least: where a level's best are
-    expanded, and where the best of all become the tree."""
-    scores = pool.scores[root, : DynamicTree.candidates(topk, steps)]
-    levels = scores.split([topk] + [topk * topk] * (steps - 1))
-    cuts = [(scores, num_draft_tokens - 1), *((level, topk) for level in levels[1:-1])]
+def closest_cut(pool: Pool, root: int, tree: TreeSpec) -> float:
+    """The least difference of scores that a choice at this root depends on.
+
+    Choices are made where a level's best candidates are expanded, and where the best of all become the tree."""
+    topk = tree.topk
+    scores = pool.scores[root, : tree.most_nodes - 1]
+    levels = scores.split([topk] + [topk * topk] * (tree.steps - 1))
+    cuts = [(scores, tree.num_draft_tokens - 1), *((level, topk) for level in levels[1:-1])]
     ordered = [(values.sort(descending=True).values, place) for values, place in cuts]
     return min((float(v[p - 1] - v[p]) for v, p in ordered if p < len(v)), default=float("inf"))
 
 
-def differences(superset: Superset, setting: tuple[int, int, int], replayed, real: list[RowTrace]) -> list[dict]:
-    """Questions whose rounds are not the same, and how close to a tie the first round that differs was."""
+def differences(superset: Superset, tree: TreeSpec, replayed: Replayed, real: list[RowTrace]) -> list[dict]:
+    """The questions whose rounds are not the same, and how close to a tie the first different round was."""
     found = []
     for q, (ours, theirs) in enumerate(zip(replayed.rows, real, strict=True)):
         if ours != theirs:
             same = next(r for r in range(ours.rounds) if ours.accepted[r] != theirs.accepted[r])
             root = int(superset.starts[q]) + sum(ours.emitted[:same])
-            margin = closest_cut(superset.candidates["", setting[0]].pool, root, *setting)
-            found.append({"setting": setting, "question": q, "round": same, "margin": margin})
+            margin = closest_cut(superset.candidates["", tree.topk].pool, root, tree)
+            found.append({"setting": list(tree.entries().values()), "question": q, "round": same, "margin": margin})
     return found
 
 
@@ -89,23 +100,22 @@ def check_greedy(target, drafter, prompts: list[list[int]], args) -> dict:
     recording = time.perf_counter() - start
     print(f"recorded {int(superset.roots.sum())} roots in {recording:.1f} s")
     found, real_seconds, rounds = [], [], 0
-    for setting in settings():
+    for tree in chosen_trees():
         start = time.perf_counter()
-        real = decode(Engine(target, drafter, make_tree(*setting)), prompts, args.max_new_tokens)
+        real = decode(Engine(target, drafter, tree.build()), prompts, args.max_new_tokens)
         real_seconds.append(time.perf_counter() - start)
-        topk, steps, nodes = setting
-        replayed = superset.replay(topk=topk, steps=steps, num_draft_tokens=nodes)
-        differing = differences(superset, setting, replayed, real)
+        replayed = superset.replay(dynamic(tree))
+        differing = differences(superset, tree, replayed, real)
         found, rounds = found + differing, rounds + sum(trace.rounds for trace in real)
-        print(f"{setting}: tau {tau(real):.4f}, replayed {replayed.tau:.4f}; {len(differing)} questions differ")
-    superset.replay(topk=2, steps=1, num_draft_tokens=2)  # torch's first calls
-    fresh = Superset(**{name: getattr(superset, name) for name in superset.__dataclass_fields__})
-    trees = many_settings(500)
+        print(f"{tree}: tau {tau(real):.4f}, replayed {replayed.tau:.4f}; {len(differing)} questions differ")
+    superset.replay(DynamicTree(2, 1, 2))  # torch's first calls
+    fresh = replace(superset)  # without what it has computed of its ranks
+    trees = many_trees(500)
     start = time.perf_counter()
     fresh.replay_many(trees)
     replaying = time.perf_counter() - start
     five = sum(sorted(real_seconds)[:5])
-    print(f"500 settings replayed in {replaying:.2f} s; the 5 fastest real runs took {five:.1f} s")
+    print(f"500 trees replayed in {replaying:.2f} s; the 5 fastest real runs took {five:.1f} s")
     return {
         "differences": found,
         "settings": len(real_seconds),
@@ -125,7 +135,7 @@ def real_taus(target, drafter, tree: TreePolicy, verifier: str, prompts, args) -
 
 
 def check_sampled(target, drafter, prompts: list[list[int]], args) -> dict:
-    topks, steps = sorted({k for k, _, _ in SAMPLED}), max(s for _, s, _ in SAMPLED)
+    topks, steps = sorted({tree.topk for tree in SAMPLED}), max(tree.steps for tree in SAMPLED)
     start = time.perf_counter()
     superset = record(
         target, drafter, prompts, topks=topks, steps=steps, max_new_tokens=args.max_new_tokens,
@@ -133,17 +143,17 @@ def check_sampled(target, drafter, prompts: list[list[int]], args) -> dict:
     )  # fmt: skip
     print(f"recorded {len(superset.texts)} texts in {time.perf_counter() - start:.1f} s")
     rows = []
-    for topk, depth, nodes in SAMPLED:
-        replayed = superset.replay(topk=topk, steps=depth, num_draft_tokens=nodes)
-        taus = real_taus(target, drafter, make_tree(topk, depth, nodes), "match", prompts, args)
-        rows.append(judged(f"{topk}/{depth}/{nodes} match", taus, replayed.expected_tau, replayed.tau))
+    for tree in SAMPLED:
+        replayed = superset.replay(dynamic(tree))
+        taus = real_taus(target, drafter, tree.build(), "match", prompts, args)
+        rows.append(judged(f"{tree} match", taus, replayed.expected_tau, replayed.tau))
     taus = real_taus(target, drafter, SampledTree([1] * steps), "rejection", prompts, args)
     rows.append(judged(f"drawn chain of {steps}, rejection", taus, superset.replay_drawn(steps).tau))
     return {"sampled": rows, "samples": args.samples}
 
 
 def judged(name: str, taus: list[float], expected: float, counted: float | None = None) -> dict:
-    """Is the replayed expectation within the interval of the real runs' mean?"""
+    """Print and return whether the replayed expectation lies within the interval of the real runs' mean."""
     half = T_QUANTILE * stdev(taus) / len(taus) ** 0.5
     inside = abs(expected - mean(taus)) <= half
     noise = "" if counted is None else f" ({counted:.4f} by counting)"
@@ -154,12 +164,9 @@ def judged(name: str, taus: list[float], expected: float, counted: float | None 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.target != DEMO_TARGET and args.draft is None:
-        raise ValueError("a target of your own needs its drafter: give --draft")
     torch.set_num_threads(args.threads)
-    target = load_target(args.target)
-    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
-    prompts = [encode_prompt(target, prompt) for prompt in read_prompts(args.prompt_file)[: args.limit]]
+    target, drafter = load_models(args)
+    prompts = read_encoded(target, args.prompt_file, args.limit)
     check = check_sampled if args.temperature else check_greedy
     print(json.dumps({"prompts": len(prompts), **check(target, drafter, prompts, args)}))
 

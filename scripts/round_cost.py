@@ -3,11 +3,12 @@
     python scripts/round_cost.py dtype=bf16 tau=2.5
     python scripts/round_cost.py shape=llama_3_2_1b device=cuda 'num_draft_tokens=[4,16,64]'
 
-Random weights in a real model's shape, and a random EAGLE-3 head for it, decode one row: plainly, and with every tree
-of the grid, in turn. Rounds emit `tau` tokens whatever is drafted (`specdec.lab.simulated`), so costs are measured and
-speeds SIMULATED. The cost of a round in plain tokens is the tau at which its tree breaks even. A given tau is the same
-for all trees, so the cheapest of them wins; larger ones have a greater tau in truth, and `tau to equal` says how great
-it must be. Then the winner and plain decoding take turns in whole decodings: the ratio of their speeds.
+Random weights in a real model's shape, and a random EAGLE-3 head for them, decode one row: plainly, and with every tree
+of the grid, in turn. Rounds emit `tau` tokens whatever is drafted (`lab.cost.simulated_tau`), so costs are measured and
+speeds are SIMULATED. The cost of a round in plain tokens is the tau at which its tree breaks even. The given tau is the
+same for all trees, so the cheapest tree wins; larger trees have a greater tau in truth, and `tau to equal` says how
+great it must be. Then the winner and plain decoding take turns in whole decodings, and the ratio of their speeds is
+taken.
 
 Writes round_cost.json and round_cost.png, and prints a table; the last line is one JSON object.
 """
@@ -17,39 +18,42 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.checkpoint import check_device, choose_dtype
-from specdec.cli import hydra_command, output_folder
-from specdec.engine import Engine
-from specdec.lab.bench import header, random_prompts
-from specdec.lab.cost import NEW_TOKENS, Point, Setting, machine, time_in_turn
-from specdec.lab.figures import PARTS, STYLE, plt
-from specdec.lab.memory import bandwidth, read_bytes
-from specdec.lab.shapes import random_head, random_target
-from specdec.lab.show import write_whole
-from specdec.lab.simulated import MARK, SimulatedTau
+from lab.bench.bench import random_prompts
+from lab.bench.shapes import random_head, random_target
+from lab.cost.memory import bandwidth, read_bytes
+from lab.cost.rounds import NEW_TOKENS, TIMED, RoundCost, time_in_turn
+from lab.cost.simulated_tau import MARK, SimulatedTau
+from lab.figure_style import PART_COLOURS, STYLE, plt
+from lab.machine import provenance
+from lab.output import console, progress_bar, write_figure, write_json
+from specdec.cli.files import output_folder
+from specdec.cli.hydra_entry import hydra_command
+from specdec.engine.engine import Engine
+from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.types import Sampling
+from trees.spec import TreeSpec
 
 COUNTS = ("steps", "context", "repeats", "trials", "new_tokens")
 REST = "rest"
 
 
 @dataclass
-class Row:
-    """A tree's round: seconds by part, medians, and what follows from them."""
+class TreeCost:
+    """What a round of a tree costs, in median seconds, and what follows from that."""
 
-    setting: Setting
+    tree: TreeSpec
     draft: float  # the levels of the tree and the selection, and the drafter's step over what was accepted
     verify: float  # the target's forward over the nodes, and the rule
     rest: float  # keys and values move, tokens are read
-    plain_tokens: float  # the round by the time of a plain token: the tau at which it breaks even
+    plain_tokens: float  # the round in plain tokens, which is the tau at which it breaks even
     speedup: float  # over plain decoding, at the given tau
-    tau_to_equal: float  # with which it is as fast as the best tree with the given tau
+    tau_to_equal: float  # the tau with which it is as fast as the best tree is with the given one
 
     @property
     def seconds(self) -> float:
@@ -57,14 +61,14 @@ class Row:
 
 
 def levels(topk: int, nodes: int, steps: int) -> int:
-    """Levels of a tree of so many nodes: `steps`, if they are neither more than the nodes behind the root nor too few
-    to hold them. A chain has nodes - 1."""
+    """Levels of a tree of so many nodes: `steps`, or as near to that as there are nodes for the levels and levels for
+    the nodes. A chain has nodes - 1."""
     needed = 1 - (topk + 1 - nodes) // topk**2
     return max(min(steps, nodes - 1), needed)
 
 
-def grid(config: dict) -> list[Setting]:
-    """ValueError, one sentence, for a tree that cannot be or cannot emit so many tokens."""
+def trees_of(config: dict) -> list[TreeSpec]:
+    """The trees to measure. Raises ValueError for a tree that cannot be, or cannot emit `tau` tokens."""
     for name in COUNTS:
         _check_count(name, config[name])
     for name in ("topk", "num_draft_tokens"):
@@ -76,10 +80,10 @@ def grid(config: dict) -> list[Setting]:
     if type(config["tau"]) not in (int, float):
         raise ValueError(f"tau must be a number, got {config['tau']!r}")
     topks, nodes = (sorted(set(config[name])) for name in ("topk", "num_draft_tokens"))
-    settings = [Setting(w, levels(w, n, config["steps"]), n) for w in topks for n in nodes]
-    for setting in settings:
-        SimulatedTau(config["tau"]).check(setting.steps)
-    return settings
+    trees = [TreeSpec(w, levels(w, n, config["steps"]), n) for w in topks for n in nodes]
+    for tree in trees:
+        SimulatedTau(config["tau"]).check(tree.steps)
+    return trees
 
 
 def _check_count(name: str, value, least: int = 1) -> None:
@@ -96,38 +100,36 @@ def make_pair(config: dict, device: torch.device) -> tuple:
     return target, random_head(target, **shape["drafter"])
 
 
-def check_room(target, settings: list[Setting], config: dict) -> None:
-    need = config["context"] + max(config["new_tokens"], NEW_TOKENS + max(s.steps for s in settings))
+def check_room(target, trees: list[TreeSpec], config: dict) -> None:
+    need = config["context"] + max(config["new_tokens"], NEW_TOKENS + max(tree.steps for tree in trees))
     if need > target.config.context:
         raise ValueError(f"{need} tokens are needed, and the context of {target.name} holds {target.config.context}")
 
 
-def time_grid(engines: dict, prompt: list[int], repeats: int) -> tuple[Point, list[Point]]:
-    """Rounds of plain decoding and of every setting, each by its engine."""
-    runs = [(setting, len(prompt), 1) for setting in engines]
-    with tqdm(desc="rounds", total=len(runs) * repeats, mininterval=1.0) as bar:
-        plain, *points = time_in_turn(
-            engines, runs, prompt, Sampling(), repeats, lambda done, of: bar.update(done - bar.n)
-        )
+def time_trees(engines: dict, prompt: list[int], repeats: int) -> tuple[RoundCost, list[RoundCost]]:
+    """Time rounds of plain decoding and of every tree, each by its engine."""
+    runs = [(tree, len(prompt), 1) for tree in engines]
+    plain, *points = time_in_turn(engines, runs, prompt, Sampling(), repeats, progress_bar("rounds"))
     return plain, points
 
 
-def rows_of(plain: Point, points: list[Point], tau: float) -> list[Row]:
+def costs_of(plain: RoundCost, points: list[RoundCost], tau: float) -> list[TreeCost]:
+    """What follows from measured rounds of plain decoding and of trees."""
     token = sum(plain.seconds.values())
     least = min(sum(p.seconds.values()) for p in points)
     rows = []
     for p in points:
         s, whole = p.seconds, sum(p.seconds.values())
         parts = s["grow"] + s["extend"], s["verify"], s["commit"] + s["host"]
-        rows.append(Row(p.setting, *parts, whole / token, tau * token / whole, tau * whole / least))
+        rows.append(TreeCost(p.tree, *parts, whole / token, tau * token / whole, tau * whole / least))
     return rows
 
 
-def run_for_real(target, drafter, setting: Setting, prompt: list[int], config: dict) -> dict:
-    """Whole decodings with this setting and plainly, in turn: tokens/s without the prefill and its token."""
+def run_for_real(target, drafter, tree: TreeSpec, prompt: list[int], config: dict) -> dict:
+    """Decode with this tree and plainly, in turn, and compare tokens/s without the prefill and its token."""
     engines = {
         "plain": Engine(target),
-        "speculative": Engine(target, drafter, setting.tree(), SimulatedTau(config["tau"])),
+        "speculative": Engine(target, drafter, tree.build(), SimulatedTau(config["tau"])),
     }
     rates: dict[str, list[float]] = {name: [] for name in engines}
     for trial in tqdm(range(-1, config["trials"]), desc="the best for real", mininterval=1.0):  # -1 warms up
@@ -137,7 +139,7 @@ def run_for_real(target, drafter, setting: Setting, prompt: list[int], config: d
                 rates[name].append((len(result.rows[0].tokens) - 1) / result.decode_seconds)
     ratios = [fast / slow for fast, slow in zip(rates["speculative"], rates["plain"], strict=True)]
     return {
-        "setting": str(setting),
+        "setting": str(tree),
         **{f"{name}_tokens_per_second": statistics.median(found) for name, found in rates.items()},
         "tau": sum(result.rows[0].trace.emitted) / result.rows[0].trace.rounds,
         "ratio": statistics.median(ratios),
@@ -146,23 +148,24 @@ def run_for_real(target, drafter, setting: Setting, prompt: list[int], config: d
     }
 
 
-def print_rows(rows: list[Row], best: Row, token: float, title: str) -> None:
+def print_costs(rows: list[TreeCost], best: TreeCost, token: float, title: str) -> None:
     table = Table(title=title, caption=f"a plain token takes {1e3 * token:.2f} ms. Bold: the best")
     columns = ("topk", "num_draft_tokens", "steps", "draft ms", "verify ms", "rest ms", "round ms")
     for column in (*columns, "in plain tokens", "speed to plain", "tau to equal"):
         table.add_column(column, justify="right")
     for row in rows:
-        s, times = row.setting, (row.draft, row.verify, row.rest, row.seconds)
-        cells = [str(s.topk), str(s.num_draft_tokens), str(s.steps), *(f"{1e3 * t:.2f}" for t in times)]
+        tree, times = row.tree, (row.draft, row.verify, row.rest, row.seconds)
+        cells = [str(tree.topk), str(tree.num_draft_tokens), str(tree.steps), *(f"{1e3 * t:.2f}" for t in times)]
         cells += [f"{row.plain_tokens:.2f}", f"{row.speedup:.2f}", f"{row.tau_to_equal:.2f}"]
         table.add_row(*cells, style="bold" if row is best else None)
-    Console(width=None if Console().is_terminal else 140).print(table)
+    console(140).print(table)
 
 
-def draw(rows: list[Row], best: Row, token: float, tau: float, title: str, path: Path) -> None:
-    """Round costs in plain tokens by topk and num_draft_tokens; and where the time goes with the best topk."""
-    topks, nodes = (sorted({getattr(row.setting, of) for row in rows}) for of in ("topk", "num_draft_tokens"))
-    cost = {(row.setting.topk, row.setting.num_draft_tokens): row.plain_tokens for row in rows}
+def draw(rows: list[TreeCost], best: TreeCost, token: float, tau: float, title: str, path: Path) -> None:
+    """Draw round costs in plain tokens by topk and num_draft_tokens, and where the time goes with the best topk."""
+    topks = sorted({row.tree.topk for row in rows})
+    nodes = sorted({row.tree.num_draft_tokens for row in rows})
+    cost = {(row.tree.topk, row.tree.num_draft_tokens): row.plain_tokens for row in rows}
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
         figure.suptitle(title)
@@ -172,7 +175,7 @@ def draw(rows: list[Row], best: Row, token: float, tau: float, title: str, path:
             for j, n in enumerate(nodes):
                 light = abs(cost[w, n] - tau) > 0.6 * tau
                 left.text(j, i, f"{cost[w, n]:.2f}", ha="center", va="center", color="white" if light else "black")
-        place = nodes.index(best.setting.num_draft_tokens) - 0.5, topks.index(best.setting.topk) - 0.5
+        place = nodes.index(best.tree.num_draft_tokens) - 0.5, topks.index(best.tree.topk) - 0.5
         left.add_patch(plt.Rectangle(place, 1, 1, fill=False, edgecolor="black", linewidth=2.5))
         left.set_title("round in plain tokens, the tau to break even; framed: the best")
         left.set_xticks(range(len(nodes)), nodes)
@@ -181,29 +184,31 @@ def draw(rows: list[Row], best: Row, token: float, tau: float, title: str, path:
         left.set_ylabel("topk (W)")
         left.grid(visible=False)
         figure.colorbar(image, ax=left)
-        own = [row for row in rows if row.setting.topk == best.setting.topk]
+        own = [row for row in rows if row.tree.topk == best.tree.topk]
         start = [0.0] * len(own)
         for part in ("draft", "verify", REST):
             heights = [getattr(row, part) / token for row in own]
-            right.bar(range(len(own)), heights, bottom=start, label=part, color=PARTS.get(part, PARTS["host"]))
+            right.bar(
+                range(len(own)), heights, bottom=start, label=part, color=PART_COLOURS.get(part, PART_COLOURS["host"])
+            )
             start = [a + b for a, b in zip(start, heights, strict=True)]
         right.axhline(tau, color="black", linestyle="--", label=f"tau {tau:g} ({MARK})")
         right.axhline(1, color="black", linewidth=0.8, label="a plain token")
-        right.set_title(f"where the time goes at topk {best.setting.topk}")
-        right.set_xticks(range(len(own)), [str(row.setting.num_draft_tokens) for row in own])
+        right.set_title(f"where the time goes at topk {best.tree.topk}")
+        right.set_xticks(range(len(own)), [str(row.tree.num_draft_tokens) for row in own])
         right.set_xlabel("num_draft_tokens (N)")
         right.set_ylabel("plain tokens")
         right.legend()
-        write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+        write_figure(path, figure)
         plt.close(figure)
 
 
-def as_json(row: Row) -> dict:
-    s = row.setting
+def entries_of(row: TreeCost) -> dict:
+    tree = row.tree
     return {
-        "topk": s.topk,
-        "num_draft_tokens": s.num_draft_tokens,
-        "steps": s.steps,
+        "topk": tree.topk,
+        "num_draft_tokens": tree.num_draft_tokens,
+        "steps": tree.steps,
         **{f"{part}_ms": 1e3 * getattr(row, part) for part in ("draft", "verify", REST)},
         "round_ms": 1e3 * row.seconds,
         "break_even_tau": row.plain_tokens,
@@ -214,35 +219,33 @@ def as_json(row: Row) -> dict:
 
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
-    trees, tau = grid(settings), settings["tau"]
+    trees, tau = trees_of(settings), settings["tau"]
     device, out = check_device(settings["device"]), output_folder(settings["out"])
     target, drafter = make_pair(settings, device)
     check_room(target, trees, settings)
-    how = {"graphs": False, "compact": False}  # of graphs the parts could not be told apart; the batch stays whole
-    engines = {None: Engine(target, **how)}
-    engines |= {s: Engine(target, drafter, s.tree(), SimulatedTau(tau), **how) for s in trees}
-    prompt = random_prompts(target.config.vocab, 1, settings["seed"])(0, settings["context"])[0]
+    engines = {None: Engine(target, **TIMED)}
+    engines |= {tree: Engine(target, drafter, tree.build(), SimulatedTau(tau), **TIMED) for tree in trees}
+    prompt = random_prompts(target.vocab, 1, settings["seed"])(0, settings["context"])[0]
     ceiling = bandwidth(device)
-    plain, points = time_grid(engines, prompt, settings["repeats"])
-    token, rows = sum(plain.seconds.values()), rows_of(plain, points, tau)
+    plain, points = time_trees(engines, prompt, settings["repeats"])
+    token, rows = sum(plain.seconds.values()), costs_of(plain, points, tau)
     best = min(rows, key=lambda row: row.seconds)
-    real = run_for_real(target, drafter, best.setting, prompt, settings)
-    title = f"{MARK} tau {tau:g}: {target.name}, {str(target.embed.weight.dtype).removeprefix('torch.')}, {device}"
-    result = {"benchmark": title, "simulated": True, **header(device, machine(device)), "settings": settings}
-    result |= {"plain_ms": 1e3 * token, "bandwidth_bytes_per_second": ceiling, "best": as_json(best), "real": real}
+    real = run_for_real(target, drafter, best.tree, prompt, settings)
+    title = f"{MARK} tau {tau:g}: {target.name}, {str(target.dtype).removeprefix('torch.')}, {device}"
+    result = {"benchmark": title, "simulated": True, **provenance(device), "settings": settings}
+    result |= {"plain_ms": 1e3 * token, "bandwidth_bytes_per_second": ceiling, "best": entries_of(best), "real": real}
     result["plain_bytes"] = read_bytes(target, plain.context)
     result["plain_share_of_bandwidth"] = result["plain_bytes"] / token / ceiling
-    result["rows"] = [as_json(row) for row in rows]
-    text = json.dumps(result, indent=1) + "\n"
-    write_whole(out / "round_cost.json", lambda aside: aside.write_text(text, encoding="utf-8"))
-    words = f"{title}. Best: topk {best.setting.topk}, num_draft_tokens {best.setting.num_draft_tokens}"
+    result["rows"] = [entries_of(row) for row in rows]
+    write_json(out / "round_cost.json", result)
+    words = f"{title}. Best: topk {best.tree.topk}, num_draft_tokens {best.tree.num_draft_tokens}"
     draw(rows, best, token, tau, f"{words}, {real['ratio']:.2f} times plain decoding", out / "round_cost.png")
-    print_rows(rows, best, token, title)
+    print_costs(rows, best, token, title)
     told = {key: result[key] for key in ("benchmark", "plain_ms", "plain_share_of_bandwidth", "best", "real")}
     print(json.dumps(told | {"out": str(out)}))
 
 
-main = hydra_command(run, "round_cost")
+main = hydra_command(run, "round_cost", "python scripts/round_cost.py")
 
 if __name__ == "__main__":
     main()

@@ -2,10 +2,10 @@
 
     python scripts/tune_check.py --prompt-file questions.jsonl --out check.json
 
-Tunes on every other prompt as `python -m specdec.tune` does. Then decodes the prompts between with 24 settings, the
-tuned one and plainly, in turn, and compares tokens/s with what was predicted for these prompts. Prints a table, writes
-JSON; the last line is one JSON object. The tuned setting should be within 5 % of the best of the 24, and predictions
-within 15 % of measurements at the median: exit code 1 if not.
+Tunes on every other prompt, as `specdec tune` does. Then the prompts between are decoded with 24 trees, with the tuned
+one and plainly, in turn, and tokens/s are compared with what was predicted for these prompts. Prints a table and writes
+JSON; the last line is one JSON object. Ends with 1 unless the tuned tree is within 5 % of the best of the 24, and the
+predictions are within 15 % of the measurements at the median.
 """
 
 import argparse
@@ -14,22 +14,24 @@ import statistics
 import sys
 from pathlib import Path
 
-from rich.console import Console
+import checkout  # noqa: F401
 from rich.table import Table
-from tqdm import tqdm
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, Sampling, load_drafter, load_target
-from specdec.cli import one_sentence_errors
-from specdec.lab.cost import NODES, WIDTHS, Setting, grid, machine, measured_costs
-from specdec.lab.record import versions
-from specdec.lab.replay import record
-from specdec.lab.show import write_whole
-from specdec.lab.tune import measure_rates, predict_all, tune
-from specdec.text import encode_prompt, read_prompts
+from lab.cost.kept import measured_costs
+from lab.cost.rounds import NODES, WIDTHS, useful_trees
+from lab.cost.tune import measure_rates, predict_all, tune
+from lab.machine import machine
+from lab.models import add_model_flags, load_models, read_encoded
+from lab.output import console, progress_bar, write_json
+from lab.replay import record
+from specdec.cli.errors import one_sentence_errors
+from specdec.engine.recorder import versions
+from specdec.types import Sampling
+from trees.spec import TreeSpec
 
 STEPS = 6
-SETTINGS = [Setting(1, steps, steps + 1) for steps in range(1, 7)] + [
-    Setting(*shape)
+TREES = [TreeSpec(1, steps, steps + 1) for steps in range(1, 7)] + [
+    TreeSpec(*shape)
     for shape in (
         (2, 1, 3), (2, 2, 4), (2, 2, 6), (2, 3, 8), (2, 4, 12), (2, 6, 16),
         (4, 1, 4), (4, 2, 6), (4, 2, 12), (4, 3, 16), (4, 5, 16), (4, 6, 32),
@@ -40,29 +42,15 @@ SETTINGS = [Setting(1, steps, steps + 1) for steps in range(1, 7)] + [
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--target", default=DEMO_TARGET)
-    p.add_argument("--draft", help="default: the demo's")
+    add_model_flags(p)
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=32, help="prompts, half of them to tune on")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--tries", type=int, default=4)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
     p.add_argument("--remeasure", action="store_true", help="do not use kept costs")
     p.add_argument("--out", type=Path, required=True, help="JSON")
     return p
-
-
-def bar_of(name: str):
-    """A progress function over a bar."""
-    bar = tqdm(desc=name, mininterval=1.0)
-
-    def show(done: int, of: int) -> None:
-        bar.total = of
-        bar.update(done - bar.n)
-
-    return show
 
 
 def print_table(rows: list[dict], title: str) -> None:
@@ -71,20 +59,20 @@ def print_table(rows: list[dict], title: str) -> None:
         ratio = f"{row['predicted'] / row['measured']:.3f}"
         taus = f"{row['predicted_tau']:.3f}", f"{row['measured_tau']:.3f}"
         table.add_row(row["name"], f"{row['predicted']:.1f}", f"{row['measured']:.1f}", ratio, *taus)
-    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    console(110).print(table)
 
 
 def conclude(rows: list[dict], chosen: str) -> dict:
-    """What is to be shown; rows by name are the 24, the chosen setting, and plain decoding."""
+    """What the check shows. rows: those of the 24 trees, of the chosen one, and of plain decoding."""
     rates = {row["name"]: row["measured"] for row in rows}
-    best = max(rates[str(s)] for s in SETTINGS)
+    best = max(rates[str(s)] for s in TREES)
     ratios = [row["predicted"] / row["measured"] for row in rows]
     errors = [abs(ratio - 1) for ratio in ratios]
     median, common = statistics.median(errors), statistics.median(ratios)
     return {
         "tuned_setting": chosen,
         "tuned_tokens_per_second": rates[chosen],
-        "best_of_24": max(map(str, SETTINGS), key=rates.get),
+        "best_of_24": max(map(str, TREES), key=rates.get),
         "best_of_24_tokens_per_second": best,
         "plain_tokens_per_second": rates["plain"],
         "plain_is_faster_than_all": rates["plain"] > max(best, rates[chosen]),
@@ -100,36 +88,43 @@ def conclude(rows: list[dict], chosen: str) -> dict:
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.target != DEMO_TARGET and args.draft is None:
-        raise ValueError("a target of your own needs its drafter: give --draft")
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
-    drafter = load_drafter(args.draft or DEMO_DRAFTER, target)
-    prompts = [encode_prompt(target, prompt) for prompt in read_prompts(args.prompt_file)[: args.limit]]
+    target, drafter = load_models(args)
+    prompts = read_encoded(target, args.prompt_file, args.limit)
     if len(prompts) < 2:
         raise ValueError("give at least two prompts: one to tune on, one to check with")
     tuning, checking = prompts[::2], prompts[1::2]
     costs = measured_costs(
-        target, drafter, [token for prompt in tuning for token in prompt], remeasure=args.remeasure, topks=WIDTHS,
-        steps=STEPS, nodes=NODES, batches=[1], sampling=Sampling(), repeats=args.repeats, progress=bar_of("costs"),
-    )  # fmt: skip
+        target,
+        drafter,
+        [token for prompt in tuning for token in prompt],
+        remeasure=args.remeasure,
+        topks=WIDTHS,
+        steps=STEPS,
+        nodes=NODES,
+        batches=[1],
+        sampling=Sampling(),
+        repeats=args.repeats,
+        progress=progress_bar("costs"),
+    )
     how = {"max_new_tokens": args.max_new_tokens, "repeats": args.repeats}
     replays = [
         record(target, drafter, some, topks=WIDTHS, steps=STEPS, max_new_tokens=args.max_new_tokens)
         for some in (tuning, checking)
     ]
-    settings = grid(WIDTHS, STEPS, NODES)
-    tuned = tune(costs, replays[0], settings, target, drafter, tuning, tries=args.tries, **how)
-    chosen = tuned.best_draft[0].setting
-    tried = list(dict.fromkeys([*SETTINGS, chosen]))
+    tuned = tune(
+        costs, replays[0], useful_trees(WIDTHS, STEPS, NODES), target, drafter, tuning, tries=args.tries, **how
+    )
+    chosen = tuned.best_draft[0].tree
+    tried = list(dict.fromkeys([*TREES, chosen]))
     plain, ranking = predict_all(costs, replays[1], tried, [len(prompt) for prompt in checking])
-    found = measure_rates(target, drafter, checking, [None, *tried], progress=bar_of("real runs"), **how)
-    predicted = {p.setting: p for p in (plain, *ranking)}
+    found = measure_rates(target, drafter, checking, [None, *tried], progress=progress_bar("real runs"), **how)
+    predicted = {p.tree: p for p in (plain, *ranking)}
     rows = [
         {
-            "name": "plain" if m.setting is None else str(m.setting),
-            "predicted": predicted[m.setting].tokens_per_second,
+            "name": "plain" if m.tree is None else str(m.tree),
+            "predicted": predicted[m.tree].tokens_per_second,
             "measured": m.tokens_per_second,
-            "predicted_tau": predicted[m.setting].tau,
+            "predicted_tau": predicted[m.tree].tau,
             "measured_tau": m.tau,
             "same_text_as_plain": sum(a == b for a, b in zip(m.texts, found[0].texts, strict=True)),
         }
@@ -139,9 +134,9 @@ def main(argv: list[str] | None = None) -> None:
     print_table(rows, f"tokens/s on {len(checking)} prompts; tuned on {len(tuning)} others: {tuned.verdict}")
     content = result | {
         "rows": rows, "fit_error": statistics.median(costs.errors()), "prompts": [len(tuning), len(checking)], **how,
-        "machine": machine(target.embed.weight.device), "versions": versions(),
+        "machine": machine(target.device), "versions": versions(),
     }  # fmt: skip
-    write_whole(args.out, lambda aside: aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8"))
+    write_json(args.out, content)
     print(json.dumps(result))
     if not result["passed"]:
         sys.exit(1)

@@ -4,37 +4,38 @@
     python scripts/versus_transformers.py --prompt-file questions.jsonl --draft specdec/demo/mtp --topk 1 --steps 3 \\
         --baseline-tree ../older-checkout
 
-Side by side in one run: for each prompt transformers' greedy `generate` in the setting that a short trial finds
-fastest, plain decoding, speculative decoding, in turn; of a prompt's trials the fastest counts, for all alike. The
-share of the memory bandwidth is that of the weights, as the engine keeps them, read once a token, in what the machine
-moves in a buffer that fits no cache: weights that fit one can exceed it.
-`--baseline-tree` runs the same with another checkout of this repository, in a process of its own. On a machine that
-others use, `--threads 1 --clock cpu` counts processor time. The last line is one JSON object.
+For each prompt transformers' greedy `generate`, in the setting that a short trial finds fastest, plain decoding, and
+speculative decoding take turns in one run. The fastest trial of a prompt counts, for all alike. The share of the memory
+bandwidth takes the weights, as the engine keeps them, to be read once a token, and the bandwidth to be that of a buffer
+that fits no cache: weights that fit one can exceed it. `--baseline-tree` runs the same with another checkout of this
+repository, by that checkout's copy of this script, in a process of its own. On a machine that others use, `--threads 1
+--clock cpu` counts processor time. The last line is one JSON object.
 """
 
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 import transformers
+from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target, make_tree
-from specdec.checkpoint import DTYPES
-from specdec.cli import one_sentence_errors
+from lab.cost.memory import bandwidth, read_bytes
+from lab.machine import machine_in_short
+from lab.models import check_counts
+from lab.output import console
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.model.checkpoint import DTYPES
 from specdec.text import encode_prompt, read_prompts
-
-try:
-    from specdec.lab.memory import bandwidth, read_bytes
-except ImportError:  # in an older checkout, as `--baseline-tree`
-    bandwidth = None
+from trees.spec import TreeSpec
 
 SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -43,7 +44,7 @@ TRIAL_TOKENS = 32
 Decode = Callable[[str, int, bool], list[int]]  # prompt, most tokens, raw -> the new tokens
 
 
-class Transformers:
+class GreedyTransformers:
     """Greedy `generate` of transformers with one attention and one cache, its forward compiled or not."""
 
     def __init__(self, target, dtype: torch.dtype, setting: str):
@@ -51,7 +52,7 @@ class Transformers:
         self.target, self.setting = target, setting
         self.how = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
         model = AutoModelForCausalLM.from_pretrained(target.name, dtype=dtype, attn_implementation=attention)
-        self.model = model.eval().to(target.embed.weight.device)
+        self.model = model.eval().to(target.device)
         if compiled:
             self.model.forward = torch.compile(self.model.forward)
 
@@ -78,11 +79,13 @@ def timed(run: Decode, prompt: str, tokens: int, args) -> tuple[list[int], float
     return out, clock() - start
 
 
-def fastest_transformers(target, prompt: str, args) -> Transformers:
-    """The setting that decodes `TRIAL_TOKENS` of one prompt fastest behind a first time, which compiles."""
+def fastest_transformers(target, prompt: str, args) -> GreedyTransformers:
+    """The setting that decodes `TRIAL_TOKENS` of one prompt fastest, after a first time that compiles.
+
+    Raises ValueError if no setting works."""
     best, found = float("inf"), None
     for setting in args.settings:
-        candidate = Transformers(target, DTYPES[args.dtype], setting)
+        candidate = GreedyTransformers(target, DTYPES[args.dtype], setting)
         try:
             trials = [timed(candidate, prompt, TRIAL_TOKENS, args) for _ in range(3)]
         except Exception as error:  # whatever a compiler or a cache of another library may raise
@@ -97,7 +100,9 @@ def fastest_transformers(target, prompt: str, args) -> Transformers:
     return found
 
 
-class Ours:
+class GreedyEngine:
+    """Greedy decoding with this project's engine, plainly or with a drafter."""
+
     def __init__(self, target, drafter=None, tree=None):
         self.target, self.drafter, self.tree = target, drafter, tree
         self.parts: dict[str, float] = {}
@@ -113,7 +118,7 @@ class Ours:
 
 
 def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict, dict[str, float]]:
-    """The texts, and each run's seconds: over prompts the sum of the fastest trial."""
+    """The texts of each run, and its seconds: the fastest trial of every prompt, summed up."""
     texts: dict[str, list[list[int]]] = {}
     best = {name: [float("inf")] * len(prompts) for name in runs}
     for trial in range(-1, args.trials):  # trial -1 warms up
@@ -129,8 +134,11 @@ def run_in_turn(runs: dict[str, Decode], prompts: list[str], args) -> tuple[dict
 
 
 def run_baseline(tree: Path, args) -> dict:
-    """What plain and speculative decoding of another checkout do with the same prompts, by this very script."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--settings", "--prompt-file", args.prompt_file.resolve()]
+    """What plain and speculative decoding of another checkout do with the same prompts, by its own copy of this script.
+
+    Raises ValueError if that fails."""
+    script = tree.resolve() / "scripts" / Path(__file__).name
+    command = [sys.executable, script, "--settings", "--prompt-file", args.prompt_file.resolve()]
     for name, value in vars(args).items():
         if name in ("settings", "prompt_file", "baseline_tree", "raw", "draft_dtype") or value is None:
             continue
@@ -174,10 +182,8 @@ def read_arguments() -> argparse.Namespace:
     p.add_argument("--clock", default="wall", choices=CLOCKS)
     p.add_argument("--baseline-tree", type=Path, help="another checkout of this repository, as a second baseline")
     args = p.parse_args()
-    for name in ("limit", "max_new_tokens", "trials", "threads"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.baseline_tree and not (args.baseline_tree / "specdec").is_dir():
+    check_counts(args, "limit", "max_new_tokens", "trials", "threads")
+    if args.baseline_tree and not (args.baseline_tree / "scripts" / Path(__file__).name).is_file():
         raise ValueError(f"--baseline-tree: {args.baseline_tree} is no checkout of this repository")
     return args
 
@@ -188,23 +194,23 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
-    draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
+    args.draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
     prompts = read_prompts(args.prompt_file)[: args.limit]
     runs: dict[str, Decode] = {}
     if args.settings:
         runs["transformers"] = fastest_transformers(target, prompts[0], args)
-    runs["plain"] = Ours(target)
-    if draft:
+    runs["plain"] = GreedyEngine(target)
+    if args.draft:
         how = {"token_map": args.token_map} if args.token_map else {}
         if args.draft_dtype:
             how["dtype"] = DTYPES[args.draft_dtype]
-        drafter = load_drafter(draft, target, **how)
-        runs["speculative"] = Ours(target, drafter, make_tree(args.topk, args.steps, args.num_draft_tokens))
-    ceiling = bandwidth and bandwidth(target.embed.weight.device)
+        drafter = load_drafter(args.draft, target, **how)
+        runs["speculative"] = GreedyEngine(
+            target, drafter, TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build()
+        )
+    ceiling = bandwidth(target.device)
     texts, seconds = run_in_turn(runs, prompts, args)
-    out = report(args, runs, texts, seconds)
-    if ceiling:
-        out |= share_of_bandwidth(target, ceiling, texts, seconds)
+    out = report(args, runs, texts, seconds) | share_of_bandwidth(target, ceiling, texts, seconds)
     if args.baseline_tree:
         out["baseline_tree"] = report_baseline(run_baseline(args.baseline_tree, args), out)
     print(json.dumps(out))
@@ -229,10 +235,11 @@ def report(args, runs: dict, texts: dict, seconds: dict[str, float]) -> dict:
     rate = {name: tokens[name] / seconds[name] for name in runs}
     first = next(iter(runs))  # what the others are compared with: transformers, if it takes part
     same = {name: sum(a == b for a, b in zip(texts[name], texts[first], strict=True)) for name in runs}
-    print(f"{'':14}{'ms a token':>12}{'tokens/s':>10}{'ratio':>8}   same text as {first}")
+    table = Table("", "ms a token", "tokens/s", "ratio", f"same text as {first}")
     for name, r in rate.items():
         of = f"{same[name]} of {len(texts[name])}"
-        print(f"{name:14}{1e3 / r:12.2f}{r:10.1f}{r / rate[first]:8.2f}   {of}")
+        table.add_row(name, f"{1e3 / r:.2f}", f"{r:.1f}", f"{r / rate[first]:.2f}", of)
+    console(100).print(table)
     out = {
         "tokens_per_second": rate,
         f"ratio_to_{first}": {name: r / rate[first] for name, r in rate.items()},
@@ -242,9 +249,7 @@ def report(args, runs: dict, texts: dict, seconds: dict[str, float]) -> dict:
         "dtype": args.dtype,
         "device": args.device,
         "clock": args.clock,
-        "machine": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        **machine_in_short(),
         "transformers": transformers.__version__,
     }
     if "transformers" in runs:

@@ -10,10 +10,25 @@ import importlib
 
 __version__ = "0.1.0"
 
+# The interface composes all packages, and they import from this one: `specdec.api` is loaded when first asked for.
+INTERFACE = {
+    "DEMO_DRAFTER",
+    "DEMO_TARGET",
+    "Generation",
+    "ModelSettings",
+    "Sampling",
+    "TreeSpec",
+    "answer",
+    "generate",
+    "load_drafter",
+    "load_target",
+    "load_tree",
+    "make_tree",
+    "make_verifier",
+}
+
 
 def __getattr__(name: str):
-    # The interface composes all packages, and they import from this one: it is loaded when first asked for.
-    api = importlib.import_module("specdec.api")
-    if name in api.__all__:
-        return getattr(api, name)
+    if name in INTERFACE:
+        return getattr(importlib.import_module("specdec.api"), name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")

@@ -1,38 +1,86 @@
-"""The Python interface: load a target, load a drafter, generate."""
+"""The Python interface: load a target, load a drafter, make a tree and a verifier, generate."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafters.formats import load_drafter
-from specdec.engine import Engine, Result, RoundReport, Row
-from specdec.loader import load_target
-from specdec.model import Target
-from specdec.rows import per_row
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.engine import Engine, Result, RoundReport
+from specdec.engine.sequence import Sequence, per_row
+from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.model.checkpoint import DTYPES
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
-from specdec.trace import acceptance_by_depth, tau
-from specdec.types import Drafter, Sampling, TreePolicy, Verifier
+from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier, sample_and_match
-from trees import Chain, DynamicTree, SampledTree
-from trees.static import load_tree
+from trees.spec import TreeSpec, load_tree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 
 
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which target and which drafter, and how they are loaded.
+
+    Command lines and settings files take their names, types, defaults and help from these fields."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "folder or hub name of the target (default: the bundled demo)"}
+    )
+    draft: str | None = field(
+        default=None,
+        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+    )
+    token_map: Path | None = field(
+        default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
+    )
+    feedback: str | None = field(
+        default=None,
+        metadata={"choices": ("pre", "post"), "help": "of MTP heads in a target: before or after the norm"},
+    )
+    draft_dtype: str | None = field(
+        default=None,
+        metadata={
+            "choices": tuple(sorted(DTYPES)),
+            "metavar": "NAME",
+            "help": "of the drafter (default: the target's)",
+        },
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
+    device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
+
+    def check_pair(self, otherwise: str = "") -> None:
+        """Raise ValueError for a target without a drafter: the demo's fits no other. otherwise: what else helps."""
+        if self.target is not None and self.draft is None:
+            raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
+
+    def load_target(self) -> Target:
+        return load_target(self.target or DEMO_TARGET, dtype=self.dtype, device=self.device)
+
+    def load_drafter(self, target: Target) -> Drafter:
+        dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
+        return load_drafter(
+            self.draft or DEMO_DRAFTER, target, token_map=self.token_map, feedback=self.feedback, dtype=dtype
+        )
+
+
 @dataclass
 class Generation:
-    """The result of one call: a row for each prompt, and what it took."""
+    """The answers to a batch of prompts, a row for each, and what they took."""
 
     text: list[str]
-    rows: list[Row]
+    rows: list[Sequence]
     result: Result
     steps: int  # 0 without a drafter
     verifier: Verifier | None  # None without a drafter
 
     @property
     def lossless(self) -> bool:
-        """Is the text distributed as the target's own? Only a verifier can make it otherwise."""
+        """Whether the text is distributed as the target's own. Only a verifier can make it otherwise."""
         return self.verifier is None or self.verifier.lossless
 
     @property
@@ -45,7 +93,7 @@ class Generation:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per round; see `specdec.trace.tau`."""
+        """Emitted tokens per round; see `specdec.engine.trace.tau`."""
         return tau([row.trace for row in self.rows])
 
     @property
@@ -54,7 +102,7 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding only: the prefill, with the first token, is left out, and so is the time spent on showing text."""
+        """Tokens per second of decoding. The prefill with the first token does not count, nor does showing text."""
         decoded = self.num_tokens - len(self.rows)
         return decoded / self.result.decode_seconds if decoded else 0.0
 
@@ -62,21 +110,11 @@ class Generation:
 def make_tree(
     topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None, sample_draft: bool = False
 ) -> TreePolicy:
-    """The tree policy of SGLang's three words; topk 1 is a chain, whose num_draft_tokens is steps + 1.
+    """The policy of a tree in SGLang's words; `TreeSpec` has the other trees.
 
-    With `sample_draft` the children are drawn: topk chains from different first tokens, topk * steps + 1 tokens.
-    """
-    if min(topk, steps) < 1:
-        raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
-    if topk == 1 or sample_draft:
-        nodes, shape = topk * steps + 1, "a chain of steps + 1" if topk == 1 else f"{topk} chains of topk * steps + 1"
-        if num_draft_tokens not in (None, nodes):
-            drawn = " drawn from the drafter" if sample_draft else ""
-            raise ValueError(f"with topk {topk} the tree{drawn} is {shape} = {nodes} tokens, not {num_draft_tokens}")
-        return SampledTree([topk] + [1] * (steps - 1)) if sample_draft else Chain(steps)
-    if num_draft_tokens is None:
-        num_draft_tokens = min(16, DynamicTree.candidates(topk, steps) + 1)
-    return DynamicTree(topk, steps, num_draft_tokens)
+    topk 1 is a chain of steps + 1 nodes. With `sample_draft` the children are drawn: topk chains from different first
+    tokens. Raises ValueError, one sentence, if there is no such tree."""
+    return TreeSpec.of(topk, steps, num_draft_tokens, sample_draft).build()
 
 
 def generate(
@@ -89,11 +127,11 @@ def generate(
     graphs: bool | None = None,
     **request,
 ) -> Generation:
-    """Answer one prompt, or several as one batch; with a drafter speculatively, without one plainly.
+    """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    The `verifier` (`make_verifier`) decides which drafted tokens are emitted; the default is lossless with any tree.
-    graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs, seed, raw, observer, as `answer` takes
-    them.
+    tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
+    the default is lossless with any tree. graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs,
+    seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
@@ -106,20 +144,21 @@ def answer(
     *,
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
-    stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
+    stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
     logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
     observer: Callable[[RoundReport], None] | None = None,
 ) -> Generation:
-    """`generate` with an engine, which keeps what it has allocated and captured for the next call.
+    """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
 
-    A prompt is a user's message if the target's tokenizer has a chat template, and plain text if not or if `raw`. A
-    list of `sampling` or `max_new_tokens` has one for each prompt.
-
-    stop: strings before which the text ends, for all prompts, or a sequence of them for each. The row keeps its tokens
-    up to the one that completes a string (`finish` 'stop'), as transformers does; the text excludes the string, as
-    vLLM's does. logprobs: see `Engine.generate`.
+    A prompt is a user's message if the target's tokenizer has a chat template. It is plain text if not, and with `raw`.
+    sampling, max_new_tokens: one for all prompts, or a list with one for each.
+    stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
+    the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
+    `finish` is 'stop'.
+    logprobs: see `Engine.generate`. seed: of all draws. observer: is told of every round (`RoundReport`).
+    Raises ValueError, one sentence, for what does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy
     batch = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -138,7 +177,7 @@ def answer(
     return Generation(text, result.rows, result, tree.steps if tree else 0, engine.verifier if tree else None)
 
 
-def _stops_of_rows(stop: str | Sequence[str] | Sequence[Sequence[str]], rows: int) -> list[list[str]]:
+def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]], rows: int) -> list[list[str]]:
     """The stop strings of each row."""
     stop = [stop] if isinstance(stop, str) else list(stop)
     if any(isinstance(strings, str) for strings in stop) or not stop:
@@ -152,7 +191,9 @@ __all__ = [
     "DEMO_DRAFTER",
     "DEMO_TARGET",
     "Generation",
+    "ModelSettings",
     "Sampling",
+    "TreeSpec",
     "answer",
     "generate",
     "load_drafter",

@@ -1,9 +1,22 @@
-"""Decode with a draft checkpoint:  python -m specdec.generate --prompt "..."  (all flags: --help).
+"""`python -m specdec.generate`, which is `specdec generate`.
 
-Only the entry: from Python, `specdec.generate` is the function of `specdec.api`; importing this module would hide it.
+From Python, `specdec.generate` is the function of `specdec.api`. Importing this module puts it in the function's place,
+so it can be called as the function.
 """
 
-from specdec.command import main
+import sys
+from types import ModuleType
+
+from specdec import api
+from specdec.cli.generate import main
+
+
+class _Generate(ModuleType):
+    def __call__(self, *args, **kwargs) -> api.Generation:
+        return api.generate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Generate
 
 if __name__ == "__main__":
     main()

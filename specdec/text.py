@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
-from specdec.model import Target
+from specdec.model.target import Target
 
 
 def clean(text: str) -> str:
@@ -114,7 +114,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Ends a row (`specdec.rows.Stop`) at the token that completes one of the strings. Every token is decoded with a
+    """Ends a row (`engine.sequence.Stop`) at the token that completes one of the strings. Every token is decoded with a
     few before it, never the whole text, so strings may begin and end within tokens and within accepted paths."""
 
     def __init__(self, tokenizer, stops: Sequence[str]):

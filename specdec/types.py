@@ -1,4 +1,4 @@
-"""Shapes, value types and contracts of the whole project.
+"""Shapes and value types of the whole project.
 
     B batch rows   N tree nodes (root included)   D depth (steps)   P = D+1 path slots   W beam width (topk)
     T prompt tokens   S cache slots   L layers   H hidden size   F = len(taps)*H   K kv heads   Dh head size
@@ -7,8 +7,9 @@
 Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -35,29 +36,6 @@ class DraftTree:
 
 
 @dataclass
-class DraftState:
-    """What a drafter hands to a tree policy: W positions that can be expanded."""
-
-    logits: Tensor  # [B, W, U]
-    hidden: Tensor  # [B, W, any], what the drafter keeps of each position: the policy hands it back to `step`
-
-
-@dataclass
-class UnrolledState:
-    """One step of the training unroll. Its logits are not made before they are asked for: a loss makes them from
-    `readout` and `head` in pieces, so that no [B,T,U] tensor need exist."""
-
-    hidden: Tensor  # [B,T,any], as in DraftState
-    readout: Tensor  # [B,T,H], what the head reads
-    head: Tensor  # [U,H], the head's weight
-
-    @property
-    def logits(self) -> Tensor:
-        """[B,T,U], all at once."""
-        return self.readout @ self.head.T
-
-
-@dataclass
 class Verdict:
     """What one verification decided."""
 
@@ -68,21 +46,28 @@ class Verdict:
     logprobs: Tensor | None = None
 
 
+# Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+FILTERS = ("top_k", "top_p", "min_p")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
     the sense of transformers; temperature 0 is greedy, after the penalties. docs/sampling.md has formulas and sources.
 
-    `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1, `presence_penalty` 0 and `frequency_penalty` 0 are off.
+    Command lines and settings files take their names, types, defaults and help from these fields.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # of the tokens of prompt and output
-    presence_penalty: float = 0.0  # of the tokens of the output
-    frequency_penalty: float = 0.0  # the same, for each time that they occur
+    temperature: float = field(default=0.0, metadata={"help": "0 (default) is greedy"})
+    top_k: int = field(default=0, metadata={"help": "keep the N likeliest tokens; 0 (default) is off"})
+    top_p: float = field(default=1.0, metadata={"help": "keep the likeliest tokens of mass X; 1 (default) is off"})
+    min_p: float = field(default=0.0, metadata={"help": "drop what is below X times the likeliest; 0 (default) is off"})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "of prompt and output; 1 (default) is off"})
+    presence_penalty: float = field(default=0.0, metadata={"help": "of the output, -2 to 2; 0 (default) is off"})
+    frequency_penalty: float = field(
+        default=0.0, metadata={"help": "the same, for each occurrence; 0 (default) is off"}
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -93,8 +78,9 @@ class Sampling:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if self.greedy and (self.top_k or self.top_p < 1 or self.min_p):
-            raise ValueError("top_k, top_p and min_p need a temperature above 0: at temperature 0 decoding is greedy")
+        if self.greedy and not self.active.isdisjoint(FILTERS):
+            names = f"{', '.join(FILTERS[:-1])} and {FILTERS[-1]}"
+            raise ValueError(f"{names} need a temperature above 0: at temperature 0 decoding is greedy")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be a positive number (1 is off), got {self.repetition_penalty}")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -107,16 +93,19 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        return not self.active.isdisjoint(PENALTIES)
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        """The names of the settings that are not off, which is to say not at their defaults."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)
 
 
-class Samplings:
-    """The `Sampling` of each row of a batch whose rows differ. `specdec.sampling` takes it in the place of a `Sampling`
+class SamplingBatch:
+    """The `Sampling` of each row of a batch whose rows differ. `sampling.filters` takes it in the place of a `Sampling`
     for logits [B, ..., V]."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
-        self.rows = tuple(rows)
-
         def column(values: list) -> Tensor:
             return torch.tensor(values, device=device)
 
@@ -129,80 +118,10 @@ class Samplings:
         self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)
         self.any_min_p = any(s.min_p for s in rows)
 
-
-class Vocabulary(Protocol):
-    """The tokens that a drafter can propose."""
-
-    size: int  # U
-    target_size: int  # V
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft vocabulary ids -> target vocabulary ids, any shape."""
-
-
-class Drafter(Protocol):
-    """A draft model. Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2,
-    and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
-    continuation up, fit too: what they remember of a position is their `hidden`."""
-
-    taps: tuple[int, ...]  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
-    vocab: "Vocabulary"
-    max_steps: int | None  # no tree may be deeper; None: any may
-    # All that `extend` and `step` keep is `cache`, a KVCache or None, its tensors stay where they are, and shapes
-    # depend on its `bound` only: then CUDA graphs can hold them (docs/graphs.md). Without the attribute: false.
-    capturable: bool
-
-    def reset(self, batch: int, slots: int, first: Tensor) -> None:
-        """Forget everything; make room for `slots` positions of `batch` rows.
-
-        first [B]: token 0 of each row, the only one that no `extend` brings."""
-
-    def cache_bytes(self, batch: int, slots: int) -> int:
-        """Bytes of what `reset` keeps, for `specdec.memory`; a drafter without this counts as keeping nothing."""
-
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, bound: int) -> DraftState:
-        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
-        [B,P] one further on.
-
-        `bound` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the state
-        (W = 1) at the last absorbed position. Prefill is the same call with P = T."""
-
-    def keep(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only, ascending, in all that `reset` and `extend` keep, and forget the others.
-
-        With a drafter that lacks this, rows that have ended are carried along (`specdec.live`)."""
-
-    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,H], and which of the
-        level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
-
-    def unroll(
-        self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None
-    ) -> Iterator[UnrolledState]:
-        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
-        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
-        j > 0 nobody reads the rows that `needed` [B,T] leaves out. If the trainer has set `documents` [B,T], rows hold
-        several texts, and none may see another."""
-
-
-class TreePolicy(Protocol):
-    num_draft_tokens: int  # N
-    steps: int  # D
-    topk: int  # the most children a node can have
-    samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
-
-    def draft_slots(self) -> int:
-        """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
-
-    def grow(
-        self,
-        drafter: Drafter,
-        root: Tensor,
-        state: DraftState,
-        sampling: Sampling | Samplings | None = None,
-        generator: torch.Generator | None = None,
-    ) -> DraftTree:
-        """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""
+    @property
+    def program(self) -> tuple[bool, ...]:
+        """What of it decides which operators run, and not only on which numbers: a CUDA graph is kept for each."""
+        return self.any_cut, self.any_min_p
 
 
 class Verifier(Protocol):
@@ -211,6 +130,6 @@ class Verifier(Protocol):
     chains_only: bool
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
     ) -> Verdict:
         """logits [B,N,V] of the target at each node, penalties taken off -> what is emitted."""

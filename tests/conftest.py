@@ -16,7 +16,7 @@ from helpers import save_hf
 from drafters import eagle3
 from drafters.formats import save_drafter
 from drafters.vocab import DraftVocab
-from specdec.loader import load_target
+from specdec.model.loader import load_target
 from training.pretrain import train_tokenizer
 
 TEXTS = [

@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drafters import eagle, eagle3, medusa, mtp, ngram
 from drafters.draft_model import DraftModel
 from drafters.vocab import DraftVocab
-from specdec.archs import ModelConfig
-from specdec.engine import Engine
-from specdec.layers import Rope
-from specdec.model import Target
-from specdec.sampling import filtered_probs
+from specdec.engine.engine import Engine
+from specdec.model.archs import ModelConfig
+from specdec.model.layers import Rope
+from specdec.model.target import Target
+from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling
 from trees import Chain, DynamicTree
 

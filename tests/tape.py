@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from specdec.graphs import WARM_UPS
+from specdec.engine.graphs import WARM_UPS
 
 # Their results, or the shapes of these, must be known on the host.
 BLOCKING = (

@@ -1,1 +1,1 @@
-"""Training of drafters: data, features, objectives, loop."""
+"""Training of drafters: data, the target's features, objectives, the loop, and the commands that use them."""

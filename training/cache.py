@@ -1,8 +1,8 @@
 """Cache the target's features (Hydra):  python -m training.cache target.path=... data.path=... out=FOLDER
 
 Then `python -m training.train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
-say which hidden states are needed. The same command again goes on where it was stopped, checks what there is, and makes
-damaged shards anew. Every setting is in conf/cache.yaml.
+say which hidden states are cached. The same command goes on where it was stopped: it checks the shards that are there,
+and makes missing and damaged ones. Every setting is in conf/cache.yaml.
 """
 
 import hashlib
@@ -20,32 +20,33 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
-from specdec.checkpoint import read_json
-from specdec.cli import hydra_command, one_sentence_errors
-from specdec.loader import load_target
-from specdec.model import Target
-from training.cached import (
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text, write_whole
+from specdec.cli.hydra_entry import hydra_command
+from specdec.model.checkpoint import read_json
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+from training.data import Batches, Sample, hold_out, load_samples
+from training.features.feature_cache import (
     MANIFEST,
     Form,
     check_same,
     describe,
     encode,
-    manifest_fingerprint,
+    manifest_signature,
     open_shard,
     shard_bounds,
     shard_path,
     wanted,
 )
-from training.checkpoint import put_in_place
-from training.data import Batches, Sample, hold_out, load_samples
-from training.features import online_features
-from training.losses import pieces
-from training.objectives.truth import read_truth
+from training.features.online import online_features
+from training.objectives.losses import pieces
+from training.objectives.teacher import read_teacher
 from training.train import all_settings, build_drafter
 
 
-class CacheWriter:
-    """Writes the features of `samples` into `folder`, shard by shard, each whole or not there."""
+class FeatureCacheWriter:
+    """Writes the features of `samples` into `folder`, shard by shard; each shard is whole or not there."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class CacheWriter:
         batch_tokens: int,
         autocast: AbstractContextManager | None = None,
     ):
-        """Raises ValueError if the folder holds a cache of anything else, or cannot be written."""
+        """Writes cache.json, or checks that the one there says the same. Raises ValueError if it does not, or if the
+        folder cannot be written."""
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
                 f"keep=all needs the head of our own decoder, and {target.name} has none: give keep=NUMBER"
@@ -76,11 +78,8 @@ class CacheWriter:
             check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
             self.manifest = begun
             return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {folder}: {error.strerror}") from None
-        put_in_place(path, lambda aside: aside.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8"))
+        output_folder(folder)
+        write_text(path, json.dumps(self.manifest, indent=1) + "\n")
 
     def write(self) -> int:
         """Write the shards that are missing or damaged; returns how many that were."""
@@ -90,10 +89,10 @@ class CacheWriter:
                 path, samples = shard_path(self.folder, number, len(bounds)), self.samples[first:end]
                 if not self._sound(path):
                     tensors = self.compute(samples)
-                    # One entry: safetensors writes several in any order, and a cache made twice is the same bytes.
-                    metadata = {"cache": f"{manifest_fingerprint(self.manifest)} {checksum(tensors)}"}
+                    # One entry, as safetensors writes several in any order: a cache made twice has the same bytes.
+                    metadata = {"cache": f"{manifest_signature(self.manifest)} {checksum(tensors)}"}
                     try:
-                        put_in_place(path, partial(save_file, tensors, metadata=metadata))
+                        write_whole(path, partial(save_file, tensors, metadata=metadata))
                     except ValueError as error:
                         raise ValueError(
                             f"{error}; {number} of {len(bounds)} shards are there, and the same command goes on"
@@ -126,16 +125,16 @@ class CacheWriter:
         return {"lengths": torch.tensor([len(s.ids) for s in samples], dtype=torch.int32)} | tensors
 
     def _kept(self, features: dict, row: int, sample: Sample) -> Iterator[tuple[str, Tensor]]:
-        """One sample's rows of each tensor."""
+        """The rows of each tensor that one sample has."""
         form, length = self.form, len(sample.ids)
         yield "tokens", torch.from_numpy(sample.ids)
         yield "mask", torch.from_numpy(sample.mask)
         yield from self._encoded("feats", features["feats"][row, :length].unflatten(1, (len(form.taps), form.hidden)))
         column = torch.from_numpy(wanted(sample.mask).nonzero()[0]).to(features["tokens"].device)
         if form.keep is not None:
-            yield from self._top(features["target_logits"], row, column)
+            yield from self._top(features["teacher_logits"], row, column)
         elif "hidden" in form.tensors():
-            yield from self._encoded("hidden", features["target_logits"].hidden[row, column][:, None].float())
+            yield from self._encoded("hidden", features["teacher_logits"].hidden[row, column][:, None].float())
 
     def _encoded(self, name: str, states: Tensor) -> Iterator[tuple[str, Tensor]]:
         stored, scale = encode(states, self.form.store)
@@ -143,25 +142,25 @@ class CacheWriter:
         if scale is not None:
             yield f"{name}_scale", scale.cpu()
 
-    def _top(self, target_logits, row: int, column: Tensor) -> Iterator[tuple[str, Tensor]]:
+    def _top(self, teacher_logits, row: int, column: Tensor) -> Iterator[tuple[str, Tensor]]:
         form, none = self.form, torch.full((row + 1, int(column.max()) + 1), -1, device=column.device)
         found: dict[str, list[Tensor]] = {}
         for piece in pieces(len(column), self.vocab.target_size):
             here = torch.full_like(column[piece], row), column[piece]
-            truth = read_truth(target_logits, here, self.vocab, none, renormalise=True)
-            top = truth.logp.topk(form.keep, dim=-1)
-            rest = truth.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-            share = torch.zeros_like(rest) if truth.log_share is None else truth.log_share
+            teacher = read_teacher(teacher_logits, here, self.vocab, none, renormalise=True)
+            top = teacher.logp.topk(form.keep, dim=-1)
+            rest = teacher.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
+            share = torch.zeros_like(rest) if teacher.log_share is None else teacher.log_share
             logs = {"logp": top.values, "log_rest": rest, "log_share": share}
-            for name, value in (logs | {"ids": top.indices, "choice": truth.choice}).items():
+            for name, value in (logs | {"ids": top.indices, "choice": teacher.choice}).items():
                 found.setdefault(name, []).append(value)
-        least = torch.finfo(torch.float16).min  # a mass of zero
+        least = torch.finfo(torch.float16).min  # in place of -inf, the log of a mass of zero
         for name, values in found.items():
             yield name, torch.cat(values).clamp(min=least).to(form.tensors()[name][2]).cpu()
 
 
 def checksum(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over all names and bytes."""
+    """SHA-256 over the names and bytes of all tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -170,7 +169,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def read_keep(keep: str | int) -> int | None:
-    """The setting `keep` as a number; None for all."""
+    """The setting `keep`, a number or None for 'all'."""
     if keep == "all":
         return None
     if not isinstance(keep, int) or isinstance(keep, bool):
@@ -186,8 +185,8 @@ def run(config: DictConfig) -> None:
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
-    autocast = settings.autocasting(target.embed.weight.device)
-    writer = CacheWriter(
+    autocast = settings.autocasting(target.device)
+    writer = FeatureCacheWriter(
         out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
     )
     start = time.monotonic()

@@ -1,12 +1,14 @@
 """A small target from scratch: a byte-level BPE tokenizer with a chat template, and a Llama trained on conversations.
 
-Only the demo and tests need this; a user brings a target of his own. The model is transformers' Llama, so that what our
-engine loads was not made by our engine.
+Only the demo and the tests need this; a user brings a target. The model is transformers' Llama, so that the engine does
+not load what it made itself.
 """
 
+import json
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,14 +17,20 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from training.optim import Optimizers
+from specdec.cli.files import replace_folder, write_whole
+from training.loop.checkpoint import save_state
+from training.loop.optim import Optimizers
 
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 END = "<|end|>"
 PAD = "<|pad|>"
+TARGET_FILES = (
+    "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 
-# One role token, the text, one end token: no white space to get wrong. The generation markers tell which tokens are the
-# assistant's, so the loss mask comes from the template and not from counted offsets.
+# A message is one role token, the text, and one end token, with no white space between them. The generation markers
+# tell which tokens are the assistant's, so the loss mask comes from the template.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
@@ -36,7 +44,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: any string round-trips; digits stand alone, so that arithmetic is learnable at this size."""
+    """Byte-level BPE, so that any string comes back unchanged. Digits stand alone, which a model of this size needs to
+    learn any arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -65,7 +74,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pack(tokenizer, conversations: list[list[dict]], length: int, limit: int) -> Tensor:
-    """Rendered conversations end to end, cut into rows: ids [rows, length], at most `limit` tokens."""
+    """Rendered conversations one behind the other, cut into rows: ids [rows, length], `limit` tokens at most."""
     ids: list[int] = []
     for start in range(0, len(conversations), 1000):
         rendered = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations[start : start + 1000]]
@@ -93,9 +102,9 @@ def pretrain(
 ) -> tuple[LlamaForCausalLM, dict]:
     """One pass over data [rows, T]: Muon for the matrices of the blocks, AdamW for the rest; returns model and report.
 
-    The learning rate warms up over 2 % of the steps and falls linearly to zero over the last 60 %. With `seconds` the
-    time decides, if it is over before the data are: the rate falls over the last 60 % of it, whatever the machine does
-    in it. Resumable: the state is written to `checkpoint` every few minutes.
+    `seconds` ends the pass early: the learning rate then falls with the time, so that it reaches zero whatever the
+    machine does. The state is written to `checkpoint` every few minutes, and a run that finds it there goes on from it.
+    Raises ValueError if there are fewer rows than one batch, or none held out.
     """
     if len(data) < batch or len(heldout) == 0:
         raise ValueError(
@@ -105,22 +114,12 @@ def pretrain(
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(device)
     optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
-    step, steps = 0, data.shape[0] // batch
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True, map_location=device)
-        model.load_state_dict(state["model"])
-        optimizers.load_state_dict(state["optimizers"])
-        step = state["step"]
-
-    def loss_of(ids: Tensor) -> Tensor:
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            logits = model.lm_head(model.model(ids).last_hidden_state)
-        return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-
+    begun, steps = _resume(checkpoint, model, optimizers), len(data) // batch
+    loss_of = partial(next_token_loss, model)
     train_loss = torch.compile(loss_of) if compile else loss_of
     running = math.nan
     began = saved_at = time.monotonic()
-    bar = tqdm(range(step, steps), initial=step, total=steps, desc="target", mininterval=5)
+    bar = tqdm(range(begun, steps), initial=begun, total=steps, desc="target", mininterval=5)
     for step in bar:
         spent = (time.monotonic() - began) / seconds if seconds else 0.0
         if spent >= 1:
@@ -128,17 +127,49 @@ def pretrain(
             break
         loss = train_loss(data[step * batch : (step + 1) * batch].to(device).long())
         loss.backward()
-        # Up over 2 % of the steps, then constant, then down to zero over the last 60 %.
-        scale = min((step + 1) / (0.02 * steps + 1), 1.0, (1 - max(step / steps, spent)) / 0.6)
-        optimizers.step(scale, clip=1.0)
+        optimizers.step(_lr_scale(step, steps, spent), clip=1.0)
         running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
         bar.set_postfix(loss=f"{running:.3f}")
         if time.monotonic() - saved_at > 180:
             state = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "step": step + 1}
-            torch.save(state, checkpoint.with_suffix(".partial"))
-            checkpoint.with_suffix(".partial").rename(checkpoint)
+            write_whole(checkpoint, partial(save_state, state))
             saved_at = time.monotonic()
     with torch.no_grad():
         losses = [loss_of(row[None].to(device).long()).item() for row in heldout]
     report = {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
     return model, report
+
+
+def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Mean cross-entropy [] of ids [B, T] after their first, in bf16 with the loss in fp32."""
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model.lm_head(model.model(ids).last_hidden_state)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _resume(checkpoint: Path, model: LlamaForCausalLM, optimizers: Optimizers) -> int:
+    """Load a state that an earlier run wrote, if there is one; returns the step to go on with."""
+    if not checkpoint.exists():
+        return 0
+    state = torch.load(checkpoint, weights_only=True, map_location=model.device)
+    model.load_state_dict(state["model"])
+    optimizers.load_state_dict(state["optimizers"])
+    return state["step"]
+
+
+def _lr_scale(step: int, steps: int, spent: float) -> float:
+    """Up over the first 2 % of the steps, constant, then down to zero over the last 60 % of the steps or of the time,
+    whichever ends first. spent: the part of the time that is over."""
+    return min((step + 1) / (0.02 * steps + 1), 1.0, (1 - max(step / steps, spent)) / 0.6)
+
+
+def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, **reports: dict) -> None:
+    """Write a checkpoint folder in bf16, whole or not at all, and each of `reports` beside it as NAME.json."""
+
+    def fill(aside: Path) -> None:
+        model.to(torch.bfloat16).save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        for name, report in reports.items():
+            (aside / f"{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+    replace_folder(folder, fill, (*TARGET_FILES, *(f"{name}.json" for name in reports)), "a target made here")

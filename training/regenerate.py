@@ -1,9 +1,9 @@
-"""Let the target answer the prompts of a data set, so that a drafter learns what the target would say itself.
+"""Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
     python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
 
-Writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. However it was interrupted, the same
-command goes on where it was, and ends with the same bytes as a run that was not.
+It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. After an interruption of any kind
+the same command goes on where it was, and ends with the same bytes as a run that was not interrupted.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
-from specdec.engine import Engine
-from specdec.loader import load_target
-from specdec.model import Target
+from specdec.api import ModelSettings
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
 from specdec.text import encode_chat, read_prompts
 from specdec.types import Sampling
 from training.data import Message, Record, Tally, preset, read_messages, read_records
-from training.shards import Shards
+from training.data.shards import Shards
 
 
 @dataclass
@@ -41,7 +41,7 @@ def encode(target: Target, messages: list[Message]) -> Prompt:
 
 
 def records_of(name: str, split: str | None) -> Iterator[Record]:
-    """The records of a source as the command line names it; or each line of a text file."""
+    """The records of a source as the command line names it. Each line of a .txt file is a record."""
     if name.endswith(".txt"):
         lines = read_prompts(Path(name))
         return (Record(f"{name} prompt {number}", {"text": line}) for number, line in enumerate(lines, 1))
@@ -49,7 +49,7 @@ def records_of(name: str, split: str | None) -> Iterator[Record]:
 
 
 def prompts_of(target: Target, records: Iterable[Record], tally: Tally) -> Iterator[Prompt]:
-    """What stands before the assistant's first answer in each record, if it takes at most half the context."""
+    """What stands before the assistant's first answer in each record, if that takes at most half of the context."""
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
         before = list(itertools.takewhile(lambda m: m["role"] != "assistant", messages))
@@ -72,7 +72,7 @@ def answer_row(messages: list[Message], answer: str) -> dict:
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
-    """Batches of similar lengths, in random order, so that a part of the output is a fair sample of it."""
+    """Batches of prompts of similar lengths, in random order: so any part of the output is a fair sample of all."""
     ordered = sorted(prompts, key=lambda prompt: len(prompt.ids))
     batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
     random.Random(seed).shuffle(batches)
@@ -94,18 +94,20 @@ def regenerate(
     seed: int,
     shard_size: int | None = None,
 ) -> list[Path]:
-    """Answer the prompts, in batches, into `out` (see `Shards`); returns the files.
+    """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
-    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again: so
-    what is written does not depend on where a run was interrupted. It does depend on batch_size, which, as all
-    settings, must be the same to go on; and on the machine, as floating-point sums do.
+    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again. So
+    the answers do not depend on where a run was interrupted. They do depend on batch_size, which must be the same to
+    go on, as all settings must; and on the machine, as floating-point sums do.
+
+    Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
     """
     if not prompts:
         raise ValueError("there is no prompt to answer")
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
     batches = plan(prompts, batch_size, seed)
-    settings = {"target": target.name, "dtype": str(target.embed.weight.dtype), "max_new_tokens": max_new_tokens}
+    settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
     engine = Engine(target)
     with (
@@ -128,36 +130,38 @@ def regenerate(
         return [shards.path(shard) for shard in range(shards.count)]
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="python -m training.regenerate", description=__doc__.split("\n")[0])
-    p.add_argument("--target", default=DEMO_TARGET, help="folder or hub name (default: the bundled demo)")
-    p.add_argument(
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("regenerate", __doc__, "--prompts DATA --out FILE [options]")
+    data = p.add_argument_group("prompts and answers")
+    data.add_argument(
         "--prompts",
         required=True,
+        metavar="DATA",
         help="conversations (.json, .jsonl, .jsonl.xz, .parquet), lines (.txt), a data set of the hub, or the name of "
         "a preset in conf/data",
     )
-    p.add_argument("--split", help="of a data set")
-    p.add_argument("--bad", choices=("error", "skip"), default="error", help="what a record that cannot be used does")
-    p.add_argument("--out", type=Path, required=True, help="a .jsonl file")
-    p.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
-    p.add_argument("--limit", type=int, help="answer this many prompts only")
-    p.add_argument("--samples", type=int, default=1, help="answers per prompt")
-    p.add_argument("--max-new-tokens", type=int, default=256)
-    p.add_argument("--batch-size", type=int, default=64)
-    p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--top-k", type=int, default=0)
-    p.add_argument("--top-p", type=float, default=1.0)
-    p.add_argument("--min-p", type=float, default=0.0)
-    p.add_argument("--dtype", default="auto")
-    p.add_argument("--device", default="cpu")
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args(argv)
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p)
+    data.add_argument("--split", help="of a data set")
+    data.add_argument("--bad", choices=("error", "skip"), default="error", help="what an unusable record does")
+    data.add_argument("--out", type=Path, required=True, help="a .jsonl file")
+    data.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
+    data.add_argument("--limit", type=int, help="answer this many prompts only")
+    data.add_argument("--samples", type=int, default=1, help="answers per prompt (default 1)")
+    data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
+    data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
+    add_flags(p.add_argument_group("target"), ModelSettings, "target", "dtype", "device")
+    sample = p.add_argument_group("sampling")
+    add_flags(sample, Sampling)
+    sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    sampling = read_flags(Sampling, args)
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
-    target = load_target(args.target, dtype=args.dtype, device=args.device)
+    target = read_flags(ModelSettings, args).load_target()
     tally = Tally(args.bad)
     prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))
     tally.report()

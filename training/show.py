@@ -2,7 +2,7 @@
 
     python -m training.show --target T --data conversations.jsonl
 
-Without colours, as into a file, ⟦ and ⟧ stand around what is learnt.
+Where there are no colours, as in a file, ⟦ and ⟧ stand around what is learnt.
 """
 
 import argparse
@@ -14,21 +14,23 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.api import DEMO_TARGET
-from specdec.cli import one_sentence_errors
-from specdec.loader import load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import command_parser
+from specdec.model.loader import load_target
 from training.data import Sample, Tally, preset, read_records, read_samples
 
 LEARNT = "black on bright_green"
 
 
 def runs(tokenizer, sample: Sample) -> Iterator[tuple[str, bool]]:
-    """The text in pieces, and whether each is learnt."""
+    """Yields the text in pieces, and whether each piece is learnt."""
     edges = np.flatnonzero(np.diff(sample.mask)) + 1
     for ids, mask in zip(np.split(sample.ids, edges), np.split(sample.mask, edges), strict=True):
         yield tokenizer.decode(ids), bool(mask[0])
 
 
 def show(tokenizer, sample: Sample, console: Console) -> None:
+    """Print one conversation, and how many of its tokens are learnt."""
     text = Text()
     for piece, learnt in runs(tokenizer, sample):
         if console.color_system:
@@ -39,17 +41,26 @@ def show(tokenizer, sample: Sample, console: Console) -> None:
     console.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} tokens are learnt", "dim"))
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="python -m training.show", description=__doc__.split("\n")[0])
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("show", __doc__, "--data DATA [options]")
     p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer and template (default: the bundled demo)")
-    p.add_argument("--data", required=True, help="a file, a data set of the hub, or the name of a preset in conf/data")
+    p.add_argument(
+        "--data",
+        required=True,
+        metavar="DATA",
+        help="a file, a data set of the hub, or the name of a preset in conf/data",
+    )
     p.add_argument("--split", help="of a data set")
     p.add_argument("--bad", choices=("error", "skip"), default="error", help="what a record that cannot be used does")
     p.add_argument("--skip", type=int, default=0, help="begin after this many conversations")
     p.add_argument("--count", type=int, default=1, help="show this many")
     p.add_argument("--max-length", type=int, default=2048, help="tokens; longer conversations are cut")
-    args = p.parse_args(argv)
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
     if args.skip < 0 or args.count < 1:
         raise ValueError(f"--skip must be at least 0 and --count at least 1, got {args.skip} and {args.count}")
     target = load_target(args.target)

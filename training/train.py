@@ -5,6 +5,7 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -16,21 +17,24 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.formats import open_checkpoint
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
-from specdec.cli import hydra_command, one_sentence_errors, output_folder
-from specdec.loader import load_target
-from specdec.model import Target
-from training.cached import Cache
-from training.checkpoint import checkpoints, put_in_place
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder, write_text
+from specdec.cli.hydra_entry import hydra_command
+from specdec.model.loader import load_target
+from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
-from training.features import online_features
-from training.parallel import Processes, join_processes
-from training.settings import OnPolicy, TrainerConfig
-from training.trainer import Trainer, meaning
+from training.features.feature_cache import FeatureCache
+from training.features.online import online_features
+from training.loop.checkpoint import checkpoints
+from training.loop.parallel import Processes, join_processes
+from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.state import meaning
+from training.loop.trainer import Trainer
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
     """The `size` most frequent tokens of what is to be learnt; the whole vocabulary if size is null."""
-    vocab = target.config.vocab
+    vocab = target.vocab
     if size is None or size >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)
@@ -40,7 +44,7 @@ def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) ->
 
 
 def instantiate(settings, **extra):
-    """Hydra's, but a ValueError or TypeError of what is called comes out as a ValueError of its own words."""
+    """Hydra's `instantiate`. What the called function raises comes out as a ValueError of its own words."""
     try:
         return hydra.utils.instantiate(settings, **extra)
     except InstantiationException as error:
@@ -48,7 +52,10 @@ def instantiate(settings, **extra):
 
 
 def read_settings(kind: type, config: DictConfig | None, where: str):
-    """A dataclass of settings from a part of the configuration; null stands for its defaults."""
+    """A dataclass of settings from a part of the configuration; null stands for the defaults.
+
+    Raises ValueError for an unknown setting. where: the part's name, for that message.
+    """
     try:
         return kind(**(OmegaConf.to_container(config, resolve=True) if config is not None else {}))
     except TypeError as error:
@@ -56,13 +63,14 @@ def read_settings(kind: type, config: DictConfig | None, where: str):
 
 
 def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int, init_from: str | None = None):
-    """A drafter as conf/drafter/*.yaml describes it: fresh, or with the weights and vocabulary of a checkpoint."""
+    """A drafter as a configuration of conf/drafter describes it: fresh, or with the weights and the vocabulary of the
+    checkpoint `init_from`, whose draft vocabulary must be of the size that is set."""
     settings = OmegaConf.to_container(config, resolve=True)
     size = settings.pop("draft_vocab_size", None)
     given = stored_drafter(init_from, target) if init_from is not None else None
     if given is None:
         vocab = draft_vocabulary(size, samples, target)
-    elif given.vocab.size != (size or target.config.vocab):
+    elif given.vocab.size != (size or target.vocab):
         raise ValueError(
             f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
             f"set drafter.draft_vocab_size={given.vocab.size}"
@@ -71,9 +79,9 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
         vocab = given.vocab
     torch.manual_seed(seed)
     drafter = instantiate(settings, target=target, vocab=vocab)
-    if not hasattr(drafter, "unroll"):
+    if not drafter.learns:
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
-    drafter.recipe = settings  # with it a drafter without a published layout is saved
+    drafter.recipe = settings  # a drafter without a published layout is saved with it
     if given is not None:
         copy_weights(given, drafter, init_from)
     return drafter
@@ -81,12 +89,11 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
 
 def stored_drafter(path: str, target: Target):
     """A checkpoint's drafter in the precision in which it is trained, where `load_drafter` takes the target's."""
-    checkpoint = open_checkpoint(path)
-    return checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
+    return open_checkpoint(path).construct(target)
 
 
 def copy_weights(given, drafter, path: str) -> None:
-    """Raises ValueError unless both are the same drafter but for the weights."""
+    """Copy weights from `given` into `drafter`. Raises ValueError if the two differ in more than their weights."""
     if meaning(given) != meaning(drafter):
         raise ValueError(f"init_from={path} is {meaning(given)}; the settings describe {meaning(drafter)}")
     weights = dict(given.named_parameters())
@@ -99,45 +106,52 @@ def copy_weights(given, drafter, path: str) -> None:
 
 
 def check_folder(out: Path, resume: bool) -> None:
-    """A finished or saved run is never overwritten; what a run left that never saved is."""
+    """Make the folder of a run. Raises ValueError if it holds a run with a checkpoint that is not to be resumed."""
     if checkpoints(out) and not resume:
         raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
     output_folder(out)
 
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
-    """Write down what is run: resolved settings, versions, revision; and start the log afresh unless it goes on."""
+    """Write config.yaml: resolved settings, versions and revision. Empty the log unless the run goes on."""
     revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
     text = head + OmegaConf.to_yaml(config, resolve=True)
-    put_in_place(out / "config.yaml", lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_text(out / "config.yaml", text)
     if not resume:
-        put_in_place(out / "log.jsonl", lambda aside: aside.write_text(""))
+        write_text(out / "log.jsonl", "")
 
 
 def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
+    """Raises ValueError for a setting that is unknown or out of range."""
     trainer = read_settings(TrainerConfig, config.trainer, "trainer")
     return trainer, read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
 
 
 def assemble(config: DictConfig, processes: Processes) -> Trainer:
-    """Everything a run consists of, ready for its first step; nothing is written."""
+    """A run, ready for its first step. Nothing is written yet."""
     trainer_config, on_policy = all_settings(config)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
-    cache = Cache(config.data.cache) if config.data.cache else None
+    cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     train, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective)
-    how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.steps + 1
+    batches = partial(
+        Batches,
+        batch_tokens=trainer_config.batch_tokens,
+        seed=trainer_config.seed,
+        pack=config.data.pack,
+        lookahead=objective.steps + 1,
+    )
     return Trainer(
         target,
         drafter,
         objective,
-        Batches(train, *how),
-        Batches(heldout, *how) if heldout else None,
+        batches(train),
+        batches(heldout) if heldout else None,
         trainer_config,
         Path(config.out),
         OmegaConf.to_container(config, resolve=True),
@@ -149,7 +163,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
-    all_settings(config)  # mistakes in them first: the rest takes a while
+    all_settings(config)  # mistakes are told before the target is loaded
     out = Path(config.out)
     check_folder(out, config.resume)
     processes = join_processes(config.device)

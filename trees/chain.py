@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from specdec.types import Drafter, DraftState, DraftTree
+from specdec.contracts import Drafter, DraftState
+from specdec.types import DraftTree
 
 
 class Chain:
@@ -24,12 +25,13 @@ class Chain:
         b, n, device = len(root), self.num_draft_tokens, root.device
         causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=device)]
+        first, state = state, drafter.root(state)
         for level in range(1, self.steps + 1):
-            best, draft_id = state.logits.float().log_softmax(-1).max(-1)  # [B,1]
+            best, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
             tokens.append(drafter.vocab.to_target(draft_id))
             logq.append(logq[-1] + best)
             if level < self.steps:
-                state = drafter.step(tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
+                state = drafter.expand(first, tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
         nodes = torch.arange(n, device=device).expand(b, n)
         return DraftTree(
             tokens=torch.cat(tokens, 1),

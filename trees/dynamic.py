@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.sampling import likeliest
-from specdec.tree import ancestors_of
-from specdec.types import Drafter, DraftState, DraftTree
+from specdec.contracts import Drafter, DraftState
+from specdec.types import DraftTree
+from trees.ancestors import ancestors_of
 
 
 class Pool(NamedTuple):
@@ -55,10 +55,11 @@ class DynamicTree:
     def expand(self, drafter: Drafter, state: DraftState) -> Pool:
         """Draft all candidates behind the state's position (W = 1)."""
         w = self.topk
-        b = state.logits.shape[0]
-        device = state.logits.device
+        b = len(state.hidden)
+        device = state.hidden.device
         slots = torch.arange(w, device=device)
-        scores, draft_ids = likeliest(state.logits, w)  # [B,1,W]
+        first, state = state, drafter.root(state)
+        scores, draft_ids = state.top(w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
         pool_tokens, pool_scores = [tokens], [scores]
         pool_parents = [torch.zeros(b, w, dtype=torch.int64, device=device)]
@@ -67,8 +68,8 @@ class DynamicTree:
         eye = torch.eye(w, dtype=torch.bool, device=device).expand(b, w, w)
         ancestors = eye
         for level in range(1, self.steps):
-            state = drafter.step(tokens, hidden, level, ancestors)
-            gains, draft_ids = likeliest(state.logits, w)
+            state = drafter.expand(first, tokens, hidden, level, ancestors)
+            gains, draft_ids = state.top(w)
             candidate_scores = (scores[..., None] + gains).flatten(1)  # [B,W*W]
             candidate_tokens = drafter.vocab.to_target(draft_ids).flatten(1)
             pool_scores.append(candidate_scores)

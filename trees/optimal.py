@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.sampling import likeliest
-from specdec.types import Drafter, DraftState
+from specdec.contracts import Drafter, DraftState
 from trees.static import RankPath
 
 Table = Sequence[
@@ -63,15 +62,16 @@ def measure_acceptance(
     as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
     prompts and outputs are token ids, row by row; all rows run as one batch.
     """
-    device = target.embed.weight.device
+    device = target.device
     rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     first, most, longest = (max(map(len, texts)) for texts in (prompts, outputs, rows))
     start = torch.tensor([len(prompt) for prompt in prompts], device=device)
     end = torch.tensor([len(row) for row in rows], device=device)
     texts = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rows], device=device)
     feats = target(texts, None, taps=drafter.taps, logits=False)[1] if drafter.taps else None
-    drafter.reset(len(texts), longest + 1 + steps, texts[:, 0])
-    state = drafter.extend(None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start, first)
+    drafter.reset(len(texts), longest + 1 + steps)
+    prompts = None if feats is None else feats[:, :first]
+    state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
     hits = torch.zeros(steps, topk, device=device)
     tries = torch.zeros(steps, 1, device=device)
     for place in range(most):  # the root is token `place` of each output
@@ -90,9 +90,10 @@ def _follow_text(
     steps, topk = hits.shape
     b = len(texts)
     alive = torch.ones_like(root, dtype=torch.bool)
+    first, state = state, drafter.root(state)
     for depth in range(1, steps + 1):
         token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
-        ids = drafter.vocab.to_target(likeliest(state.logits, topk)[1][:, 0])
+        ids = drafter.vocab.to_target(state.top(topk)[1][:, 0])
         alive = alive & (root + depth < end)
         found = (ids == token) & alive[:, None]
         hits[depth - 1] += found.sum(0)
@@ -100,4 +101,4 @@ def _follow_text(
         alive = found.any(1)
         if depth < steps:
             ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
-            state = drafter.step(token, state.hidden, depth, ancestors)
+            state = drafter.expand(first, token, state.hidden, depth, ancestors)

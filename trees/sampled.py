@@ -7,9 +7,11 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from specdec.sampling import filtered_probs, race
-from specdec.tree import ancestors_of
-from specdec.types import Drafter, DraftState, DraftTree, Sampling, Samplings
+from specdec.contracts import Drafter, DraftState
+from specdec.sampling.draws import race
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch
+from trees.ancestors import ancestors_of
 
 
 class SampledTree:
@@ -48,7 +50,7 @@ class SampledTree:
         drafter: Drafter,
         root: Tensor,
         state: DraftState,
-        sampling: Sampling | Samplings,
+        sampling: Sampling | SamplingBatch,
         generator: torch.Generator | None = None,
     ) -> DraftTree:
         b, n = len(root), self.num_draft_tokens
@@ -56,6 +58,7 @@ class SampledTree:
         vocab = drafter.vocab
         in_target = vocab.to_target(torch.arange(vocab.size, device=root.device))
         q = torch.zeros(b, n, vocab.target_size, device=root.device)
+        first, state = state, drafter.root(state)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         for level, branch in enumerate(self.expansion, 1):
             parents = slice(self.starts[level - 1], self.starts[level])
@@ -67,7 +70,7 @@ class SampledTree:
             if level < self.steps:
                 frontier, ancestors = self._frontier(level, root.device)
                 hidden = state.hidden[:, frontier // branch]
-                state = drafter.step(tokens[-1][:, frontier], hidden, level, ancestors.expand(b, -1, -1))
+                state = drafter.expand(first, tokens[-1][:, frontier], hidden, level, ancestors.expand(b, -1, -1))
         return DraftTree(
             tokens=torch.cat(tokens, 1),
             parents=self.parents.expand(b, n),
@@ -96,7 +99,7 @@ class SampledTree:
 
 
 def _draw_children(
-    logits: Tensor, count: int, sampling: Sampling | Samplings, generator: torch.Generator | None
+    logits: Tensor, count: int, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """logits [..., U] -> the filtered probabilities [..., U], and `count` draft ids drawn from them without
     replacement in order; the most likely other tokens follow where the filters leave fewer."""

@@ -1,17 +1,13 @@
 """Static trees: one shape for every round, given as paths of child ranks."""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from yaml import YAMLError
 
-from specdec.sampling import likeliest
-from specdec.types import Drafter, DraftState, DraftTree
+from specdec.contracts import Drafter, DraftState
+from specdec.types import DraftTree
 
 RankPath = tuple[int, ...]
 
@@ -51,16 +47,18 @@ class StaticTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
+        first, state = state, drafter.root(state)
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, level in enumerate(self.levels, 1):
-            gains, draft_ids = likeliest(state.logits, self.topk)
+            gains, draft_ids = state.top(self.topk)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
             tokens.append(drafter.vocab.to_target(draft_ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:
                 expanded = scores[-1].index_select(1, level.inner)
                 hidden = state.hidden.index_select(1, level.parents)
                 ancestors = level.ancestors.expand(b, -1, -1)
-                state = drafter.step(tokens[-1].index_select(1, level.inner), hidden, depth, ancestors)
+                inner = tokens[-1].index_select(1, level.inner)
+                state = drafter.expand(first, inner, hidden, depth, ancestors)
         return DraftTree(
             tokens=torch.cat(tokens, 1),
             parents=self.parents.expand(b, n),
@@ -129,22 +127,3 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
         line = [level.index(path[: depth + 1]) for depth, level in enumerate(above)] + [place]
         rows.append([at == own for level, own in zip(expanded, line, strict=True) for at in range(len(level))])
     return torch.tensor(rows)[None]
-
-
-def load_tree(path: str | os.PathLike) -> StaticTree:
-    """A static tree from a YAML or JSON file with a list `paths`, such as those of conf/tree and of
-    scripts/optimal_tree.py. Raises ValueError, one sentence, for anything else."""
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no such tree file: {path}")
-    try:
-        content = OmegaConf.load(file)
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from None
-    paths = OmegaConf.to_container(content).get("paths") if isinstance(content, DictConfig) else None
-    if not isinstance(paths, list):
-        raise ValueError(f"{path} holds no static tree: it has no list `paths`")
-    try:
-        return StaticTree(paths)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None

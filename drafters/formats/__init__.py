@@ -1,55 +1,59 @@
-"""Published layouts of draft checkpoints: recognised by their tensors, never by what their config claims."""
+"""Published layouts of draft checkpoints. A layout is recognised by its tensors, never by what a config claims.
+
+A new layout is a file with a `Layout`, and its place in `FAMILIES`; a new family a file with a `Family` too.
+"""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
-from torch import nn
 
 from drafters import draft_model, ngram
-from drafters.common import restrict
-from drafters.eagle import Eagle
-from drafters.eagle3 import Eagle3
-from drafters.formats import eagle, eagle3, medusa, modelopt, mtp, mtp_inside, recipe, speculators
-from drafters.formats.base import Layout, Tensors
+from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp, mtp_inside, recipe, speculators
+from drafters.formats.base import Family, Layout, Meaning, Tensors, facts_of
 from drafters.formats.token_map import read_token_map
-from drafters.medusa import Medusa
-from drafters.mtp import Mtp
-from specdec.checkpoint import read_headers, read_json, read_tensors, resolve
-from specdec.types import Drafter
+from drafters.layers import restrict
+from specdec.contracts import Drafter
+from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve, write_folder
 
-# A family's layouts in the order in which they are recognised: of two that fit, the more special comes first.
-FAMILIES: dict[ModuleType, tuple[Layout, ...]] = {
-    recipe: recipe.LAYOUTS,
-    eagle3: (eagle3.OWN, eagle3.PUBLISHED, speculators.EAGLE3, modelopt.TRAINING, modelopt.EXPORTED),
-    eagle: eagle.LAYOUTS,
-    mtp_inside: mtp_inside.LAYOUTS,
-    mtp: mtp.LAYOUTS,
-    medusa: medusa.LAYOUTS,
+# The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
+FAMILIES: dict[Family, tuple[Layout, ...]] = {
+    recipe.FAMILY: (recipe.LAYOUT,),
+    eagle3.FAMILY: (
+        eagle3_layout.OWN,
+        eagle3_layout.PUBLISHED,
+        speculators.EAGLE3,
+        modelopt.TRAINING,
+        modelopt.EXPORTED,
+    ),
+    eagle.FAMILY: (eagle.SPECULATORS, eagle.PUBLISHED),
+    mtp_inside.FAMILY: (mtp_inside.LAYOUT,),
+    mtp.FAMILY: (mtp.LAYOUT,),
+    medusa.FAMILY: (medusa.LAYOUT,),
 }
-FAMILY_OF = {Eagle3: eagle3, Eagle: eagle, Mtp: mtp, Medusa: medusa}
-MAPS = ("d2t", "t2d", "draft_ids")  # small, and needed to say what is in force
+MAPS = ("d2t", "t2d", "draft_ids")  # small tensors that `describe` reads
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft checkpoint whose spelling has been read away (`base`). With headers only, its weights are on the meta
-    device, but for the maps d2t and t2d."""
+    """A draft checkpoint without its spelling (`base`). If only its headers were read, its weights are on the meta
+    device, but for the tensors `MAPS`."""
 
     path: str
-    family: ModuleType
+    family: Family
     layout: Layout
-    meaning: Any
+    meaning: Meaning
     tensors: Tensors
+
+    def construct(self, target) -> Drafter:
+        """A drafter for `target`; ValueError unless the checkpoint fits it."""
+        return self.family.construct(self.meaning, self.tensors, target, self.path)
 
     def conventions(self) -> dict[str, str]:
         """Everything that is in force, in words."""
-        return {"family": self.family.TITLE, "layout": self.layout.title} | self.family.describe(
-            self.meaning, self.tensors
-        )
+        named = {"family": self.family.title, "layout": self.layout.title}
+        return named | self.family.describe(self.meaning, self.tensors)
 
 
 def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoint:
@@ -65,16 +69,22 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     return Checkpoint(str(path), family, layout, meaning, tensors)
 
 
-def recognise(config: dict, tensors: Tensors, name: str) -> tuple[ModuleType, Layout]:
-    """The family and the layout of a checkpoint."""
+def recognise(config: dict, tensors: Tensors, name: str) -> tuple[Family, Layout]:
+    """The family and the layout of a checkpoint; ValueError if there is none that fits."""
     for family, layouts in FAMILIES.items():
         for layout in layouts:
             if layout.recognise(config, tensors):
                 return family, layout
-    raise ValueError(
-        f"{name} is not a drafter of a known layout: it has none of midlayer.* with fc (EAGLE-3), layers.0.* with fc "
-        "(EAGLE-1/2), model.mtp_layers.* (MTP), 0.0.linear (Medusa)"
-    )
+    signs = ", ".join(f"{family.sign} ({family.title})" for family in FAMILIES if family.sign)
+    raise ValueError(f"{name} is not a drafter of a known layout: it has none of {signs}")
+
+
+def find_layout(family: Family, name: str) -> Layout:
+    """The layout of a family that has this name; ValueError if it has none."""
+    layouts = {layout.name: layout for layout in FAMILIES[family]}
+    if name not in layouts:
+        raise ValueError(f"{family.title} has the layouts {', '.join(layouts)}, not {name!r}")
+    return layouts[name]
 
 
 def load_drafter(
@@ -85,14 +95,16 @@ def load_drafter(
     feedback: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Drafter:
-    """A drafter for `target` from a checkpoint folder or hub name, on the target's device, in `dtype` or in the
-    target's: a narrower one costs no exactness, only some acceptance. Frozen: `requires_grad_(True)` lets it learn.
+    """A drafter for `target` from a checkpoint folder or hub name, on the target's device and frozen;
+    `requires_grad_(True)` lets it learn.
 
-    `ngram`, `ngram:lookup` and `ngram:suffix` name drafters that need no checkpoint, and a whole language model drafts
-    by itself. All others say in `conventions`, in words, how their checkpoint was read. token_map: a file that
-    `read_token_map` reads; the drafter then proposes these tokens only (FR-Spec). feedback: 'pre' or 'post', of MTP
-    heads inside the target's own checkpoint, for which no config says what they feed back. Raises ValueError, one
-    sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
+    path: `ngram`, `ngram:lookup` and `ngram:suffix` name drafters without a checkpoint. A whole language model is an
+    independent draft model. All others tell in `conventions` how their checkpoint was read.
+    token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
+    feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
+    dtype: None is the target's; a narrower one costs some acceptance, but no exactness.
+
+    Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """
     drafter = ngram.from_name(str(path), target) or _language_model(path, target)
     if drafter is not None:
@@ -101,15 +113,15 @@ def load_drafter(
         return drafter
     checkpoint = open_checkpoint(path)
     if feedback is not None:
-        if checkpoint.family is not mtp_inside:
+        if checkpoint.family is not mtp_inside.FAMILY:
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
         checkpoint = replace(checkpoint, meaning=replace(checkpoint.meaning, feedback=feedback))
-    drafter = checkpoint.family.construct(checkpoint.meaning, checkpoint.tensors, target, str(path))
+    drafter = checkpoint.construct(target)
     drafter.conventions = checkpoint.conventions()
     if token_map is not None:
-        restrict(drafter, read_token_map(Path(token_map), target.config.vocab).ids)
+        restrict(drafter, read_token_map(Path(token_map), target.vocab).ids)
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    drafter.to(device=target.embed.weight.device, dtype=dtype or target.embed.weight.dtype).eval().requires_grad_(False)
+    drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
     return drafter
 
 
@@ -121,6 +133,8 @@ def _language_model(path: str | os.PathLike, target) -> Drafter | None:
     return draft_model.create(target, path=path) if draft_model.is_language_model(config, held) else None
 
 
-def save_drafter(drafter: nn.Module, folder: str | os.PathLike, target=None) -> None:
-    """Write a drafter in the layout of its kind, as one folder, whole or not at all."""
-    FAMILY_OF.get(type(drafter), recipe).save(drafter, Path(folder), target)
+def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
+    """Write a drafter in the layout that its family is saved in, as one folder, whole or not at all."""
+    family = next((family for family in FAMILIES if family.drafter is type(drafter)), recipe.FAMILY)
+    meaning, tensors = family.dismantle(drafter, target)
+    write_folder(Path(folder), *find_layout(family, family.saved_as).write(meaning, tensors, facts_of(target)))

@@ -1,4 +1,8 @@
-"""python -m drafters.formats inspect | check | convert | export: the checkpoint doctor."""
+"""The checkpoint doctor: draft checkpoints say less than they mean.
+
+It reads them strictly, says every convention in force, tries other readings, and writes other layouts bit for bit.
+`specdec doctor COMMAND --help` says more of one; `python -m drafters.formats` is the same.
+"""
 
 import argparse
 import json
@@ -6,35 +10,39 @@ from pathlib import Path
 
 from drafters.formats import FAMILIES, check, inspect
 from drafters.formats.convert import SERVERS, convert, export
-from specdec.cli import one_sentence_errors
-from specdec.loader import load_target
+from specdec.api import ModelSettings
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
 from specdec.text import read_prompts
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m drafters.formats", description="Look at draft checkpoints, strictly.")
-    commands = p.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("inspect", help="family, layout and every convention in force, from the headers alone")
+    p = command_parser("doctor", __doc__, "(inspect | check | convert | export) [options]")
+    commands = p.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog=p.prog)
+    one = _command(commands, "inspect", "family, layout and every convention in force, from the headers alone")
     one.add_argument("path", help="folder or hub name of a drafter")
     one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    one = commands.add_parser("check", help="does the drafter do better when its checkpoint is read another way?")
-    one.add_argument("--target", required=True, help="folder or hub name of the target")
-    one.add_argument("--draft", required=True, help="folder or hub name of its drafter")
+    one = _command(commands, "check", "does the drafter do better when its checkpoint is read another way?")
+    add_flags(one, ModelSettings, "target", "draft", "dtype", "device", required=("target", "draft"))
     one.add_argument("--prompt-file", type=Path, help="a prompt a line, or .jsonl (default: four built-in prompts)")
     one.add_argument("--raw", action="store_true", help="do not apply the chat template")
-    one.add_argument("--max-new-tokens", type=int, default=64)
-    one.add_argument("--steps", type=int, default=5, help="length of the drafted chain")
-    one.add_argument("--dtype", default="auto", help="auto (fp32 on the CPU, else the target's), fp32, fp16, bf16")
-    one.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, ...")
+    one.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    one.add_argument("--steps", type=int, default=5, help="length of the drafted chain (default 5)")
     one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     names = sorted({layout.name for layouts in FAMILIES.values() for layout in layouts})
-    one = commands.add_parser("convert", help="write a checkpoint in another layout, bit for bit")
+    one = _command(commands, "convert", "write a checkpoint in another layout, bit for bit")
     one.add_argument("--to", required=True, metavar="LAYOUT", help=", ".join(names))
     _paths(one)
-    one = commands.add_parser("export", help="write a checkpoint as a server loads it")
-    one.add_argument("--for", dest="server", required=True, choices=sorted(SERVERS))
+    one = _command(commands, "export", "write a checkpoint as a server loads it")
+    one.add_argument("--for", dest="server", required=True, choices=SERVERS)
     _paths(one)
     return p
+
+
+def _command(commands, name: str, does: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name, help=does, description=f"{does[0].upper()}{does[1:]}", formatter_class=HelpFormatter
+    )
 
 
 def _paths(command: argparse.ArgumentParser) -> None:
@@ -50,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         report = inspect.inspect(args.path)
         print(json.dumps(report) if args.json else inspect.as_text(report))
     elif args.command == "check":
-        target = load_target(args.target, dtype=args.dtype, device=args.device)
+        target = read_flags(ModelSettings, args).load_target()
         prompts = read_prompts(args.prompt_file) if args.prompt_file else check.PROMPTS
         outcomes = check.check(
             target, args.draft, prompts, max_new_tokens=args.max_new_tokens, steps=args.steps, raw=args.raw

@@ -1,23 +1,23 @@
-"""What a layout and a family are, and the parts that several of them read alike.
+"""What a layout and a family are, and the parts that several of them share.
 
-A *family* (EAGLE-3, EAGLE-1/2, ...) is one forward; a *layout* is one way to spell its checkpoints. Reading takes the
-spelling away: what stays is a `meaning`, a dataclass of the family in words that mean one thing, and the tensors under
-the family's published names. Building a drafter, saying what is in force, writing another layout and trying another
-reading all start from there, so a convention is interpreted in one place.
+A *family* (EAGLE-3, EAGLE-1/2, ...) is one forward. A *layout* is one way to spell its checkpoints. Reading removes the
+spelling: a `Meaning`, whose fields mean one thing each, and the tensors under the family's published names remain.
+Building a drafter, describing a checkpoint, writing another layout and trying another reading all start from these two,
+so every convention is interpreted in one place.
 """
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
+from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.layers import Rope
+from specdec.contracts import Drafter
+from specdec.model.layers import Rope
 
 Tensors = dict[str, Tensor]
 
@@ -32,17 +32,29 @@ class TargetFacts:
 
 
 def facts_of(target) -> TargetFacts | None:
-    """Of a loaded target, or of none."""
+    """The facts of a loaded target; None without a target."""
     return None if target is None else TargetFacts(target.name, (), target.config.layers)
+
+
+class Meaning:
+    """What a checkpoint means, whatever its spelling. Each family has a frozen dataclass of it.
+
+    Conversions ask every family for the attributes below. A family in which one of them varies declares a field or a
+    property of that name."""
+
+    own_head: bool = True  # False: the file holds no head, and the drafter takes the target's rows
+    own_embedding: bool = False  # True: the drafter has an embedding of its own, False: the target's
+    taps: tuple[int, ...] | None = None  # the taps that the checkpoint lists, as indices into hidden_states
 
 
 @dataclass(frozen=True)
 class Layout:
     """One spelling of a family's checkpoints.
 
-    recognise(config, tensors): is a checkpoint spelled so? tensors may be on the meta device. read(config, tensors,
-    name) -> meaning, tensors by the family's names. write(meaning, tensors, target) -> config, tensors as spelled here;
-    ValueError for what the layout cannot say.
+    recognise(config, tensors) says whether a checkpoint is spelled so; its tensors may be on the meta device.
+    read(config, tensors, name) returns the meaning, and the tensors under the family's names.
+    write(meaning, tensors, target) returns the config, and the tensors as spelled here. It raises ValueError for what
+    the layout cannot express.
     """
 
     name: str
@@ -51,41 +63,53 @@ class Layout:
     read: Callable[[dict, Tensors, str], tuple[Any, Tensors]]
     write: Callable[[Any, Tensors, TargetFacts | None], tuple[dict, Tensors]]
     shares_head: bool = False  # a checkpoint without a head means the target's
+    needs_embedding: bool = False  # servers of this layout want an embedding in the file, if only the target's
     wants: Callable[[dict, str], bool] = lambda config, name: True  # which tensors belong to the drafter
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Another way to read a checkpoint: what it would be declared as, and its tensors as that reading has them."""
+    """Another way to read a checkpoint: its meaning and its tensors in that reading."""
 
     name: str
     meaning: Any
     tensors: Tensors
 
 
-class Family(Protocol):
-    """A module of this package: what can be done with a checkpoint once its spelling is gone."""
+@dataclass(frozen=True, eq=False)
+class Family:
+    """One forward of a drafter, and what can be done with its checkpoints once their spelling is gone.
 
-    TITLE: str
+    construct(meaning, tensors, target, name) builds a drafter. It raises ValueError unless every tensor fits the
+    meaning, and the meaning the target.
+    expected(meaning, tensors) returns names and shapes that a checkpoint of this meaning must hold.
+    describe(meaning, tensors) returns every convention in force, in words. The tensors may be on the meta device, but
+    for d2t and t2d.
+    readings(meaning, tensors, target) returns the plausible misreadings.
+    dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
+    refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise.
 
-    def construct(self, meaning, tensors: Tensors, target, name: str):
-        """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    All tensors are under the family's published names.
+    """
 
-    def expected(self, meaning, tensors: Tensors) -> dict[str, torch.Size]:
-        """Names and shapes that a checkpoint of this meaning must hold, by the family's names."""
-
-    def describe(self, meaning, tensors: Tensors) -> dict[str, str]:
-        """Every convention in force, in words; tensors may be on the meta device, but for d2t and t2d."""
-
-    def readings(self, meaning, tensors: Tensors, target) -> list[Reading]:
-        """The misreadings that are plausible for this family."""
-
-    def save(self, drafter, folder: Path, target=None) -> None:
-        """Write a drafter in the layout that we prefer for the family."""
+    title: str
+    construct: Callable[[Any, Tensors, Any, str], Drafter]
+    expected: Callable[[Any, Tensors], dict[str, torch.Size]]
+    describe: Callable[[Any, Tensors], dict[str, str]]
+    readings: Callable[[Any, Tensors, Any], list[Reading]]
+    dismantle: Callable[[Any, Any], tuple[Any, Tensors]] | None = None
+    drafter: type[Drafter] | None = None  # the class of drafters that are saved as this family
+    saved_as: str = ""  # the name of the layout that they are saved in
+    sign: str = ""  # the tensors that show the family, for users
+    servers: Mapping[str, str] = field(default_factory=dict)  # server -> name of the layout that it loads
+    refuse: Callable[[str, Any], None] = lambda server, meaning: None
 
 
 def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
-    """The map d2t, checked against t2d: offsets and absolute ids look alike and draft nothing when confused."""
+    """The draft vocabulary that the map d2t gives, for a target with `size` tokens; all tokens if there is no map.
+
+    Raises ValueError if d2t names no tokens of the target, or others than t2d does. Offsets and absolute ids look
+    alike, and a drafter with confused ones drafts nothing that is accepted."""
     if "d2t" not in tensors:
         return DraftVocab(size)
     d2t = tensors["d2t"].long()
@@ -103,6 +127,7 @@ def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
 
 
 def describe_shape(shape: DraftShape) -> dict[str, str]:
+    """The shape of a draft layer, in words."""
     grouped = f", {shape.kv_heads} for keys and values" if shape.kv_heads != shape.heads else ""
     return {
         "layer": f"hidden {shape.hidden}, MLP {shape.intermediate}, {shape.heads} heads of {shape.head_dim}{grouped}",
@@ -118,7 +143,7 @@ def describe_rope(rope: Rope) -> str:
 
 
 def describe_vocab(tensors: Tensors, vocab: int, draft_vocab: int) -> str:
-    """Size, coverage and kind of the vocabulary map."""
+    """Size, coverage and kind of the vocabulary map, in words."""
     if "d2t" not in tensors:
         return f"all {vocab} target tokens, no map"
     share = f"{draft_vocab} of {vocab} target tokens ({draft_vocab / vocab:.1%})"
@@ -137,7 +162,7 @@ def membership(d2t: Tensor, size: int) -> Tensor:
 
 
 def rope_readings(meaning, tensors: Tensors, target) -> list[Reading]:
-    """The two ropes that a config without one, or with a copied one, is taken to mean."""
+    """Readings with the two ropes that a config may mean if it states none or a copied one."""
     seen, out = {meaning.shape.rope}, []
     for name, rope in (("the target's rope", target.config.rope), ("rope as where none is stated", Rope())):
         if rope not in seen:
@@ -149,7 +174,7 @@ def rope_readings(meaning, tensors: Tensors, target) -> list[Reading]:
 
 
 def tap_readings(meaning, tensors: Tensors, target) -> list[Reading]:
-    """For families that read one hidden state: the last, after the final norm, or the one before it."""
+    """Readings with another tap, for families that read one hidden state: the last one or the one before it."""
     last = target.config.layers
     other = last - 1 if meaning.tap in (None, last) else last
     return [Reading(f"taps [{other}]", dataclasses.replace(meaning, tap=other), tensors)]
@@ -157,16 +182,14 @@ def tap_readings(meaning, tensors: Tensors, target) -> list[Reading]:
 
 def check_target(hidden: int, vocab: int, target, name: str) -> None:
     """Raise ValueError, with the two numbers, unless hidden size and vocabulary are the target's."""
-    wanted = target.config
-    if hidden != wanted.hidden:
-        raise ValueError(f"{name}: the drafter's hidden size is {hidden}, the target's is {wanted.hidden}")
-    if vocab != wanted.vocab:
-        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {wanted.vocab}")
+    if hidden != target.config.hidden:
+        raise ValueError(f"{name}: the drafter's hidden size is {hidden}, the target's is {target.config.hidden}")
+    if vocab != target.vocab:
+        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.vocab}")
 
 
 def differences(family: Family, meaning, tensors: Tensors) -> list[str]:
-    """What keeps a checkpoint from loading strictly: tensors that are missing, left over or of another shape, by the
-    family's names."""
+    """The tensors that keep a checkpoint from loading: those that are missing, left over or of another shape."""
     wanted = family.expected(meaning, tensors)
     extra = sorted(set(tensors) - set(wanted) - {"d2t", "t2d", "embed_tokens.weight"})
     return (

@@ -1,9 +1,9 @@
 """Does a drafter draft better when its checkpoint is read another way?
 
-The target answers a few prompts, greedily; its answers are kept. Every reading then drafts a chain from every position
-of every answer. As the answer is what a lossless decoder emits whatever the drafter, a walk over these positions gives
-the tau that decoding with a chain has. Whether a difference is more than chance is told by the log-probabilities that
-two readings give to the same tokens, which say more about a few prompts than the numbers of accepted tokens do.
+The target answers a few prompts, greedily. Every reading of the checkpoint then drafts a chain from every position of
+every answer. A lossless decoder emits these answers with any drafter, so a walk over the positions gives the tau of
+decoding with a chain. Two readings are compared by the log-probabilities that they give to the same tokens: on a few
+prompts these say more than the numbers of accepted tokens.
 """
 
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from drafters.formats import Checkpoint, open_checkpoint
 from drafters.formats.base import Reading
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
 from specdec.text import encode_prompt
 
 PROMPTS = [
@@ -24,46 +24,48 @@ PROMPTS = [
     "Explain why the sky is blue, in simple words that a child can understand.",
     "Write a Python function that adds two numbers.",
 ]
-LEVEL = 0.01  # of the test that another reading is better, shared out among the readings
+LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of readings
 
 
 @dataclass
 class Answer:
-    """One prompt with the target's answer: tokens [n], of which the first `prompt` are the prompt's."""
+    """One prompt with the target's answer."""
 
-    tokens: Tensor
-    prompt: int
+    tokens: Tensor  # [n], the prompt's first
+    prompt: int  # how many tokens are the prompt's
 
 
 @dataclass
 class Outcome:
-    """How one reading fares. logp: log-probability of the chain of true tokens, from every position of all answers."""
+    """How well one reading drafts."""
 
     name: str
-    tau: float | None = None
-    logp: Tensor | None = None
-    refused: str | None = None
-    better: bool = False  # than the declared one, beyond chance
+    tau: float | None = None  # None if the checkpoint does not load in this reading
+    logp: Tensor | None = None  # log-probability of the chain of true tokens, from every position of all answers
+    refused: str | None = None  # why it does not load
+    better: bool = False  # significantly better than the declared reading
 
 
 def check(
     target, path: str | os.PathLike, prompts: list[str], *, max_new_tokens: int = 64, steps: int = 5, raw: bool = False
 ) -> list[Outcome]:
-    """The declared reading first, then the others that are plausible for its family."""
+    """Outcomes of the declared reading, and then of the others that are plausible for its family.
+
+    steps: the length of the drafted chain. raw: do not apply the chat template."""
     return compare(target, open_checkpoint(path), answer(target, prompts, max_new_tokens, raw), steps)
 
 
 def answer(target, prompts: list[str], max_new_tokens: int, raw: bool = False) -> list[Answer]:
-    """The target's own greedy answers."""
+    """The target's greedy answers."""
     ids = [encode_prompt(target, prompt, raw) for prompt in prompts]
     rows = Engine(target).generate(ids, max_new_tokens=max_new_tokens).rows
-    device = target.embed.weight.device
+    device = target.device
     return [Answer(torch.tensor(row.prompt + row.tokens, device=device), len(row.prompt)) for row in rows]
 
 
 @torch.inference_mode()
 def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -> list[Outcome]:
-    """Every reading of a checkpoint over the same answers."""
+    """Outcomes of all readings of a checkpoint over the same answers, the declared one first."""
     meaning, tensors, family = checkpoint.meaning, checkpoint.tensors, checkpoint.family
     outcomes = []
     for reading in [Reading("as declared", meaning, tensors), *family.readings(meaning, tensors, target)]:
@@ -72,7 +74,7 @@ def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -
         except ValueError as error:
             outcomes.append(Outcome(reading.name, refused=str(error)))
             continue
-        drafter = drafter.to(target.embed.weight).eval()
+        drafter = drafter.to(target.device, target.dtype).eval()
         depth = min(steps, drafter.max_steps or steps)
         outcomes.append(_outcome(reading.name, [follow(drafter, target, a, depth) for a in answers]))
     for other in outcomes[1:]:
@@ -92,20 +94,21 @@ def _outcome(name: str, followed: list[tuple[Tensor, Tensor]]) -> Outcome:
 
 
 def follow(drafter, target, answer: Answer, steps: int) -> tuple[Tensor, Tensor]:
-    """From every position of the answer but its last: how many tokens of a greedy chain are accepted, and the
-    log-probability that the drafter gives to the true ones, those outside its vocabulary left out.
+    """The number of accepted tokens of a greedy chain, and the log-probability that the drafter gives to the true
+    tokens, from every position of the answer but its last. Tokens outside the drafter's vocabulary are left out of the
+    latter.
 
-    The training unroll feeds the true tokens, which are those of the chain as far as it is accepted.
+    The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's.
     """
     tokens, first, vocab = answer.tokens, answer.prompt - 1, drafter.vocab
     _, feats = target(tokens[None, :-1], None, taps=drafter.taps, logits=False)
-    following = tokens[1:]  # row t of the drafter stands for token t, holds t+1 and drafts t+2
+    following = tokens[1:]  # row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2
     count = len(following) - 1 - first
     alive = torch.ones(count, dtype=torch.bool, device=tokens.device)
     lengths, logp = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
     draft_ids = vocab.from_target(following)
     for j, state in enumerate(drafter.unroll(feats, following[None], steps)):
-        true = draft_ids[first + 1 + j :]  # shorter with every level: the answer ends
+        true = draft_ids[first + 1 + j :]  # one token shorter at each level, because the answer ends
         logits = state.logits[0, first : first + len(true)].float()
         alive = alive[: len(true)] & (logits.argmax(-1) == true)
         lengths[: len(true)] += alive.cpu()
@@ -115,9 +118,10 @@ def follow(drafter, target, answer: Answer, steps: int) -> tuple[Tensor, Tensor]
 
 
 def _beats(other: Outcome, declared: Outcome, readings: int, steps: int) -> bool:
-    """Does another reading draft further, and is it beyond chance (one-sided paired z-test over the positions)?
+    """Does another reading draft significantly further (one-sided paired z-test over the positions)?
 
-    A token is judged from up to `steps` positions, which are as good as one, so that z shrinks by the root of it.
+    Each token is judged from up to `steps` positions, whose results are not independent. They count as one, so z is
+    divided by the root of `steps`.
     """
     if other.tau is None or declared.tau is None:
         return other.tau is not None and other.tau > 1

@@ -1,4 +1,4 @@
-"""From one layout to another, and for a server: the weights bit for bit, the meaning the same."""
+"""Convert a checkpoint to another layout, or for a server: the same weights, bit for bit, and the same meaning."""
 
 import dataclasses
 import os
@@ -6,63 +6,57 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafters.common import SharedHead
-from drafters.formats import FAMILIES, Checkpoint, eagle, eagle3, open_checkpoint
+from drafters.formats import FAMILIES, Checkpoint, find_layout, open_checkpoint
 from drafters.formats.base import Layout, TargetFacts, differences, read_vocab
-from specdec.checkpoint import read_json, read_tensors, resolve, write_folder
+from drafters.layers import SharedHead
+from specdec.model.checkpoint import read_json, read_tensors, resolve, write_folder
 
 EMBEDDING = "embed_tokens.weight"
-HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # of a tied target, its embedding
-SERVERS = {"sglang": {eagle3: "eagle3", eagle: "eagle"}, "vllm": {eagle3: "speculators", eagle: "speculators"}}
+HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # a tied target has no head but its embedding
+SERVERS = sorted({server for family in FAMILIES for server in family.servers})
 
 
 def convert(
     source: str | os.PathLike, destination: str | os.PathLike, to: str, target: str | os.PathLike | None = None
 ) -> Checkpoint:
-    """Write `source` in the layout `to`; nothing is left out and nothing is made up.
+    """Write `source` in the layout `to`. Nothing is left out and nothing is made up.
 
-    target: needed where the layout states its name, or has no word for a head that is the target's.
+    target: needed if the layout states its name, or cannot express that the head is the target's.
     """
     checkpoint = open_checkpoint(source)
-    _write(checkpoint, Path(destination), find_layout(checkpoint, to), target)
+    _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target)
     return checkpoint
 
 
 def export(
     source: str | os.PathLike, destination: str | os.PathLike, server: str, target: str | os.PathLike | None = None
 ) -> Checkpoint:
-    """Write `source` as `server` loads it, 'sglang' or 'vllm'.
+    """Write `source` as a server of `SERVERS` loads it.
 
-    An embedding in the file gives way to the target's: for SGLang to none, which means the target's; for vLLM to a copy
-    of it, as the speculators library (0.9 with transformers 5) leaves the embedding of a file without one undefined.
+    The target's embedding replaces an embedding in the file. For SGLang the file then holds none, which means the
+    target's. For vLLM it holds a copy, because the speculators library (0.9 with transformers 5) leaves the embedding
+    of a file without one undefined.
     """
     if server not in SERVERS:
         raise ValueError(f"can export for {' and '.join(SERVERS)} only, not for {server!r}")
-    checkpoint, layouts = open_checkpoint(source), SERVERS[server]
-    if checkpoint.family not in layouts:
-        raise ValueError(f"{server} loads EAGLE heads as draft models, not {checkpoint.family.TITLE}")
+    checkpoint = open_checkpoint(source)
+    family, meaning = checkpoint.family, checkpoint.meaning
+    if server not in family.servers:
+        raise ValueError(f"{server} loads EAGLE heads as draft models, not {family.title}")
     if server == "vllm" and target is None:
         raise ValueError("an export for vLLM names its target: give --target")
-    if getattr(checkpoint.meaning, "taps", None) and target is None:
+    if meaning.taps and target is None:
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
-    if server == "sglang":
-        checkpoint.family.refuse_for_sglang(checkpoint.meaning)
-    tensors = dict(checkpoint.tensors)
-    if not getattr(checkpoint.meaning, "own_embedding", False):
+    family.refuse(server, meaning)
+    layout, tensors = find_layout(family, family.servers[server]), dict(checkpoint.tensors)
+    if not meaning.own_embedding:
         tensors.pop(EMBEDDING, None)
-        if server == "vllm" and checkpoint.family is eagle3:
+        if layout.needs_embedding:
             embedding = read_first(target, ("model.embed_tokens.weight",))
             tensors[EMBEDDING] = embedding.to(tensors["fc.weight"].dtype)
     checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
-    _write(checkpoint, Path(destination), find_layout(checkpoint, layouts[checkpoint.family]), target)
+    _write(checkpoint, Path(destination), layout, target)
     return checkpoint
-
-
-def find_layout(checkpoint: Checkpoint, to: str) -> Layout:
-    layouts = {layout.name: layout for layout in FAMILIES[checkpoint.family]}
-    if to not in layouts:
-        raise ValueError(f"{checkpoint.family.TITLE} has the layouts {', '.join(layouts)}, not {to!r}")
-    return layouts[to]
 
 
 def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None) -> None:
@@ -74,7 +68,7 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | o
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:
         facts = read_facts(target)
-        if not getattr(meaning, "own_head", True) and not layout.shares_head:
+        if not meaning.own_head and not layout.shares_head:
             ids = read_vocab(tensors, meaning.vocab, checkpoint.path).ids
             rows = SharedHead(read_first(target, HEADS), ids).weight
             tensors = tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
@@ -92,7 +86,7 @@ def read_facts(target: str | os.PathLike) -> TargetFacts:
 
 
 def read_first(target: str | os.PathLike, names: tuple[str, ...]) -> Tensor:
-    """The first of these tensors that a target holds."""
+    """The first of the tensors `names` that a target holds; ValueError if it holds none."""
     found = dict(read_tensors(resolve(target), only=names))
     for name in names:
         if name in found:

@@ -1,24 +1,25 @@
 """EAGLE-1/2: what its checkpoints mean, the layout of its authors, and that of speculators.
 
-Published: `layers.0.*` without an input norm, `fc` over [embedding, feature]. speculators (its first versions; 0.9
-knows the kind no more): `fusion_fc.*` for `fc.*`, `transformer.*` for `layers.0.*`, a nested config.
+The published layout has `layers.0.*` without an input norm, and `fc` over [embedding, feature]. The first versions of
+speculators write `fusion_fc.*` for `fc.*`, `transformer.*` for `layers.0.*`, and a nested config; version 0.9 no longer
+has this kind.
 
 Traps: `fc` has a bias unless the config says `"bias": false`; in speculators it has none unless `fusion_bias` is true.
 There is no norm before the target's head. The file may hold a copy of the target's embedding, which is not read. A
-config without `rope_theta` means 10000. `draft_ids`, which target token each row of the draft vocabulary is, is ours,
-for heads trained on a part of the vocabulary.
+config without `rope_theta` means 10000. The tensor `draft_ids` is ours, for heads trained on a part of the vocabulary:
+it names the target token of each row.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
 from drafters.eagle import Eagle
 from drafters.formats.base import (
+    Family,
     Layout,
+    Meaning,
     Reading,
     TargetFacts,
     Tensors,
@@ -38,22 +39,23 @@ from drafters.formats.fields import (
     shape_fields,
 )
 from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
+from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
+from specdec.model.checkpoint import whole
 
 TITLE = "EAGLE-1/2"
 ASIDE = ("embed_tokens.weight", "draft_ids")
 
 
 @dataclass(frozen=True)
-class EagleMeaning:
-    """A head in words that mean one thing. tap: the hidden state it reads, None for the last one."""
+class EagleMeaning(Meaning):
+    """What the head of a checkpoint is."""
 
     shape: DraftShape
-    vocab: int
+    vocab: int  # the target's tokens
     fc_bias: bool
     qkv_bias: bool
-    tap: int | None = None
+    tap: int | None = None  # the hidden state that the head reads; None for the last one
 
 
 def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
@@ -61,17 +63,12 @@ def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
     return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
 
 
-def build(config: dict, tensors: Tensors, target, name: str) -> Eagle:
-    """A drafter from a config and tensors in the published layout."""
-    return construct(*read(config, tensors, name), target, name)
-
-
 def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eagle:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
-    with target.embed.weight.device:
+    with target.device:
         drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
     fill(parameters(drafter), tensors, name, TITLE, aside=ASIDE)
     return drafter
@@ -89,21 +86,24 @@ def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
 
 
-def save(drafter: Eagle, folder: Path, target=None) -> None:
-    """Write the published layout, without embeddings."""
-    vocab, attention = drafter.vocab, drafter.attention
-    tensors = held(parameters(drafter), vocab)
-    meaning = EagleMeaning(
-        drafter.shape, vocab.target_size, drafter.fc.bias is not None, attention.qkv.bias is not None
-    )
-    write_folder(folder, *write(meaning, tensors, None))
+def dismantle(drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
+    """What the head is, and its tensors, without an embedding."""
+    fc, qkv = drafter.fc, drafter.attention.qkv
+    meaning = EagleMeaning(drafter.shape, drafter.vocab.target_size, fc.bias is not None, qkv.bias is not None)
+    return meaning, held(parameters(drafter), drafter.vocab)
+
+
+def refuse(server: str, meaning: EagleMeaning) -> None:
+    """Raise ValueError for what SGLang's forward would silently compute otherwise."""
+    if server == "sglang" and meaning.qkv_bias:
+        raise ValueError("SGLang would draft wrongly with this head: its forward knows no biases of q, k and v")
 
 
 # The published layout
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
-    """`fc` takes two hidden states; EAGLE-3's takes three, and brings a head."""
+    """EAGLE-1/2's `fc` takes two hidden states. EAGLE-3's takes three, and a head stands beside it."""
     if not {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(tensors) or "lm_head.weight" in tensors:
         return False
     rows, width = tensors["fc.weight"].shape
@@ -129,12 +129,6 @@ def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -
         "dtype": dtype_name(tensors["fc.weight"]),
     }
     return config, tensors
-
-
-def refuse_for_sglang(meaning: EagleMeaning) -> None:
-    """ValueError for what SGLang would compute otherwise, without a word."""
-    if meaning.qkv_bias:
-        raise ValueError("SGLang would draft wrongly with this head: its forward knows no biases of q, k and v")
 
 
 # speculators
@@ -188,7 +182,7 @@ def describe(meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
 
 
 def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings of EAGLE-1/2."""
+    """The plausible misreadings."""
     swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
     return [
         *tap_readings(meaning, tensors, target),
@@ -197,13 +191,24 @@ def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
     ]
 
 
-LAYOUTS = (
-    Layout(
-        "speculators",
-        "EAGLE-1/2 as of the first versions of speculators",
-        recognise_speculators,
-        read_speculators,
-        write_speculators,
-    ),
-    Layout("eagle", "EAGLE-1/2 as of EAGLE and SGLang", recognise, read, write),
+SPECULATORS = Layout(
+    "speculators",
+    "EAGLE-1/2 as of the first versions of speculators",
+    recognise_speculators,
+    read_speculators,
+    write_speculators,
+)
+PUBLISHED = Layout("eagle", "EAGLE-1/2 as of EAGLE and SGLang", recognise, read, write)
+FAMILY = Family(
+    TITLE,
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    Eagle,
+    saved_as=PUBLISHED.name,
+    sign="layers.0.* with fc",
+    servers={"sglang": PUBLISHED.name, "vllm": SPECULATORS.name},
+    refuse=refuse,
 )

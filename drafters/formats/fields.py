@@ -1,21 +1,24 @@
-"""What the layouts share: the fields of a config that give a draft layer's shape, and the names of its tensors."""
+"""What the layouts share: the config fields of a draft layer's shape, and the names of its tensors.
+
+Names of tensors map to (parameter, first row, number of rows): fused parameters hold the rows of several tensors.
+"""
 
 import torch
 from torch import Tensor, nn
 
-from drafters.common import DraftShape
+from drafters.layers import DraftShape
 from drafters.moe import MoE
 from drafters.vocab import DraftVocab
-from specdec.archs import read_rope, rope_fields
-from specdec.checkpoint import StrictFill, fused, whole
-from specdec.layers import GatedMLP
+from specdec.model.archs import read_rope, rope_fields
+from specdec.model.checkpoint import StrictFill, fused, whole
+from specdec.model.layers import GatedMLP
 
 
 def read_shape(config: dict, name: str) -> DraftShape:
-    """The shape that a Hugging Face config of the Llama kind states; ValueError if it states none that we can run.
+    """The shape that a Hugging Face config of the Llama kind states. Raises ValueError if we cannot run it.
 
-    `num_hidden_layers` and `architectures` are not read: published heads of one layer claim up to 40, and to be whole
-    models.
+    `num_hidden_layers` and `architectures` are not read, because published heads of one layer claim up to 40 layers,
+    and to be whole models.
     """
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
@@ -58,7 +61,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
-    """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) under their Hugging Face names."""
+    """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
     attention = layer.attention
     q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
     kv = attention.kv_heads * attention.head_dim
@@ -75,6 +78,7 @@ def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, i
 
 
 def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
+    """The tensors of a gated MLP."""
     width = mlp.down.in_features
     return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
         mlp.down, f"{prefix}.down_proj"
@@ -82,7 +86,7 @@ def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, tuple[Tensor, int, i
 
 
 def moe_parameters(moe: MoE, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
-    """Published checkpoints store every expert by itself."""
+    """The tensors of a mixture of experts. Published checkpoints store every expert by itself."""
     how, hidden = moe.experts, moe.down.shape[1]
     out = whole(moe.router, f"{prefix}.gate")
     if moe.router_bias is not None:
@@ -105,7 +109,9 @@ def fill(
     layout: str,
     aside: tuple[str, ...] = (),
 ) -> None:
-    """Put every tensor in its place, each place once; `aside` names those that the caller reads otherwise."""
+    """Copy every tensor to its place, and each place once. The caller reads those named in `aside` itself.
+
+    Raises ValueError, with the checkpoint's `name`, for a tensor that is missing, left over or of another shape."""
     strict = StrictFill(name, parameters)
     for key, value in tensors.items():
         if key not in aside and not strict.put(key, value):
@@ -114,15 +120,16 @@ def fill(
 
 
 def rows_of(parameters: dict[str, tuple[Tensor, int, int]]) -> dict[str, Tensor]:
-    """The tensors to write: the reverse of `fill`."""
+    """The tensors to write, by name: the reverse of `fill`."""
     return {name: tensor[start : start + rows] for name, (tensor, start, rows) in parameters.items()}
 
 
 def held(parameters: dict[str, tuple[Tensor, int, int]], vocab: DraftVocab) -> dict[str, Tensor]:
-    """The tensors of a head and, as `draft_ids`, the tokens that it proposes, if these are not all."""
+    """The tensors of a head, and `draft_ids`, the tokens that it proposes, unless it proposes all."""
     return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
 
 
 def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
+    """The tokens [U] that a head proposes; None for all."""
     ids = tensors.get(key)
     return None if ids is None else ids.to(torch.int64)

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: read from its headers, without a target and without its weights."""
+"""What a checkpoint says about itself, read from its headers, without a target and without its weights."""
 
 import os
 
@@ -7,7 +7,7 @@ from drafters.formats.base import differences
 
 
 def inspect(path: str | os.PathLike) -> dict:
-    """Conventions in force, parameter counts, and what keeps the checkpoint from loading (an empty list if nothing)."""
+    """The conventions in force, the numbers of parameters, and a list of what keeps the checkpoint from loading."""
     checkpoint = open_checkpoint(path, headers=True)
     sizes = {name: t.numel() for name, t in checkpoint.tensors.items() if t.is_floating_point()}
     embedding = sizes.get("embed_tokens.weight", 0)

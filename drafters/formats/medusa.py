@@ -1,31 +1,27 @@
-"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, and at last its matrix `i.k`.
+"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, and behind them its matrix `i.k`.
 
-Without that matrix the target's head serves all (`original_lm_head`, as vLLM calls it).
+If the matrices are absent, all heads use the target's (`original_lm_head`, as vLLM calls it).
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from drafters.formats.base import Layout, Reading, TargetFacts, Tensors, check_target, tap_readings
+from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target, tap_readings
 from drafters.formats.fields import dtype_name, fill, held, read_ids, rows_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
-
-TITLE = "Medusa"
+from specdec.model.checkpoint import whole
 
 
 @dataclass(frozen=True)
-class MedusaMeaning:
-    """Heads in words that mean one thing. vocab: None if nothing states it, as in the published configs. tap: the
-    hidden state they read, None for the last one."""
+class MedusaMeaning(Meaning):
+    """What the heads of a checkpoint are."""
 
     shape: MedusaShape
-    vocab: int | None
-    tap: int | None = None
+    vocab: int | None  # the target's tokens; None if nothing states them, as in the published configs
+    tap: int | None = None  # the hidden state that the heads read; None for the last one
 
 
 def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
@@ -39,20 +35,14 @@ def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
-def build(config: dict, tensors: Tensors, target, name: str) -> Medusa:
-    """Heads from a config and tensors in the published layout."""
-    return construct(*read(config, tensors, name), target, name)
-
-
 def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Medusa:
     """Heads, refused unless every tensor fits the meaning and the meaning the target."""
-    wanted = target.config
-    check_target(meaning.shape.hidden, meaning.vocab or wanted.vocab, target, name)
-    tap = wanted.layers if meaning.tap is None else meaning.tap
-    vocab = DraftVocab(wanted.vocab, read_ids(tensors))
-    with target.embed.weight.device:
+    check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
+    tap = target.config.layers if meaning.tap is None else meaning.tap
+    vocab = DraftVocab(target.vocab, read_ids(tensors))
+    with target.device:
         drafter = Medusa(meaning.shape, tap, vocab, target.head.weight)
-    fill(parameters(drafter), tensors, name, TITLE, aside=("draft_ids",))
+    fill(parameters(drafter), tensors, name, "Medusa", aside=("draft_ids",))
     return drafter
 
 
@@ -64,10 +54,9 @@ def expected(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in rows_of(parameters(drafter)).items()}
 
 
-def save(drafter: Medusa, folder: Path, target=None) -> None:
-    """Write the published layout."""
-    tensors = held(parameters(drafter), drafter.vocab)
-    write_folder(folder, *write(MedusaMeaning(drafter.shape, drafter.vocab.target_size), tensors, None))
+def dismantle(drafter: Medusa, target) -> tuple[MedusaMeaning, Tensors]:
+    """What the heads are, and their tensors."""
+    return MedusaMeaning(drafter.shape, drafter.vocab.target_size), held(parameters(drafter), drafter.vocab)
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -111,8 +100,11 @@ def describe(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
 
 
 def readings(meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreading of Medusa."""
+    """The plausible misreading: another tap."""
     return tap_readings(meaning, tensors, target)
 
 
-LAYOUTS = (Layout("medusa", "Medusa as of its authors", recognise, read, write),)
+LAYOUT = Layout("medusa", "Medusa as of its authors", recognise, read, write)
+FAMILY = Family(
+    "Medusa", construct, expected, describe, readings, dismantle, Medusa, saved_as=LAYOUT.name, sign="0.0.linear"
+)

@@ -1,16 +1,17 @@
 """EAGLE-3 as NVIDIA's ModelOpt keeps it while training, and as it exports it.
 
-While training: everything under `eagle_module.`, among other weights or alone; the norms of the two inputs beside the
-layer (`input_embeds_norm`, `hidden_norm`) or inside it, as versions differ; the head as `eagle_lm_head`. Exported: the
-same without the prefix, layers.0.*, no t2d; older versions export the layout of EAGLE-3 itself, which eagle3.py reads.
+While it trains, everything is under `eagle_module.`, among other weights or alone. The norms of the two inputs are
+beside the layer (`input_embeds_norm`, `hidden_norm`) or inside it, as versions differ. The head is `eagle_lm_head`.
+Exported, the prefix is gone, the layer is layers.0.*, and there is no t2d. Older versions export the layout of EAGLE-3
+itself, which `eagle3_layout` reads.
 
-Traps: layer ids count outputs, as in SpecForge; no head means the target's, and no d2t the whole vocabulary; q, k and v
-have biases if the config says so, which the tensors show.
+Traps: layer ids count outputs, as in SpecForge. A file without a head means the target's, one without d2t the whole
+vocabulary. q, k and v have biases if the config says so, which the tensors show.
 """
 
 import dataclasses
 
-from drafters.formats import eagle3
+from drafters.formats import eagle3_layout
 from drafters.formats.base import Layout, TargetFacts, Tensors
 from drafters.formats.eagle3 import Eagle3Meaning
 from drafters.formats.speculators import kind_of, renamed
@@ -38,7 +39,7 @@ def read_training(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Mean
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
-    meaning, tensors = eagle3.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
+    meaning, tensors = eagle3_layout.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
     if "lm_head.weight" in tensors:
         return meaning, tensors
     return dataclasses.replace(meaning, own_head=False), tensors
@@ -51,7 +52,7 @@ def write_training(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts
 
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    config, tensors = eagle3.write(dataclasses.replace(meaning, own_head=True), tensors, target)
+    config, tensors = eagle3_layout.write(dataclasses.replace(meaning, own_head=True), tensors, target)
     return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
 
 

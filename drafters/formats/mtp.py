@@ -1,19 +1,19 @@
 """MTP heads in a folder of their own, under MiMo's names: `model.mtp_layers.{i}.*`, with our `mtp` in the config.
 
-Traps: MiMo's projection takes [hidden, embedding], everybody else's [embedding, hidden] (`hidden_first`); what a head
-feeds back when it drafts more than one token differs between systems that run the same weights (`feedback`).
+Traps: MiMo's projection takes [hidden, embedding], everybody else's [embedding, hidden] (`hidden_first`). Systems that
+run the same weights differ in what a head feeds back when it drafts more than one token (`feedback`).
 """
 
 import dataclasses
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
 from drafters.formats.base import (
+    Family,
     Layout,
+    Meaning,
     Reading,
     TargetFacts,
     Tensors,
@@ -32,23 +32,23 @@ from drafters.formats.fields import (
     rows_of,
     shape_fields,
 )
+from drafters.layers import DraftShape
 from drafters.mtp import Mtp, MtpForward
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole, write_folder
+from specdec.model.checkpoint import whole
 
-TITLE = "MTP"
 PREFIX = "model.mtp_layers"
 
 
 @dataclass(frozen=True)
-class MtpMeaning:
-    """Heads in words that mean one thing. tap: the hidden state they read, None for the last one."""
+class MtpMeaning(Meaning):
+    """What the heads of a checkpoint are."""
 
     shape: DraftShape
-    vocab: int
+    vocab: int  # the target's tokens
     heads: int
     forward: MtpForward
-    tap: int | None = None
+    tap: int | None = None  # the hidden state that the heads read; None for the last one
 
 
 def parameters(drafter: Mtp) -> dict[str, tuple[Tensor, int, int]]:
@@ -67,17 +67,12 @@ def parameters(drafter: Mtp) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
-def build(config: dict, tensors: Tensors, target, name: str) -> Mtp:
-    """A drafter from a config and tensors under MiMo's names."""
-    return construct(*read(config, tensors, name), target, name)
-
-
 def construct(meaning: MtpMeaning, tensors: Tensors, target, name: str) -> Mtp:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
-    with target.embed.weight.device:
+    with target.device:
         drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
     fill(parameters(drafter), tensors, name, "an MTP head", aside=("draft_ids",))
     return drafter
@@ -95,12 +90,10 @@ def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
 
 
-def save(drafter: Mtp, folder: Path, target=None) -> None:
-    """Write MiMo's names, with our `mtp` in the config."""
-    vocab = drafter.vocab
-    tensors = held(parameters(drafter), vocab)
-    meaning = MtpMeaning(drafter.shape, vocab.target_size, len(drafter.blocks), drafter.how)
-    write_folder(folder, *write(meaning, tensors, None))
+def dismantle(drafter: Mtp, target) -> tuple[MtpMeaning, Tensors]:
+    """What the heads are, and their tensors."""
+    meaning = MtpMeaning(drafter.shape, drafter.vocab.target_size, len(drafter.blocks), drafter.switches)
+    return meaning, held(parameters(drafter), drafter.vocab)
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -108,7 +101,7 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors]:
-    """A config without `mtp` is MiMo's own: hidden state first."""
+    """What a checkpoint means. A config without `mtp` is MiMo's own, where the hidden state comes first."""
     try:
         how = MtpForward(**config.get("mtp", {"hidden_first": True}))
     except TypeError as error:
@@ -138,7 +131,7 @@ def describe(meaning: MtpMeaning, tensors: Tensors) -> dict[str, str]:
     order = (
         "[norm(hidden), norm(embedding)], the hidden state first"
         if how.hidden_first
-        else ("[norm(embedding), norm(hidden)], the embedding first")
+        else "[norm(embedding), norm(hidden)], the embedding first"
     )
     return describe_shape(meaning.shape) | {
         "heads": f"{meaning.heads}; level l is drafted by head l, further levels by the last",
@@ -154,7 +147,7 @@ def describe(meaning: MtpMeaning, tensors: Tensors) -> dict[str, str]:
 
 
 def readings(meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings of MTP heads."""
+    """The plausible misreadings."""
     how, replace = meaning.forward, dataclasses.replace
     order = replace(how, hidden_first=not how.hidden_first)
     other = "pre" if how.feedback == "post" else "post"
@@ -179,4 +172,7 @@ def readings(meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
     ]
 
 
-LAYOUTS = (Layout("mimo", "MTP heads under MiMo's names, in a folder of their own", recognise, read, write),)
+LAYOUT = Layout("mimo", "MTP heads under MiMo's names, in a folder of their own", recognise, read, write)
+FAMILY = Family(
+    "MTP", construct, expected, describe, readings, dismantle, Mtp, saved_as=LAYOUT.name, sign=f"{PREFIX}.*"
+)

@@ -1,9 +1,9 @@
 """MTP heads inside the target's own checkpoint, which other loaders of the target skip.
 
-Three ways to name them: `model.mtp_layers.{i}.*` (MiMo), `model.layers.{N}.*` with N the number of layers (GLM-4.5,
-DeepSeek-V3; also copies of the embedding and of the head, which are the target's and not read), and `mtp.*`
-(Qwen3-Next; its norms are stored minus one). The block may be dense or a mixture of experts; DeepSeek's own attention
-(MLA) is refused.
+Their tensors are named in three ways: `model.mtp_layers.{i}.*` (MiMo); `model.layers.{N}.*` with N the number of layers
+(GLM-4.5, DeepSeek-V3), with copies of the target's embedding and head, which are not read; and `mtp.*` (Qwen3-Next),
+whose norms are stored minus one. The block may be dense or a mixture of experts. DeepSeek's own attention (MLA) is
+refused.
 """
 
 import re
@@ -12,22 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.common import DraftShape
-from drafters.formats.base import (
-    Layout,
-    Reading,
-    TargetFacts,
-    Tensors,
-    check_target,
-    describe_shape,
-)
+from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target, describe_shape
 from drafters.formats.fields import fill, layer_parameters, read_shape
+from drafters.layers import DraftShape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import whole
+from specdec.model.checkpoint import whole
 
-TITLE = "MTP heads inside a target"
 MIMO, QWEN = "model.mtp_layers.", "mtp."
 EMBEDDING = "model.embed_tokens.weight"
 # the parts of a head beside its decoder layer: ours -> theirs, within the head's prefix
@@ -48,8 +40,17 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class InsideMeaning(Meaning):
+    """What the heads inside a target are."""
+
+    config: dict  # the target's
+    kind: str  # how their tensors are named: a key of `PARTS`
+    feedback: str = "post"  # what they feed back (`MtpForward`), which no config states
+
+
 def naming(name: str, layers: int) -> str | None:
-    """Which of the three ways a tensor of a target's checkpoint belongs to, if it belongs to an MTP head at all."""
+    """The key of `PARTS` by which a tensor is named; None for a tensor that belongs to no MTP head."""
     if name.startswith(MIMO):
         return "mimo"
     if name.startswith(QWEN):
@@ -58,60 +59,55 @@ def naming(name: str, layers: int) -> str | None:
     return "deepseek" if match and int(match[1]) >= layers else None
 
 
-def build(config: dict, tensors: dict[str, Tensor], target, name: str, feedback: str = "post") -> Mtp:
-    """The MTP heads of a target's checkpoint. tensors: those that `naming` knows. feedback: see `MtpForward`.
+def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
+    """The heads, refused unless every tensor fits the meaning and the meaning the target.
 
     Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts MLP.
     """
-    layers = target.config.layers
-    kind = naming(next(iter(tensors)), layers)
+    config, kind = meaning.config, meaning.kind
     if any(".kv_a_proj_with_mqa" in key or ".kv_b_proj" in key for key in tensors):
         raise ValueError(f"{name}: its MTP layer has multi-head latent attention (MLA), which is not supported")
     shape = _shape(config, name)
     check_target(shape.hidden, config["vocab_size"], target, name)
-    prefixes = _prefixes(tensors, kind, layers)
-    if len(prefixes) > 1:
-        raise ValueError(
-            f"{name}: it has {len(prefixes)} MTP layers, each trained on the output of the one before, which is not "
-            "supported; supported is one"
-        )
-    first = _layer_prefix(prefixes[0], kind)
+    prefix = _prefix(tensors, kind, name)
+    layer = _layer_prefix(prefix, kind)
     how = MtpForward(
         hidden_first=kind == "mimo",
-        feedback=feedback,
-        qkv_bias=f"{first}.self_attn.q_proj.bias" in tensors,
-        qk_norm=f"{first}.self_attn.q_norm.weight" in tensors,
-        gate=tensors[f"{first}.self_attn.q_proj.weight"].shape[0] == 2 * shape.heads * shape.head_dim,
+        feedback=meaning.feedback,
+        qkv_bias=f"{layer}.self_attn.q_proj.bias" in tensors,
+        qk_norm=f"{layer}.self_attn.q_norm.weight" in tensors,
+        gate=tensors[f"{layer}.self_attn.q_proj.weight"].shape[0] == 2 * shape.heads * shape.head_dim,
         rotary_dim=_rotary_dim(config, shape),
     )
-    experts = _experts(config, tensors, first)
+    experts = _experts(config, tensors, layer)
     mlp = (lambda: MoE(shape.hidden, experts)) if experts else None
-    vocab = DraftVocab(target.config.vocab)
-    drafter = Mtp(
-        shape, layers, vocab, target.embed.weight, target.head.weight, heads=len(prefixes), forward=how, mlp=mlp
-    )
-    wanted = {}
-    for prefix, block in zip(prefixes, drafter.blocks, strict=True):
-        wanted |= _parameters(block, prefix, kind)
+    embedding, head, vocab = target.embed.weight, target.head.weight, DraftVocab(target.vocab)
+    drafter = Mtp(shape, target.config.layers, vocab, embedding, head, forward=how, mlp=mlp)
     if kind == "qwen":
         tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
     copies = [k for k in tensors if k.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
-    fill(wanted, tensors, name, "its MTP head", aside=tuple(copies))
+    fill(_parameters(drafter.blocks[0], prefix, kind), tensors, name, "its MTP head", aside=tuple(copies))
     return drafter
 
 
 def _shape(config: dict, name: str) -> DraftShape:
-    """How much of a head is rotated is no part of its shape here: see `_rotary_dim`."""
+    """The shape without the part of a head that is rotated, which `_rotary_dim` reads."""
     bare = {k: v for k, v in config.items() if k != "partial_rotary_factor"}
     rope = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "partial_rotary_factor"}
     return read_shape(bare | ({"rope_parameters": rope} if rope else {}), name)
 
 
-def _prefixes(tensors: dict[str, Tensor], kind: str, layers: int) -> list[str]:
+def _prefix(tensors: Tensors, kind: str, name: str) -> str:
+    """The prefix of the only head's tensors; ValueError if there are several heads."""
     if kind == "qwen":
-        return ["mtp"]
-    stem, place = ("model.mtp_layers", 2) if kind == "mimo" else ("model.layers", 2)
-    return [f"{stem}.{i}" for i in sorted({int(key.split(".")[place]) for key in tensors})]
+        return "mtp"
+    prefixes = {".".join(key.split(".")[:3]) for key in tensors}
+    if len(prefixes) > 1:
+        raise ValueError(
+            f"{name}: it has {len(prefixes)} MTP layers, each trained on the output of the one before, which is not "
+            "supported; supported is one"
+        )
+    return prefixes.pop()
 
 
 def _layer_prefix(prefix: str, kind: str) -> str:
@@ -123,8 +119,8 @@ def _rotary_dim(config: dict, shape: DraftShape) -> int | None:
     return None if share == 1.0 else int(shape.head_dim * share)
 
 
-def _experts(config: dict, tensors: dict[str, Tensor], layer: str) -> Experts | None:
-    """What the config says of the experts, if the layer has any."""
+def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
+    """What the config says of the experts; None for a dense layer."""
     if f"{layer}.mlp.gate.weight" not in tensors:
         return None
     shared = next(
@@ -150,48 +146,16 @@ def _experts(config: dict, tensors: dict[str, Tensor], layer: str) -> Experts | 
 
 
 def _parameters(block: MtpLayer, prefix: str, kind: str) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where their rows lie in our module."""
     layer = _layer_prefix(prefix, kind)
     out = whole(block.input_norm, f"{layer}.input_layernorm") | layer_parameters(block, layer)
     for ours, theirs in PARTS[kind].items():
-        out |= whole(getattr(block, ours), f"{prefix}.{theirs}")
+        out |= whole(block.get_submodule(ours), f"{prefix}.{theirs}")
     return out
 
 
-# As a family of drafters
-
-
-@dataclass(frozen=True)
-class InsideMeaning:
-    """The target's config, how its heads are named, and what they feed back, which nothing states."""
-
-    config: dict
-    kind: str
-    feedback: str = "post"
-
-
-def wants(config: dict, name: str) -> bool:
-    return naming(name, config.get("num_hidden_layers", 0)) is not None
-
-
-def recognise(config: dict, tensors: Tensors) -> bool:
-    return EMBEDDING in tensors and any(wants(config, name) for name in tensors)
-
-
-def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
-    return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"])), tensors
-
-
-def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    raise ValueError("MTP heads inside a target's checkpoint stay there: there is nothing to convert")
-
-
-def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
-    """The heads, refused unless every tensor fits the meaning and the meaning the target."""
-    return build(meaning.config, tensors, target, name, meaning.feedback)
-
-
 def expected(meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """What is there: `construct` knows what ought to be."""
+    """The tensors that are there: only `construct` knows which ones ought to be."""
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
@@ -225,4 +189,21 @@ def readings(meaning: InsideMeaning, tensors: Tensors, target) -> list[Reading]:
     ]
 
 
-LAYOUTS = (Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants),)
+def wants(config: dict, name: str) -> bool:
+    return naming(name, config.get("num_hidden_layers", 0)) is not None
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return EMBEDDING in tensors and any(wants(config, name) for name in tensors)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
+    return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"])), tensors
+
+
+def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    raise ValueError("MTP heads inside a target's checkpoint stay there: there is nothing to convert")
+
+
+LAYOUT = Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants)
+FAMILY = Family("MTP heads inside a target", construct, expected, describe, readings)

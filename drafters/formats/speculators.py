@@ -1,16 +1,16 @@
 """The layout of vLLM's `speculators` library, of EAGLE-3 and of EAGLE-1/2.
 
-EAGLE-3: layers.0.* for midlayer.*; everything else keeps its name. EAGLE-1/2: fusion_fc.* for fc.*, transformer.* for
-layers.0.* (as its first versions wrote it; 0.9 knows the kind no more). The draft layer's own config is
-nested in `transformer_layer_config`, the rope with it, and what is missing there has the default of its model class,
-not ours: the library leaves out what equals it.
+EAGLE-3 has layers.0.* for midlayer.*, and everything else keeps its name. EAGLE-1/2 has fusion_fc.* for fc.* and
+transformer.* for layers.0.* in the first versions; version 0.9 no longer has this kind. The draft layer's own config,
+with its rope, is nested in `transformer_layer_config`. A field that is missing there has the default of its model
+class, not ours: the library leaves out what equals it.
 
-Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states;
-`norm_output` means post-norm feedback; `norm_before_residual` is false where absent, though its trainer's default is
+Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states.
+`norm_output` means post-norm feedback. `norm_before_residual` is false where absent, though its trainer's default is
 true.
 """
 
-from drafters.formats import eagle3
+from drafters.formats import eagle3_layout
 from drafters.formats.base import Layout, TargetFacts, Tensors
 from drafters.formats.eagle3 import Eagle3Meaning
 from drafters.formats.fields import dtype_name, shape_fields
@@ -75,8 +75,8 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
     # `norm_output_means` is ours: a head exported by other hands may say the other thing with the same field.
     feedback = config.get("norm_output_means", "feedback") == "feedback" and config.get("norm_output", False)
     flags = {key: value for key, value in config.items() if key.startswith(("norm_", "fc_norm", "target_", "draft_"))}
-    taps = eagle3.check_list(ids, name) if ids else None
-    return eagle3.meaning_of(layer | flags, tensors, name, taps, bool(feedback), True), tensors
+    taps = eagle3_layout.check_list(ids, name) if ids else None
+    return eagle3_layout.meaning_of(layer | flags, tensors, name, taps, bool(feedback), True), tensors
 
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
@@ -106,7 +106,7 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
     }
     if not meaning.own_head:
         raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
-    return config, eagle3.with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
+    return config, eagle3_layout.with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
 
 
-EAGLE3 = Layout("speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write)
+EAGLE3 = Layout("speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write, needs_embedding=True)

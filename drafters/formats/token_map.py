@@ -7,14 +7,15 @@ import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
-from specdec.checkpoint import read_pickle
+from specdec.model.checkpoint import read_pickle
 
 
 def read_token_map(path: Path, target_size: int) -> DraftVocab:
-    """A list of target ids in a file: FR-Spec's `freq_*.pt` (thunlp/FR-Spec `fr/fr.py`) or JSON, most frequent first.
+    """The tokens that a file lists, most frequent first: FR-Spec's `freq_*.pt` (thunlp/FR-Spec `fr/fr.py`) or JSON.
 
-    The order is kept. A token named twice counts once, for FR-Spec's own script repeats the end-of-sequence token, so
-    the number in a file's name need not be the map's size. Raises ValueError for anything but ids of the target.
+    target_size: V. The order is kept. A token that is listed twice counts once: FR-Spec's own script repeats the
+    end-of-sequence token, so the number in a file's name need not be the map's size. Raises ValueError for anything but
+    ids of the target.
     """
     path = Path(path)
     if not path.is_file():

@@ -1,17 +1,19 @@
-"""Fused GPU kernels, one file each (docs/kernels.md), and who takes them.
+"""Fused GPU kernels, one file each (docs/kernels.md), and the choice between them and torch.
 
-Whoever could use a kernel asks `kernel_for` it, once per decoding where that is possible, and falls back on what torch
-offers. Nothing here imports Triton before a kernel is chosen.
+Code that can use a kernel asks `kernel_for` for it, once per decoding where that is possible. Without one it calls
+torch. Triton is not imported before a kernel is chosen.
 
-    name                 computes                                          stands for
+A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
+`launch_all`, in tests/kernels; and its case in lab/bench/kernels.py.
+
+    name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
     rms_norm             RMSNorm, and residual + RMSNorm                   layers.RMSNorm, layers.OffsetRMSNorm
     rope_write           norms of q and k, rotation, write to the cache    layers.rotate, cache.KVCache.write
     commit               accepted nodes' keys and values move down         cache.KVCache.commit
     gated                act(gate) * up                                    the middle of layers.GatedMLP
     head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
-    filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.sample
-    soft_cross_entropy   -sum p log q and its slope                        training.objectives.divergences.ce
+    filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.draws.sample
 """
 
 import functools
@@ -23,10 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KERNELS = (
-    "tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling",
-    "soft_cross_entropy",
-)  # fmt: skip
+KERNELS = ("tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling")
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,8 +33,10 @@ _backend = dict.fromkeys(KERNELS, "auto")
 
 
 def use(backend: str, *names: str) -> None:
-    """Take `backend` for the kernels called `names`, or for all: 'triton', 'torch', or 'auto', which is Triton for
-    tensors on a GPU and torch for others. What is bound already (`layers.Bound`) keeps what it has."""
+    """Choose the backend of the kernels `names`, or of all: 'triton', 'torch', or 'auto', which is Triton for tensors
+    on a GPU and torch for others. Modules that are bound already (`layers.Freezable`) keep their backends.
+
+    Raises ValueError for an unknown name, and for 'triton' if it is not installed."""
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
     for name in names:
@@ -47,7 +48,7 @@ def use(backend: str, *names: str) -> None:
 
 
 def backends() -> tuple[str, ...]:
-    """What `use` has chosen for each kernel, in the order of `KERNELS`."""
+    """The backend of each kernel, in the order of `KERNELS`."""
     return tuple(_backend.values())
 
 
@@ -57,11 +58,10 @@ def installed() -> bool:
 
 
 def kernel_for(name: str, like: Tensor) -> Callable | None:
-    """The `launch` of the kernel `name` if tensors such as `like` should take it, else None.
+    """The `launch` of the kernel `name` if tensors such as `like` take it, else None.
 
-    Kernels have no backward pass and no mixed dtypes, so what autograd may want to differentiate, and what autocast may
-    want to cast, goes to torch. On CPU tensors a kernel runs in Triton's interpreter, for tests: it must have been
-    asked for, and TRITON_INTERPRET=1 be set.
+    Kernels have no backward pass and no mixed dtypes, so under autograd and autocast the answer is None. On CPU tensors
+    a kernel runs in Triton's interpreter, for tests: 'triton' must have been chosen, and TRITON_INTERPRET=1 be set.
     """
     backend = _backend[name]
     if backend == "torch" or not (like.is_cuda or backend == "triton"):

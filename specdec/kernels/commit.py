@@ -2,8 +2,8 @@
 
     kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
 
-In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of a later one, since
-path[k] >= k, so a program reads all rows of its columns before it writes one.
+In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of another, so a program
+reads all rows of its columns before it writes one.
 """
 
 import triton
@@ -21,12 +21,11 @@ def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> No
 
 @triton.jit
 def _commit(
-    addresses, like, lens, path, n, slots, width, P: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
+    addresses, like, lens, path, n, rows, slots, width, P: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     side, row = tl.program_id(0) % 2, tl.program_id(1)
-    batch = tl.num_programs(1)
     kv = tl.multiple_of(tl.load(addresses + tl.program_id(0) // 2).to(like.dtype), 16)
-    first = (side * batch + row).to(tl.int64) * slots + tl.load(lens + row)
+    first = (side * rows + row).to(tl.int64) * slots + tl.load(lens + row)
     step = tl.arange(0, STEPS)
     moves = (step > 0) & (step < tl.load(n + row))
     source = first + tl.load(path + row * P + step, mask=moves, other=0)
@@ -38,12 +37,12 @@ def _commit(
 
 
 def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tensor) -> None:
-    """addresses [L] int64: `data_ptr` of each layer's tensor [2,B,S,K,Dh], contiguous and of the dtype of `like`, which
-    is one of them; lens, n [B], path [B,P]."""
+    """addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous and of the dtype of `like`, which
+    is the part [2,B,S,K,Dh] of one of them that is in use; lens, n [B], path [B,P]."""
     _, batch, slots, kv_heads, dim = like.shape
     width, p = kv_heads * dim, path.shape[1]
     block = min(256, triton.next_power_of_2(width))
     _commit[(2 * len(addresses), batch, triton.cdiv(width, block))](
-        addresses, like, lens, path.contiguous(), n, slots, width,
+        addresses, like, lens, path.contiguous(), n, like.stride(0) // like.stride(1), slots, width,
         P=p, STEPS=triton.next_power_of_2(p), BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -6,13 +6,14 @@
     t_m = m + log min_p                                                                   min-p
     token = argmax over the survivors of x - log e,  e ~ Exp(1)                           an exponential race
 
-In torch: `sampling.sample`, the same but for ties at t_p, of which that keeps as many as its sort puts first.
+In torch: `sampling.draws.sample`. It differs only in ties at t_p, of which it keeps as many as its sort puts first.
 
-A program has a row and passes over its logits twice. The first pass finds m, sum e^x and the largest x of every
-BLOCK-th token; from these follows a lower bound of t: the top_k-th largest of the latter (they are top_k different
-tokens), or log((1 - top_p) / V) + log sum e^x (all tokens below have 1 - top_p together at most), or t_m. The second
-writes what is above the bound, mostly some hundred tokens, to a list. t_k and t_p are then found exactly, by bisection
-over the order of floats, 32 short passes over the list each. A flat distribution has a long list: slower, as exact.
+Each program has one row and passes over its logits twice. The first pass finds m, sum e^x, and the largest x among the
+tokens with the same number modulo BLOCK. A lower bound of t follows: the top_k-th largest of the latter, which are
+those of top_k different tokens; or log((1 - top_p) / V) + log sum e^x, below which all tokens have at most 1 - top_p
+together; or t_m. The second pass writes the tokens above the bound, mostly some hundred, to a list. Bisection over the
+order of floats then finds t_k and t_p exactly, in 32 short passes over the list each. A flat distribution has a long
+list, which is slower and as exact.
 
 The numbers e come from Philox, keyed by a seed that is drawn from the generator on the device, and by row and token.
 """
@@ -28,7 +29,7 @@ BLOCK = 2048
 
 
 def reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Which tokens survive, [R,V] bool, by sorting, in the dtype of its input."""
+    """The tokens that survive, [R,V] bool, found by sorting in the dtype of the logits."""
     x = logits / temperature
     kept = torch.ones_like(x, dtype=torch.bool)
     if 0 < top_k < x.shape[-1]:
@@ -44,7 +45,7 @@ def reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_
 
 @triton.jit
 def _order(x):
-    """fp32 -> int32 in the same order."""
+    """An int32 for an fp32, in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -57,7 +58,7 @@ def _value(order):
 
 @triton.jit
 def _count_or_mass(scores, least, held, peak, MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of `held` scores those of at least `least`: how many, or the sum of e^(x - peak)."""
+    """The number of the first `held` scores that are at least `least`; with MASS, their sum of e^(x - peak)."""
     total = tl.zeros([WIDTH], tl.float32)
     for first in range(0, held, WIDTH):
         place = first + tl.arange(0, WIDTH)
@@ -71,7 +72,8 @@ def _count_or_mass(scores, least, held, peak, MASS: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def _threshold(scores, held, peak, enough, low, MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest t such that the scores of at least t are `enough`; those of at least `low` must be."""
+    """The largest t such that the number, or mass, of the scores of at least t is `enough`. That of the scores of at
+    least `low` must be enough."""
     least, most = _order(low).to(tl.int64), _order(peak).to(tl.int64)
     while least < most:
         middle = (least + most + 1) >> 1
@@ -95,7 +97,7 @@ def _kth_largest(x, k, peak):
 
 @triton.jit
 def _race(x, survives, seed, number, token, best, winner, WIDTH: tl.constexpr):
-    """The better of the best so far and this tile's best."""
+    """Best score and winner so far, after the tokens of one more tile."""
     u = tl.rand(seed, number.to(tl.int32))
     # -log(1 - u), by its series where the subtraction would lose digits
     e = tl.where(u < 0.004, u * (1.0 + u * (0.5 + u * 0.3333333)), -tl.log(1.0 - u))
@@ -123,7 +125,7 @@ def _scan(logits, vocab, temperature, WIDTH: tl.constexpr):
 
 @triton.jit
 def _list(logits, scores, ids, vocab, temperature, low, WIDTH: tl.constexpr):
-    """Write the tokens of x >= low to scores and ids, in order; returns how many."""
+    """Write the tokens of x >= low to scores and ids, in order. Returns their number."""
     held = 0
     for first in range(0, vocab, WIDTH):
         token = first + tl.arange(0, WIDTH)
@@ -157,7 +159,7 @@ def _sample(
         else:
             bound = peak + tl.log(mass) + log_tail
         held = _list(logits, scores, ids, vocab, temperature, bound, WIDTH)
-        tl.debug_barrier()  # from here on every thread reads what all have written
+        tl.debug_barrier()  # from here on every thread reads what other threads wrote
         if TOP_K:
             bound = _threshold(scores, held, peak, top_k, bound, False, WIDTH)
             mass = _count_or_mass(scores, bound, held, peak, True, WIDTH)
@@ -186,7 +188,9 @@ def launch(
     min_p: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [R,V] -> a token of each row [R] int64, and t [R] fp32. temperature > 0; the rest as `types.Sampling`."""
+    """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32.
+
+    temperature must be above 0; the other arguments are those of `types.Sampling`."""
     rows, vocab = logits.shape
     assert temperature > 0
     assert logits.stride(1) == 1
@@ -200,7 +204,7 @@ def launch(
     _sample[(rows,)](
         logits, seed, scores, ids, tokens, least, logits.stride(0), vocab, temperature, top_k, top_p,
         math.log(min_p) if min_p else 0.0,
-        math.log((1 - top_p) / vocab) - 1e-3 if by_p else 0.0,  # less what the sums may be rounded by
+        math.log((1 - top_p) / vocab) - 1e-3 if by_p else 0.0,  # 1e-3 for the rounding of the sums
         TOP_K=by_k, TOP_P=by_p, MIN_P=min_p > 0, WIDTH=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
     )  # fmt: skip
     return tokens, least

@@ -3,7 +3,8 @@
     y = act(gate) * up       SwiGLU: act(x) = x sigmoid(x)
                              GeGLU:  act(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is gelu with tanh
 
-In torch: the middle of `layers.GatedMLP`, which rounds act(gate) to the dtype before it multiplies; here only y is.
+In torch: the middle of `layers.GatedMLP`, which rounds act(gate) to the dtype before it multiplies. Here only y is
+rounded.
 """
 
 import torch
@@ -35,7 +36,7 @@ def _gated(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def launch(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [R,2I], gate first -> [R,I]."""
+    """gate_up [R,2I], gate first -> y [R,I]. activation: one of `ACTIVATIONS`."""
     assert activation in ACTIVATIONS
     gate_up = gate_up.contiguous()
     rows, width = len(gate_up), gate_up.shape[1] // 2

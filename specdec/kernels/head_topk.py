@@ -1,10 +1,10 @@
-"""The k likeliest tokens of a head and their log-probabilities, without its logits ever being in memory.
+"""The k likeliest tokens of a head and their log-probabilities, without writing the head's logits to memory.
 
     logits = hidden @ weight.T;    log p = logits - logsumexp(logits);    the k largest of each row, best first
 
-One program multiplies a few rows with a block of the vocabulary and keeps the block's log-sum-exp and its k best; a
-second kernel merges the blocks of a row. What the blocks leave is (2 k + 1) / 128 of the logits. Logits stay in fp32,
-where a bf16 product that is written out is rounded first. Of equal logits the one of lower index comes first.
+One program multiplies a few rows with a block of the vocabulary, and keeps the block's log-sum-exp and its k best. A
+second kernel merges the blocks of a row. The blocks write (2 k + 1) / 128 of the size of the logits. Logits stay in
+fp32, whereas torch rounds a bf16 product when it writes it. Of equal logits the one of lower index comes first.
 """
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.kernels.product import product
 
 BLOCK = 128  # tokens of a program
-MOST = 32  # k: each of the best costs the merge a pass over all candidates
+MOST = 32  # the largest k; for each of the best the merge passes over all candidates
 
 
 def reference(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def launch(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ids = torch.empty(rows, blocks, k, dtype=torch.int32, device=hidden.device)
     lse = torch.empty(rows, blocks, dtype=torch.float32, device=hidden.device)
     tile = min(64, max(16, triton.next_power_of_2(rows)))
-    # Programs next to each other share a block of hidden states, which is small, and each reads its weights once.
+    # Neighbouring programs share a block of hidden states, which is small. Each weight is read once.
     _blocks[(blocks, triton.cdiv(rows, tile))](
         hidden, weight, best, ids, lse, rows, size, vocab, blocks, hidden.stride(0), weight.stride(0),
         K=k, ROWS=tile, TOKENS=BLOCK, CHUNK=128 // hidden.element_size(), num_warps=4, num_stages=3,

@@ -1,10 +1,10 @@
-"""The matrix product of the kernels: operands in their dtype, sums in fp32."""
+"""The matrix product inside the kernels: operands in their dtype, sums in fp32. This file is no kernel by itself."""
 
 import triton
 import triton.language as tl
 from triton import knobs
 
-# Triton 3.7's interpreter multiplies the bit patterns of bf16 operands; widened they give the same products, exactly.
+# Triton 3.7's interpreter multiplies the bit patterns of bf16 operands. Widened operands give the exact products.
 WIDEN = tl.constexpr(knobs.runtime.interpret)
 
 

@@ -4,7 +4,7 @@
     y = x / sqrt(mean(x^2) + eps) * (1 + weight)       Gemma (`offset`): rounded once, at the end
     s = x + residual, y as above of s                  s rounded to the dtype first, as an eager sum is
 
-Statistics in fp32. In torch: `layers.RMSNorm`, `layers.OffsetRMSNorm`. A row is read once and stays in registers.
+In torch: `layers.RMSNorm`, `layers.OffsetRMSNorm`. Statistics are in fp32. A row is read once and stays in registers.
 """
 
 import torch
@@ -20,7 +20,7 @@ def reference(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Te
 
 @triton.jit
 def scaled(x, inverse_rms, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
-    """The norm of fp32 values x that were read as `dtype`, rounded where the model families round."""
+    """The norm of fp32 values x that were read as `dtype`, rounded at the places where the model families round."""
     if OFFSET:
         return (x * inverse_rms * (1.0 + weight)).to(dtype)
     return ((x * inverse_rms).to(dtype).to(tl.float32) * weight).to(dtype)

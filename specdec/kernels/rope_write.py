@@ -1,11 +1,12 @@
-"""Rotary positions of q and k, and the write of k and v to the cache, in one pass; before it the norms of q and k.
+"""The norms of q and k, their rotary positions, and the write of k and v to the cache, in one pass.
 
     turn(x) = x * cos + roll(x, Dh/2) * sin       sin with its first half negated, as `layers.RopeTable` has it
     q_out[r,h] = turn(norm_q(q[r,h]))
     keys[slots[r],h] = turn(norm_k(k[r,h]))       values[slots[r],h] = v[r,h]
 
-In torch: `layers.rotate` and `cache.KVCache.write`, with `layers.RMSNorm` before them where a family has it. A row
-whose slot is negative writes nothing to the cache: padding. One warp to a head of a row; rounded once, at the end.
+In torch: `layers.rotate` and `cache.KVCache.write`, with `layers.RMSNorm` before them in families that have it. A row
+whose slot is negative is padding, and writes nothing to the cache. Each warp has one head of a row. Results are rounded
+once, at the end.
 """
 
 import torch

@@ -5,11 +5,11 @@
     s = lens[b] + j             node j of the tree if it is an ancestor of i, or i itself
     cap(x) = softcap * tanh(x / softcap), or x
 
-Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length, found on the
-device from lens[b], so that ragged rows are balanced and no length is read by the host. The program of the last part
-goes on with the tree itself, whose mask comes as bit words, 32 nodes each. Programs of a part keep an online softmax in
-fp32; if there are several parts, a second kernel merges them by their log-sum-exps. The query heads that share a key
-head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
+Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device
+finds the lengths from lens[b], so ragged rows are balanced and the host reads no length. The program of the last part
+goes on with the tree itself, whose mask comes as words of 32 bits, a bit for each node. The programs keep an online
+softmax in fp32. If there are several parts, a second kernel merges them by their log-sum-exps. The query heads that
+share a key head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
 """
 
 import functools
@@ -22,8 +22,8 @@ from torch import Tensor
 from specdec.kernels.product import product
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST_PART = 256  # slots: a shorter part costs more in merging than it gains
-TILE_BYTES = 16384  # of keys, and as much of values: three stages of both, twice, fit Hopper's shared memory
+LEAST_PART = 256  # slots of a part at least; merging shorter ones costs more than they gain
+TILE_BYTES = 16384  # bytes of keys in a tile, and of values; three stages of both, twice, fit Hopper's shared memory
 
 
 def reference(
@@ -37,7 +37,7 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The formula, in the dtype of its inputs, with ancestors [B,n,M] bool; else as `launch`."""
+    """The formula in the dtype of its inputs. ancestors [B,n,M] bool takes the place of words; the rest as `launch`."""
     b, n, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     offset = torch.arange(slots, device=q.device) - lens[:, None]  # [B,S]
@@ -53,14 +53,14 @@ def reference(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
-    # A slot that nobody sees may hold anything; its weight of 0 must not meet an infinity.
+    # A slot that no node sees may hold anything. Its weight is 0, which must not be multiplied with an infinity.
     values = values.masked_fill(~see.any(1)[:, None, :, None], 0)
     return torch.einsum("bkgns,bksd->bnkgd", weights, values).reshape(b, n, heads * dim)
 
 
 @triton.jit
 def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.constexpr):
-    """One step of the online softmax, base 2: keys and values [BLOCK,D], of which rows see `visible` [ROWS,BLOCK]."""
+    """One step of the online softmax, in base 2, over keys and values [BLOCK,D]; rows see `visible` [ROWS,BLOCK]."""
     scores = product(q, tl.trans(k)) * scale
     if SOFTCAP:
         scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -71,6 +71,65 @@ def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.cons
     shrink = tl.exp2(peak - base)
     acc = acc * shrink[:, None] + product(weights.to(v.dtype), v)
     return acc, higher, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _load(keys, values, slots, held, kv_slot, DIM: tl.constexpr, D: tl.constexpr):
+    """Keys and values [BLOCK,D] of slots [BLOCK], 0 where a slot is not `held`."""
+    dims = tl.arange(0, D)
+    at = slots.to(tl.int64)[:, None] * kv_slot + dims[None, :]
+    mask = held[:, None] & (dims < DIM)[None, :]
+    return tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _over_committed(
+    q, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
+    DIM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over part `split` of the committed slots."""
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
+    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    start = first + split * part
+    end = tl.minimum(start + part, length)
+    for slot in range(start, end, BLOCK):
+        slots = slot + tl.arange(0, BLOCK)
+        held = slots < end
+        k, v = _load(keys, values, slots, held, kv_slot, DIM, D)
+        visible = real[:, None] & held[None, :]
+        if WINDOW:
+            visible = visible & (slots[None, :] > (length + deep - window)[:, None])
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+    return acc, peak, total
+
+
+@triton.jit
+def _over_tree(
+    q, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale, softcap,
+    window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the scratch slots, 32 nodes at a time."""
+    width = tl.cdiv(nodes, 32)
+    for word in range(width):
+        other = word * 32 + tl.arange(0, 32)
+        held = other < nodes
+        k, v = _load(keys, values, length + other, held, kv_slot, DIM, D)
+        if CAUSAL:
+            visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
+        else:
+            bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
+            visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
+        if WINDOW:
+            position = other
+            if DEPTH:
+                position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
+            visible = visible & (position[None, :] > (deep - window)[:, None])
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+    return acc, peak, total
 
 
 @triton.jit
@@ -100,44 +159,15 @@ def _tree_attention(
     acc = tl.zeros([ROWS, D], tl.float32)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
-    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    start = first + split * part
-    end = tl.minimum(start + part, length)
-    for slot in range(start, end, BLOCK):
-        slots = slot + tl.arange(0, BLOCK)
-        held = slots < end
-        at = slots.to(tl.int64)[:, None] * kv_slot + dims[None, :]
-        mask = held[:, None] & (dims < DIM)[None, :]
-        k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
-        visible = real[:, None] & held[None, :]
-        if WINDOW:
-            visible = visible & (slots[None, :] > (length + deep - window)[:, None])
-        acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
-
+    acc, peak, total = _over_committed(
+        tile, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
+        DIM, SPLITS, WINDOW, SOFTCAP, BLOCK, D,
+    )  # fmt: skip
     if split == SPLITS - 1:
-        width = tl.cdiv(nodes, 32)
-        for word in range(width):
-            other = word * 32 + tl.arange(0, 32)
-            held = other < nodes
-            at = (length + other).to(tl.int64)[:, None] * kv_slot + dims[None, :]
-            mask = held[:, None] & (dims < DIM)[None, :]
-            k, v = tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
-            if CAUSAL:
-                visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
-            else:
-                bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
-                visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
-            if WINDOW:
-                position = other
-                if DEPTH:
-                    position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
-                visible = visible & (position[None, :] > (deep - window)[:, None])
-            acc, peak, total = _absorb(tile, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
-
+        acc, peak, total = _over_tree(
+            tile, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale,
+            softcap, window, DIM, CAUSAL, WINDOW, DEPTH, SOFTCAP, D,
+        )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     query = (row * n + node) * (kv_heads * GROUPS) + head
     if SPLITS > 1:
@@ -166,7 +196,7 @@ def _processors(device: torch.device) -> int:
 
 
 def split_count(programs: int, slots: int, processors: int) -> int:
-    """Parts of `slots` committed slots: two programs to a multiprocessor, no part shorter than LEAST_PART."""
+    """The number of parts of `slots` committed slots: two programs to a multiprocessor, no part below LEAST_PART."""
     return max(1, min(-(-2 * processors // programs), slots // LEAST_PART, 64))
 
 
@@ -187,10 +217,11 @@ def launch(
 ) -> Tensor:
     """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
 
-    The new positions are the last n of `nodes` in the scratch slots from lens[b] on. words: which of these each of them
-    sees, from `attention.ancestor_words`; None: all up to itself. depth [B,n]: their positions, counted from lens[b];
-    None: as they lie. It matters with a window only, and then all `nodes` must be new. slots: a host-side bound of
-    lens, from which the number of splits follows if that is not given.
+    The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
+    words: the scratch slots that each of them sees, from `attention.ancestor_words`; None: all up to itself.
+    depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window, and
+    then all `nodes` must be new.
+    slots: a host-side bound of lens, from which the number of splits follows if `splits` is None.
     """
     b, n, heads, dim = q.shape
     kv_heads = keys.shape[1]

@@ -1,7 +1,11 @@
-"""Verification: which drafted tokens are emitted. One file per rule; lossy rules say so in their `lossless`."""
+"""Verification: which drafted tokens are emitted. One file per rule; lossy rules say so in their `lossless`.
 
-from dataclasses import fields
+conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, whose fields are the rule's settings.
+"""
 
+from dataclasses import dataclass, field, fields
+
+from specdec import registry
 from specdec.types import Verifier
 from specdec.verify.block import BlockVerification
 from specdec.verify.match import SampleAndMatch, sample_and_match
@@ -9,25 +13,49 @@ from specdec.verify.rejection import MultiRoundRejection
 from specdec.verify.thresholds import TwoThresholds
 from specdec.verify.typical import TypicalAcceptance
 
-VERIFIERS = {
-    "match": SampleAndMatch,
-    "rejection": MultiRoundRejection,
-    "block": BlockVerification,
-    "typical": TypicalAcceptance,
-    "sglang": TwoThresholds,
-}
+VERIFIERS: dict[str, type] = {name: registry.target("verifier", name) for name in registry.names("verifier")}
 
 
 def make_verifier(name: str = "match", **settings: float) -> Verifier:
-    """A verifier by its name in `VERIFIERS`; ValueError for a name or a setting that does not exist."""
-    if name not in VERIFIERS:
-        raise ValueError(f"there is no verifier {name!r}: choose one of {', '.join(VERIFIERS)}")
-    known = [f.name for f in fields(VERIFIERS[name])]
+    """A verifier by its name in conf/verifier, with `settings` in the place of the file's.
+
+    Raises ValueError for a name or a setting that does not exist, and for a value that the rule does not take."""
+    known = [f.name for f in fields(registry.target("verifier", name))]
     for setting in settings:
         if setting not in known:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
-    return VERIFIERS[name](**settings)
+    return registry.make("verifier", name, **settings)
+
+
+@dataclass(frozen=True)
+class VerifierSettings:
+    """A rule as command lines and settings files name it."""
+
+    verifier: str | None = field(
+        default=None,
+        metadata={
+            "help": f"{', '.join(VERIFIERS)} (default match); "
+            f"{' and '.join(name for name, rule in VERIFIERS.items() if rule.needs_q)} need --sample-draft; lossy: "
+            f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, and sglang with a threshold "
+            "below 1"
+        },
+    )
+    verifier_args: str | None = field(
+        default=None,
+        metadata={"metavar": "K=X,...", "help": "its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9"},
+    )
+
+    def make(self) -> Verifier:
+        """The rule. Raises ValueError for a name, a setting or a value that does not exist."""
+        settings = {}
+        for part in self.verifier_args.split(",") if self.verifier_args else ():
+            name, _, number = part.partition("=")
+            try:
+                settings[name.strip()] = float(number)
+            except ValueError:
+                raise ValueError(f"--verifier-args takes name=number,name=number, and not {part!r}") from None
+        return make_verifier(self.verifier or "match", **settings)
 
 
 __all__ = [
@@ -37,6 +65,7 @@ __all__ = [
     "SampleAndMatch",
     "TwoThresholds",
     "TypicalAcceptance",
+    "VerifierSettings",
     "make_verifier",
     "sample_and_match",
 ]

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Samplings, Verdict
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, at, of_parent, residual
 
 
@@ -29,7 +30,11 @@ class BlockVerification:
     chains_only: ClassVar[bool] = True
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampling: Sampling | SamplingBatch,
+        generator: torch.Generator | None = None,
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]

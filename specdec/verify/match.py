@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling import sample
-from specdec.types import DraftTree, Sampling, Samplings, Verdict
+from specdec.sampling.draws import sample
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, deepest
 
 
@@ -26,7 +26,11 @@ class SampleAndMatch:
     chains_only: ClassVar[bool] = False
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampling: Sampling | SamplingBatch,
+        generator: torch.Generator | None = None,
     ) -> Verdict:
         drawn = sample(logits, sampling, generator)  # [B,N]
         winner = deepest(tree, tree.tokens == drawn.gather(1, tree.parents))

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Samplings, Verdict
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, at, deepest, residual
 
 
@@ -27,7 +28,11 @@ class MultiRoundRejection:
     chains_only: ClassVar[bool] = False
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampling: Sampling | SamplingBatch,
+        generator: torch.Generator | None = None,
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q
         children = children_by_rank(tree)

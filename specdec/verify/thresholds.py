@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Samplings, Verdict
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, at, deepest, of_parent
 
 
@@ -37,7 +38,11 @@ class TwoThresholds:
         return self.threshold_single == self.threshold_acc == 1
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampling: Sampling | SamplingBatch,
+        generator: torch.Generator | None = None,
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         single = of_parent(tree, p)

@@ -6,8 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling import draw, filtered_probs
-from specdec.types import DraftTree, Sampling, Samplings, Verdict
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, alive, at, of_parent
 
 
@@ -35,7 +36,11 @@ class TypicalAcceptance:
             raise ValueError(f"alpha must be above 0, got {self.alpha}")
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | Samplings, generator: torch.Generator | None = None
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampling: Sampling | SamplingBatch,
+        generator: torch.Generator | None = None,
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         entropy = torch.special.entr(p).sum(-1)  # [B,N]

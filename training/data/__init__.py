@@ -1,4 +1,5 @@
-"""Conversations: read (`sources`), rendered with the target's chat template (`render`), loaded (`load`), batched."""
+"""Conversations: read from files and data sets (`sources`), rendered with the target's chat template (`render`), chosen
+(`load`), batched (`batches`), written by the target and the drafter in training (`rollouts`), stored (`shards`)."""
 
 from training.data.batches import Batch, Batches
 from training.data.load import Tally, hold_out, load_samples, read_messages, read_samples, tokenise

@@ -13,32 +13,29 @@ from training.data.render import Sample
 
 @dataclass
 class Batch:
-    """Right-padded rows: tokens [B,T] and loss_mask [B,T] (fp32, 0 on padding).
+    """Rows of conversations, padded on the right."""
 
-    documents [B,T], of packed rows: the number of each token's conversation in its row; padding is one more.
-    weights [B,T]: how much each token counts, where samples say so.
-    rows: the conversations of each row, by `Sample.number`.
-    """
-
-    tokens: Tensor
-    loss_mask: Tensor
-    documents: Tensor | None = None
-    weights: Tensor | None = None
-    rows: list[list[int]] | None = None
+    tokens: Tensor  # [B,T]
+    loss_mask: Tensor  # [B,T] fp32, 1 where the token is to be learnt, 0 on padding
+    documents: Tensor | None = None  # [B,T] if packed: the number of the conversation in its row; padding is one more
+    weights: Tensor | None = None  # [B,T] how much each token counts, if samples say so
+    rows: list[list[int]] | None = None  # the conversations of each row, by `Sample.number`
 
 
 class Batches:
     """An endless, deterministic order of batches of at most `batch_tokens` padded tokens each.
 
-    A row holds one conversation, and rows of similar lengths come together; or, with `pack`, it holds as many as fit
-    into so many tokens, in random order. Of what is packed, each conversation has the losses it has alone: an objective
-    that reads up to `lookahead` tokens ahead of a position reads, at a conversation's end, the beginning of the next,
-    where nothing may be learnt; a conversation that is learnt from its beginning stands first in its row.
+    Without `pack` a row holds one conversation, and rows of similar lengths come together. With `pack` a row holds as
+    many conversations, in random order, as fit into so many tokens.
 
-    Batch k of epoch e depends on (seed, e, k) alone, so that a resumed run goes on where it was.
+    Packing changes no conversation's losses. An objective reads up to `lookahead` tokens ahead of a position, so at a
+    conversation's end it reads the beginning of the next, where nothing may be learnt. A conversation that is learnt
+    from its beginning therefore stands first in its row.
+
+    Batch k of epoch e depends on (seed, e, k) alone, so a resumed run goes on where it was.
     """
 
-    POOL = 32  # batches whose samples are sorted by length together
+    POOL = 32  # so many batches' samples are sorted by length together
 
     def __init__(
         self, samples: list[Sample], batch_tokens: int, seed: int, pack: int | None = None, lookahead: int = 0
@@ -72,14 +69,14 @@ class Batches:
 
     def _cut(self, indices: list[int]) -> list[list[int]]:
         batches: list[list[int]] = [[]]
-        for i in indices:  # ascending, so the newest is the longest
+        for i in indices:  # in ascending order, so the newest is the longest
             if batches[-1] and (len(batches[-1]) + 1) * len(self.samples[i].ids) > self.batch_tokens:
                 batches.append([])
             batches[-1].append(i)
         return batches
 
     def _pack(self, indices: list[int]) -> list[list[list[int]]]:
-        """Batches of rows of samples: each sample goes into the first row of the newest batch that has room for it."""
+        """Batches of rows of samples. Each sample goes into the first row of the newest batch that has room for it."""
         batches: list[list[list[int]]] = [[]]
         room: list[int] = []  # of the newest batch's rows
         for i in indices:
@@ -98,11 +95,11 @@ class Batches:
         return batches
 
     def by_length(self) -> list[list[int]]:
-        """Every sample once, in batches of a row each, the shortest first."""
+        """Batches of every sample once, a row each, the shortest first."""
         return self._cut(sorted(range(len(self.samples)), key=lambda i: len(self.samples[i].ids)))
 
     def layout(self, indices: list[int]) -> tuple[list[list[int]], tuple[int, int]]:
-        """Of a batch, the samples of each row, and its shape [B,T]."""
+        """The samples of each row of a batch, and its shape [B,T]."""
         rows = [[i] for i in indices]
         if self.pack is not None:
             (rows,) = self._pack(indices)
@@ -129,7 +126,7 @@ class Batches:
         return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None, numbers)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
-        """All epochs one after the other, the first `skip` batches left out."""
+        """The batches of all epochs, without the first `skip`."""
         return map(self.collate, itertools.islice(self.order(), skip, None))
 
     def order(self) -> Iterator[list[int]]:

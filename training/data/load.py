@@ -1,4 +1,4 @@
-"""From records to samples: what is bad, too long or has nothing to learn is left out, counted and reported."""
+"""From records to samples. Records that are bad, too long or without anything to learn are left out, and counted."""
 
 import itertools
 import sys
@@ -9,19 +9,16 @@ from dataclasses import dataclass, field
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
-from specdec.model import Target
+from specdec.model.target import Target
 from training.data.render import Sample, check_tokenizer, render
 from training.data.sources import Message, Record, read_records
 
 
 @dataclass
 class Tally:
-    """Counts what was left out or cut, and why.
+    """Counts what was left out or cut, and why."""
 
-    bad: what a bad record does, 'error' (the default: a ValueError that names it) or 'skip' (it is left out).
-    """
-
-    bad: str = "error"
+    bad: str = "error"  # what a bad record does: 'error' raises a ValueError that names it, 'skip' leaves it out
     counts: dict[str, int] = field(default_factory=dict)
     first_bad: str | None = None
 
@@ -34,7 +31,7 @@ class Tally:
 
     @contextmanager
     def record(self, where: str) -> Iterator[None]:
-        """Around the work on one record: a ValueError of it is the record's fault."""
+        """Wraps the work on one record: a ValueError in it makes the record a bad one."""
         try:
             yield
         except ValueError as error:
@@ -45,14 +42,14 @@ class Tally:
             self.first_bad = self.first_bad or reason
 
     def report(self) -> None:
-        """One line on standard error, or none if there is nothing to tell."""
+        """Print one line of counts on standard error, if there are any."""
         if self.counts:
             first = f" (the first: {self.first_bad})" if self.first_bad else ""
             print("data: " + ", ".join(f"{n} {what}" for what, n in self.counts.items()) + first, file=sys.stderr)
 
 
 def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, list[Message]]]:
-    """Of each good record, where it stands and its messages. Raises ValueError, at the first conversation, if the
+    """Yields where each good record stands, and its messages. Raises ValueError at the first conversation if the
     tokenizer cannot render any."""
     checked = False
     for record in records:
@@ -76,7 +73,7 @@ def read_samples(
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
-    vocab = target.config.vocab
+    vocab = target.vocab
     for where, messages in read_messages(records, target.tokenizer, tally):
         sample = None
         with tally.record(where):
@@ -92,10 +89,10 @@ def read_samples(
 
 
 def _sample(tokenizer, messages: list[Message], max_length: int, too_long: str, tally: Tally) -> Sample | None:
-    """None, counted, if there is nothing to learn from it."""
+    """Render messages; None, which is counted, if there is nothing to learn from them."""
     try:
         sample = render(tokenizer, messages)
-    except TemplateError:  # for example a template that wants the user to speak first
+    except TemplateError:  # for example if the user must speak first
         tally.count("conversations that the chat template refuses left out")
         return None
     if len(sample.ids) > max_length:
@@ -113,18 +110,18 @@ def _sample(tokenizer, messages: list[Message], max_length: int, too_long: str, 
 def tokenise(
     tokenizer, conversations: Iterable[list[Message]], max_length: int, limit: int | None = None
 ) -> list[Sample]:
-    """Render with the chat template and cut at max_length.
+    """Render conversations with the chat template and cut them at max_length tokens.
 
-    Conversations with nothing to learn, or that the template refuses, are left out.
+    A conversation with nothing to learn, or one that the template refuses, is left out.
     """
     samples = (_sample(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
     return list(itertools.islice((s for s in samples if s is not None), limit))
 
 
 def load_samples(config: DictConfig, target: Target) -> list[Sample]:
-    """The samples that conf/data/*.yaml describes, numbered.
+    """The samples that a configuration of conf/data describes, numbered.
 
-    The same settings give the same samples in the same order, so that a run over a stream resumes as any other does.
+    The same settings give the same samples in the same order, so a run over a stream can be resumed too.
     """
     if not config.path:
         raise ValueError(

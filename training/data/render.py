@@ -1,4 +1,4 @@
-"""A conversation in the target's own form: token ids, and which of them the assistant speaks."""
+"""A conversation as the target reads it: token ids, and which of them the assistant speaks."""
 
 import re
 from dataclasses import dataclass
@@ -17,21 +17,20 @@ GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 
 @dataclass
 class Sample:
-    """One tokenised conversation: ids [T], where the assistant speaks [T], how much each token counts [T], if not all
-    count alike, and its place among all that were loaded."""
+    """One tokenised conversation."""
 
-    ids: np.ndarray
-    mask: np.ndarray
-    weights: np.ndarray | None = None
-    number: int | None = None
+    ids: np.ndarray  # [T]
+    mask: np.ndarray  # [T] True where the token is to be learnt: what the assistant says
+    weights: np.ndarray | None = None  # [T] how much each token counts; None: all alike
+    number: int | None = None  # its place among all that were loaded
 
 
 def render(tokenizer, messages: list[Message]) -> Sample:
-    """Ids and loss mask: all of a plain text; of a conversation what the assistant says, its end token included.
+    """Ids and loss mask. All of a plain text is learnt; of a conversation what the assistant says, and its end token.
 
-    Templates with {% generation %} markers tell that themselves. Of another template's text, what the assistant says is
-    what rendering one message more adds behind the prompt for it; a template that rewrites earlier text is refused with
-    a ValueError. jinja2's TemplateError is the template's own refusal.
+    Templates with {% generation %} markers tell what that is. With another template, the conversation is rendered up to
+    each of the assistant's messages and with it, and what the second text has more is the assistant's. A template that
+    rewrites earlier text is refused with a ValueError. jinja2's TemplateError is the template's own refusal.
     """
     if messages[0]["role"] == "text":
         ids = tokenizer(messages[0]["content"])["input_ids"]
@@ -58,7 +57,7 @@ def _sample(ids: list[int], mask: list[int]) -> Sample:
 
 
 def _span(tokenizer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
-    """Characters [start, end) of message i in the rendered text."""
+    """The characters [start, end) of message i in the rendered text."""
     before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
     after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
     if not (after.startswith(before) and text.startswith(after)):
@@ -79,7 +78,7 @@ def check_tokenizer(tokenizer) -> None:
     try:
         text = tokenizer.apply_chat_template(GREETING, tokenize=False)
     except TemplateError:
-        return  # what it takes, the data will show
+        return  # it may take other conversations
     for token in SPECIAL.findall(text):
         if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
             raise ValueError(
@@ -89,7 +88,7 @@ def check_tokenizer(tokenizer) -> None:
 
 
 def count_tokens(samples: list[Sample], vocab: int) -> Tensor:
-    """How often each target token is to be learnt: counts [V] over the masked-in tokens."""
+    """[V]: how often each target token is to be learnt in the samples."""
     counts = np.zeros(vocab, dtype=np.int64)
     for sample in samples:
         counts += np.bincount(sample.ids[sample.mask], minlength=vocab)

@@ -1,4 +1,4 @@
-"""Where conversations come from: files, and data sets of the Hugging Face hub; each record knows its place there."""
+"""Where conversations come from: files, and data sets of the Hugging Face hub. Each record knows its place there."""
 
 import json
 import lzma
@@ -23,13 +23,13 @@ Message = dict[str, str]
 
 @dataclass
 class Record:
-    """One record as it was found: `raw` is a line of JSON, or the row that `datasets` or a `.json` file gave."""
+    """One record as it was found."""
 
-    where: str
-    raw: bytes | dict
+    where: str  # the file and the line, for messages
+    raw: bytes | dict  # a line of JSON, or a row of a `.json` file or a data set
 
     def fields(self) -> dict:
-        """What the record holds. Raises ValueError, without saying where, if it is no object."""
+        """What the record holds. Raises ValueError, which does not say where, if it is not an object."""
         try:
             row = json.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
         except UnicodeDecodeError:
@@ -41,7 +41,7 @@ class Record:
         return row
 
     def messages(self) -> list[Message]:
-        """OpenAI messages, at least one. Raises ValueError, without saying where, for a record of no known form."""
+        """OpenAI messages, at least one. Raises ValueError, which does not say where, if the form is not known."""
         return _messages(self.fields())
 
 
@@ -72,7 +72,7 @@ def _message(turn: dict) -> Message:
 
 
 def read_conversations(path: str | Path) -> Iterator[list[Message]]:
-    """Yield each conversation as OpenAI messages; see `read_records`. Raises ValueError at the first bad record."""
+    """Yields each conversation as OpenAI messages; see `read_records`. Raises ValueError at the first bad record."""
     for record in read_records(path):
         try:
             yield record.messages()
@@ -85,13 +85,18 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a file, of all files that match a pattern (in order of their names), or of a data set.
 
-    Records are ShareGPT (`conversations: [{from, value}]`), OpenAI (`messages: [{role, content}]`), plain text
-    (`text`), which becomes one message of the role 'text', or prompts (`turns` or `prompt`; the first turn is taken).
-    Files are `.json`, `.jsonl`, `.jsonl.xz`. Everything else is read through `datasets`: `.parquet`, a folder, the name
-    of a data set on the hub. split ('train' if not given), subset and streaming (read rows as they are needed instead
-    of downloading the data set first) are for these.
+    A record is one of four forms:
 
-    Raises ValueError for what cannot be read at all or holds no record.
+    - ShareGPT: `conversations: [{from, value}]`.
+    - OpenAI: `messages: [{role, content}]`.
+    - Plain text: `text`. It becomes one message of the role 'text'.
+    - Prompts: `turns` or `prompt`. The first turn is taken.
+
+    Files are `.json`, `.jsonl` and `.jsonl.xz`. Everything else is read through `datasets`: `.parquet`, a folder, the
+    name of a data set on the hub. `split` ('train' if not given), `subset` and `streaming` are for these; streaming
+    reads rows as they are needed instead of downloading the data set first.
+
+    Raises ValueError for what cannot be read or holds no record.
     """
     paths = sorted(glob(str(name))) if any(c in str(name) for c in "*?[") else [str(name)]
     if not paths:
@@ -161,14 +166,14 @@ def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iter
             rows = datasets.load_dataset(name, subset, split=split, streaming=streaming)
         for number, row in enumerate(rows, 1):
             yield Record(f"{name} ({split}) row {number}", row)
-    except Exception as error:  # of any type: from the hub, the network, and readers of any format
+    except Exception as error:  # the hub, the network and the readers of formats raise any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"cannot read the data set {name}: {reason}") from None
 
 
 def preset(name: str) -> dict[str, str]:
-    """The arguments of `read_records` for a name that a command line gives: those of conf/data/NAME.yaml if there is
-    one, else the name itself."""
+    """The arguments of `read_records` for a name on a command line: those of conf/data/NAME.yaml if that exists, else
+    the name itself."""
     file = files("conf") / "data" / f"{name}.yaml"
     settings = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
     if not settings.get("path"):

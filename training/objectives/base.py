@@ -1,61 +1,28 @@
 """What all objectives share: one unroll of the drafter, weighted terms at each step, positions that count, metrics."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.types import Drafter, UnrolledState
-from training.losses import head_loss, pieces
-from training.objectives import divergences, hass, lk
-from training.objectives.divergences import Value
-from training.objectives.truth import CoarseTruth, Drafted, TargetLogits, Truth, read_choice, read_truth
-
-Term = Callable[[Drafted, Truth], Value]  # see `divergences`
-Weight = float | Mapping[str, float]
-
-TERMS: dict[str, Term] = {
-    "ce": divergences.ce,
-    "kl": divergences.kl,
-    "reverse_kl": divergences.reverse_kl,
-    "jsd": divergences.jsd,
-    "tv": divergences.tv,
-    "choice": divergences.choice,
-    "tokens": divergences.tokens,
-    "lk": lk.lk,
-    "lk_hybrid": lk.lk_hybrid,
-    "top_k": hass.top_k,
-}
-
-
-def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
-    """{name: weight} or {name: {weight: w, setting: value}} -> [(weight, term)]; ValueError for what is unknown."""
-    chosen = []
-    for name, value in terms.items():
-        if name not in TERMS:
-            raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(TERMS)}")
-        settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        weight = settings.pop("weight", 1.0)
-        allowed = TERMS[name].__code__.co_varnames[2 : TERMS[name].__code__.co_argcount]
-        if unknown := set(settings) - set(allowed):
-            raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
-        if weight:  # 0 takes a term out of a configuration that others are added to
-            chosen.append((float(weight), partial(TERMS[name], **settings)))
-    if not chosen:
-        raise ValueError(f"objective.terms needs a term of a weight other than 0; there are {', '.join(TERMS)}")
-    return chosen
+from specdec.contracts import Drafter, DraftState
+from training.objectives.losses import head_loss, pieces
+from training.objectives.student import Student
+from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
+from training.objectives.terms import Value, Weight, read_terms
 
 
 class Objective:
     """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
 
-    terms: see `TERMS`. A position counts if it belongs to the loss mask and, with `known_only`, the target's likeliest
-    token is in the draft vocabulary. mean 'masked' divides by the positions that count, each with its weight; 'all' by
-    the number of all, as EAGLE does, which makes the loss depend on padding. renormalise: p sums to 1 over the draft
-    vocabulary. noise: width of the uniform noise on the target's features while learning, of that width at
-    `noise_length` tokens and narrower in longer texts, or, if that is None, at any length.
+    - terms: names and weights, as `read_terms` takes them.
+    - mean: 'masked' divides by the number of positions that count, each with its weight. 'all' divides by the number of
+      all positions, as EAGLE does; the loss then depends on padding.
+    - renormalise: p sums to 1 over the draft vocabulary.
+    - known_only: a position of the loss mask counts only if the target's likeliest token is in the draft vocabulary.
+    - noise: width of the uniform noise on the target's features, in training only. With `noise_length` it has this
+      width at so many tokens, and is narrower in longer texts; without, it has it at any length.
     """
 
     def __init__(
@@ -88,39 +55,43 @@ class Objective:
         drafter: Drafter,
         feats: Tensor,
         tokens: Tensor,
-        target_logits: TargetLogits,
+        teacher_logits: TeacherLogits,
         loss_mask: Tensor,
         weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Unshifted inputs, as the target gives them: feats [B,T,F], tokens [B,T], target_logits [B,T,V] and
-        loss_mask [B,T] (1 where the token is to be learnt). Metrics, for each step [steps]: losses, the weighted
-        terms together; accuracy, the share of counted positions whose most likely token is the target's. And counted
-        [], what the first step's mean was divided by.
+        """Loss [] and metrics of a batch.
 
-        weights [B,T]: drafting token x counts as so many positions, at whatever step it is drafted; 1 if not given. All
-        means are then weighted ones, accuracy's too, and counted is the sum of weights."""
-        # Row t drafts token t+2 from feature t and token t+1: ids, targets and mask are all read one position later.
+        Inputs are not shifted: feats [B,T,F], tokens [B,T], teacher_logits [B,T,V], loss_mask [B,T] (1 where the token
+        is to be learnt). weights [B,T]: drafting a token counts as so many positions, at whatever step it is drafted;
+        None: as one. All means are weighted by them, and `counted` is then a sum of weights.
+
+        Metrics: losses [steps], the weighted terms together; accuracy [steps], the share of counted positions at which
+        the student's most likely token is the target's; counted [], what the first step's mean was divided by.
+        """
+        # Row t drafts token t+2 from feature t and token t+1, so tokens and mask are read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
         labels = drafter.vocab.from_target(following).masked_fill(F.pad(loss_mask[:, 1:], (0, 1)) <= 0, -1)
-        counted = self.positions(drafter.vocab, target_logits, labels, loss_mask)
-        if weights is not None:  # the distribution at t is that of token t+1
+        counted = self.positions(drafter.vocab, teacher_logits, labels, loss_mask)
+        if weights is not None:  # the teacher's distribution at t is that of token t+1
             counted = counted * F.pad(weights[:, 1:], (0, 1), value=1.0)
         batch = Positions(counted, self.steps, self.mean)
         states = list(drafter.unroll(self.noisy(feats), following, self.steps, batch.later()))
-        judge = _Terms(self, drafter.vocab, target_logits, labels, batch)
-        loss = head_loss(judge, [batch.rows(s.readout, j) for j, s in enumerate(states)], [s.head for s in states])
+        judge = _Terms(self, drafter.vocab, teacher_logits, labels, batch)
+        readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
+        loss = head_loss(judge, readouts, [state.head.weight for state in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.beside(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
     def noisy(self, feats: Tensor) -> Tensor:
-        if not self.noise or not torch.is_grad_enabled():  # not while evaluating
+        """feats [B,T,F] with noise, unless gradients are off: evaluation adds none."""
+        if not self.noise or not torch.is_grad_enabled():
             return feats
         width = self.noise * (self.noise_length / feats.shape[1] if self.noise_length else 1)
         return feats + (torch.rand_like(feats) - 0.5) * width
 
-    def positions(self, vocab, target_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
-        """[B,T], 1 for each position that counts, by the position of the target whose distribution is learnt there."""
+    def positions(self, vocab, teacher_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
+        """[B,T], 1 for each position that counts. Position t is that at which the target predicts token t+1."""
         if not self.known_only or vocab.ids is None:
             return loss_mask.float()
         known = torch.zeros_like(loss_mask)
@@ -128,23 +99,28 @@ class Objective:
         contains = vocab.contains().to(labels.device)
         for piece in pieces(len(row), vocab.target_size):
             here = row[piece], column[piece]
-            known[here] = contains[read_choice(target_logits, here)].to(known.dtype)
+            known[here] = contains[read_choice(teacher_logits, here)].to(known.dtype)
         return (loss_mask * known).float()
 
-    def beside(self, states: list[UnrolledState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
-        """What a subclass adds to the loss, and to the metrics."""
+    def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
+        """What a subclass adds: to the loss, and to the metrics."""
         return 0.0, {}
 
 
 class Positions:
-    """The n positions of a batch that count, by where the target stands: (row, column). Step j drafts for it from row
-    column-1-j of the unroll, or not at all where that lies before the text."""
+    """The n positions of a batch that count: row [n] and column [n], the column at which the target predicts.
+
+    Step j drafts what the target predicts at `column` from column - 1 - j of the unroll. Where that is before the text
+    there is no such draft, and the position does not count for step j.
+    """
 
     def __init__(self, counted: Tensor, steps: int, mean: str):
-        """counted [B,T]: what each position weighs, 0 if it does not count. One look at the mask's values a training
-        step: only what counts is computed."""
+        """counted [B,T]: what each position weighs, 0 if it does not count. mean: see `Objective`.
+
+        `nonzero` waits for the device, once a training step, and in return only what counts is computed.
+        """
         self.shape = counted.shape
-        self.row, before = counted[:, 1:].nonzero(as_tuple=True)  # no step drafts the second token
+        self.row, before = counted[:, 1:].nonzero(as_tuple=True)  # column 0 predicts token 1, which no step drafts
         self.column = before + 1
         reached = self.column > torch.arange(steps, device=counted.device)[:, None]
         self.mask = counted[self.row, self.column] * reached  # [steps,n]
@@ -153,58 +129,59 @@ class Positions:
         self.share = self.mask / self.divisors.clamp(min=1)[:, None]  # [steps,n], what a position weighs in its mean
 
     def later(self) -> Tensor:
-        """[B,T], True for the rows of the unroll from which the steps after the first draft."""
+        """[B,T], True for the positions of the unroll from which the steps after the first draft."""
         needed = torch.zeros(self.shape, dtype=torch.bool, device=self.row.device)
         for j in range(1, len(self.mask)):
             needed[self.source(j)] = True
         return needed
 
     def rows(self, x: Tensor, j: int) -> Tensor:
-        """What step j drafts from: x [B,T,.] -> [n,.]."""
+        """x [B,T,.] at the positions from which step j drafts -> [n,.]."""
         return x[self.source(j)]
 
     def source(self, j: int) -> tuple[Tensor, Tensor]:
-        """Where that stands in the unroll, row and column [n]; column 0 if there is nothing, which has no weight."""
+        """Row and column [n] of the unroll from which step j drafts; column 0, of no weight, where it does not."""
         return self.row, (self.column - 1 - j).clamp(min=0)
 
 
 class _Terms:
-    """The judge of `head_loss`: it weighs the terms of one objective on one batch and fills in the metrics."""
+    """The judge of `head_loss`: it weighs the terms of an objective on a batch, and keeps the metrics."""
 
-    def __init__(self, objective: Objective, vocab, target_logits, labels: Tensor, batch: Positions):
-        self.objective, self.vocab, self.target_logits, self.labels, self.batch = (
-            objective, vocab, target_logits, labels, batch,
+    def __init__(self, objective: Objective, vocab, teacher_logits, labels: Tensor, batch: Positions):
+        self.objective, self.vocab, self.teacher_logits, self.labels, self.batch = (
+            objective, vocab, teacher_logits, labels, batch,
         )  # fmt: skip
         self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
         self.step_weights = torch.tensor(objective.step_weights, device=labels.device)
 
-    def truth(self, rows: slice) -> Truth | CoarseTruth:
+    def teacher(self, rows: slice) -> Teacher | TopTeacher:
         here = self.batch.row[rows], self.batch.column[rows]
-        return read_truth(self.target_logits, here, self.vocab, self.labels, self.objective.renormalise)
+        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise)
 
     def judge(
-        self, steps: list[int], rows: slice, truth: Truth | CoarseTruth, logits: Tensor
+        self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        draft = Drafted(logits)
-        if isinstance(truth, CoarseTruth):  # what it says depends on the step
-            each = Drafted(logits.reshape(-1, 1, logits.shape[-1]))
-            weighed = self._weigh(each, truth.repeated(len(steps)).facing(each))
-            value, slope, total = (x.reshape(*draft.best.shape, *x.shape[2:]) for x in weighed)
+        student = Student(logits)
+        if isinstance(teacher, TopTeacher):  # the whole p that it makes depends on the student's step
+            each = Student(logits.reshape(-1, 1, logits.shape[-1]))
+            weighed = self._weigh(each, teacher.repeated(len(steps)).facing(each))
+            value, slope, total = (x.reshape(*student.best.shape, *x.shape[2:]) for x in weighed)
         else:
-            value, slope, total = self._weigh(draft, truth)
+            value, slope, total = self._weigh(student, teacher)
         share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1)
         self.losses[steps] += (value * share).sum(0)
-        hits = (self.vocab.to_target(draft.best) == truth.choice[:, None]) * self.batch.mask[steps, rows].T
+        hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]) * self.batch.mask[steps, rows].T
         self.accuracy[steps] += hits.sum(0) / counts
         share = share * self.step_weights[steps]
-        # d log q_v / d x_u = [u = v] - q_u; q, which nobody reads any more, gives the room.
-        slope = torch.addcmul(slope, draft.q, total[..., None], value=-1, out=draft.q)
+        # d log q_v / d x_u = [u = v] - q_u, so the gradient is slope - q total. Nobody reads q after this: it gives the
+        # memory.
+        slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
         return (value * share).sum(), slope, share[..., None]
 
-    def _weigh(self, draft: Drafted, truth: Truth) -> Value:
+    def _weigh(self, student: Student, teacher: Teacher) -> Value:
         value, slope, total = 0.0, None, 0.0
         for weight, term in self.objective.terms:
-            one, its_slope, its_total = term(draft, truth)
+            one, its_slope, its_total = term(student, teacher)
             value, total = value + weight * one, total + weight * its_total
             its_slope = its_slope if weight == 1 else its_slope * weight
             slope = its_slope if slope is None else slope + its_slope

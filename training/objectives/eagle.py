@@ -1,4 +1,4 @@
-"""EAGLE-1/2's objective: the target's next feature, and what the target's head makes of it (arXiv 2401.15077)."""
+"""EAGLE-1/2's objective: the target's next feature, and its next distribution (arXiv 2401.15077)."""
 
 from collections.abc import Mapping
 
@@ -7,16 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.eagle import Eagle
-from specdec.types import Drafter, UnrolledState
-from training.objectives.base import Objective, Positions, Weight
+from specdec.contracts import Drafter, DraftState
+from training.objectives.base import Objective, Positions
+from training.objectives.terms import Weight
 
 
 class EagleObjective(Objective):
-    """feature * SmoothL1(draft feature, target's next feature), and terms on the distributions.
+    """feature * SmoothL1(student's feature, target's next feature), plus terms on the distributions.
 
-    As `eagle/train/main.py`: weights 1 and 0.1, and uniform noise on the input features, of width `noise` (0.2) at 512
-    tokens and narrower in longer texts. steps > 1 feeds the drafter's own output back, step j weighted decay^j, which
-    HASS (arXiv 2408.15766) and EAGLE-3 do, and EAGLE does not.
+    The defaults are those of EAGLE's `eagle/train/main.py`: weights 1 and 0.1, and uniform noise on the input features,
+    of width 0.2 at 512 tokens and narrower in longer texts. With steps > 1 the drafter's own output is fed back, and
+    step j weighs decay^j; HASS (arXiv 2408.15766) and EAGLE-3 do that, EAGLE does not.
     """
 
     def __init__(
@@ -34,7 +35,10 @@ class EagleObjective(Objective):
         self.feature = feature
 
     def __call__(self, drafter: Drafter, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """As of `Objective`; metrics further have feature_losses [steps]."""
+        """As `Objective`; the metrics also have feature_losses [steps].
+
+        Raises ValueError for a drafter that does not predict features.
+        """
         if not isinstance(drafter, Eagle):
             raise ValueError(
                 f"objective=eagle compares a drafter's state with the target's next feature, which "
@@ -42,7 +46,7 @@ class EagleObjective(Objective):
             )
         return super().__call__(drafter, **inputs)
 
-    def beside(self, states: list[UnrolledState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
+    def beside(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
         wanted = feats[batch.row, batch.column]
         losses = torch.stack([
             (F.smooth_l1_loss(batch.rows(state.hidden, j).float(), wanted, reduction="none").mean(-1) * share).sum()

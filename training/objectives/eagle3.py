@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from training.objectives.base import Objective, Weight
+from training.objectives.base import Objective
+from training.objectives.terms import Weight
 
 
 class Eagle3Objective(Objective):
     """sum_j decay^j * loss_j over `steps` unrolled steps (EAGLE-3, section 3; `traineagle3/cnets.py`).
 
-    By default loss_j is the cross-entropy -mean sum_v p(v) log q_j(v), p renormalised over the draft vocabulary, and
-    EAGLE-3.1 keeps it so. The other trainers of such heads differ in what `Objective` offers; conf/experiment/preset_*
-    are their settings.
+    By default loss_j is the cross-entropy -mean sum_v p(v) log q_j(v), with p renormalised over the draft vocabulary.
+    EAGLE-3.1 keeps it so. Other trainers of such heads differ in settings of `Objective`: see conf/experiment/preset_*.
     """
 
     def __init__(self, steps: int = 7, decay: float = 0.8, terms: Mapping[str, Weight] | None = None, **settings):

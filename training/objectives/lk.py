@@ -1,30 +1,34 @@
-"""LK losses: the chance that a draft is accepted, made large itself (arXiv 2602.23881).
+"""LK losses: they raise the chance alpha that a draft is accepted (arXiv 2602.23881).
 
-alpha = sum_v min(p_v, q_v), p the target's distribution over all its tokens, as rejection sampling has it.
+alpha = sum_v min(p_v, q_v), with p the teacher's distribution over all V tokens, as rejection sampling uses it.
 """
 
 import torch
 
-from training.objectives.divergences import Value, kl, tv
-from training.objectives.truth import Drafted, Truth
+from training.objectives.divergences import kl, tv
+from training.objectives.student import Student
+from training.objectives.teacher import Teacher
+from training.objectives.terms import Value, term
 
-LEAST = 1e-5  # alpha is taken for no less, so that a drafter far off gets a steep slope, not an infinite one
+LEAST = 1e-5  # of alpha: a student far off gets a steep slope, not an infinite one
 
 
-def lk(draft: Drafted, truth: Truth) -> Value:
-    """-log alpha. Its gradient is that of the total variation over alpha, which is large where little is accepted."""
-    rejected, slope, total = tv(draft, truth)
+@term
+def lk(student: Student, teacher: Teacher) -> Value:
+    """-log alpha. Its gradient is that of the total variation divided by alpha: large where little is accepted."""
+    rejected, slope, total = tv(student, teacher)
     alpha = (1 - rejected).clamp(min=LEAST)
     return -alpha.log(), slope / alpha[..., None], total / alpha
 
 
-def lk_hybrid(draft: Drafted, truth: Truth, scale: float = 1.0, decay: float = 3.0) -> Value:
-    """w KL(p || q) + (1 - w) (1 - alpha), w = scale exp(-decay alpha) a constant for the gradient.
+@term
+def lk_hybrid(student: Student, teacher: Teacher, scale: float = 1.0, decay: float = 3.0) -> Value:
+    """w KL(p || q) + (1 - w) (1 - alpha), where w = scale exp(-decay alpha) is a constant for the gradient.
 
-    decay 3 is the paper's best and speculators' default; SpecForge's is 1.
+    decay = 3 is the paper's best and speculators' default; SpecForge's is 1.
     """
-    rejected, slope, total = tv(draft, truth)
-    distance, pull, pull_total = kl(draft, truth)
+    rejected, slope, total = tv(student, teacher)
+    distance, pull, pull_total = kl(student, teacher)
     w = scale * torch.exp(-decay * (1 - rejected))
     value = w * distance + (1 - w) * rejected
     return value, torch.lerp(slope, pull, w[..., None]), torch.lerp(total, pull_total.expand_as(total), w)

@@ -1,24 +1,25 @@
-"""Heads that guess tokens ahead, trained on the text's own tokens: MTP (arXiv 2412.19437, 2509.18362) and Medusa."""
+"""The objective of heads that learn the text's own tokens: MTP (arXiv 2412.19437, 2509.18362) and Medusa."""
 
 from collections.abc import Mapping
 
 from torch import Tensor
 
-from training.objectives.base import Objective, Weight
+from training.objectives.base import Objective
+from training.objectives.terms import Weight
 
 
 class TokensObjective(Objective):
-    """sum_j w_j * CE_j, CE_j the cross-entropy of the token that stands j + 1 places after the known one, over `steps`
-    unrolled steps, w_j = decay^j / sum decay^j.
+    """sum_j w_j * CE_j over `steps` unrolled steps, with w_j = decay^j / sum decay^j. CE_j is the cross-entropy of the
+    token that stands j + 1 places after the known one.
 
-    FastMTP weights the recursions of one MTP head so, with decay 0.6; Medusa its heads with decay 0.8. Trained on the
-    target's own answers this is distillation by samples, and further terms may stand beside it. A position counts if
-    its token belongs to the loss mask and to the draft vocabulary.
+    FastMTP weighs the recursions of one MTP head so, with decay 0.6, and Medusa its heads, with decay 0.8. On the
+    target's own answers this is distillation from samples. Further terms may stand beside it. A position counts if its
+    token belongs to the loss mask and to the draft vocabulary.
     """
 
     def __init__(self, steps: int = 3, decay: float = 0.6, terms: Mapping[str, Weight] | None = None, **settings):
         super().__init__(terms or {"tokens": 1.0}, steps=steps, decay=decay, **settings)
         self.step_weights = [w / sum(self.step_weights) for w in self.step_weights]
 
-    def positions(self, vocab, target_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
+    def positions(self, vocab, teacher_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
         return (labels >= 0).float()

@@ -1,1 +1,0 @@
-"""What the project measures itself with."""

@@ -1,0 +1,150 @@
+"""The layout of EAGLE-3's authors, of SpecForge and of SGLang, and ours, which extends it.
+
+Traps: the published configs state no rope, and mean theta 10000 whatever the target's is. Taps that are not listed are
+hidden states 2, N/2, N-3; a list of them means different things in different places (`_taps`). `norm_output` switches
+the norm before the head off in SpecForge, and the post-norm feedback on in speculators, vLLM and TorchSpec. Here it is
+SpecForge's, unless the field `norm_output_means`, ours, says 'feedback'.
+"""
+
+import dataclasses
+
+from drafters.eagle3 import Eagle3Forward
+from drafters.formats.base import Layout, TargetFacts, Tensors, membership
+from drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning
+from drafters.formats.fields import dtype_name, read_shape, shape_fields
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return "fc.weight" in tensors and any(name.startswith("midlayer.") for name in tensors)
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """What a checkpoint in the published layout means, and its tensors."""
+    reading = config.get("norm_output_means", "head")
+    if reading not in ("head", "feedback"):
+        raise ValueError(f"{name}: norm_output_means must be 'head' or 'feedback', got {reading!r}")
+    feedback = reading == "feedback" and config.get("norm_output", False)
+    head_norm = config.get("norm_output", True) if reading == "head" else True
+    return meaning_of(config, tensors, name, _taps(config, name), bool(feedback), bool(head_norm)), tensors
+
+
+def meaning_of(
+    config: dict, tensors: Tensors, name: str, taps: tuple[int, ...] | None, feedback: bool, head_norm: bool
+) -> Eagle3Meaning:
+    """The meaning by the fields on which all layouts agree. What the tensors show is read from them, and not from the
+    config."""
+    shape = read_shape(config, name)
+    if "fc.weight" not in tensors:
+        raise ValueError(f"{name}: the checkpoint lacks the tensor fc.weight")
+    for needed, stated in (("fc_norm.0.weight", "fc_norm"), ("input_norm.weight", "norm_before_fc")):
+        if stated in config and bool(config[stated]) != (needed in tensors):
+            there = "holds" if needed in tensors else "lacks"
+            raise ValueError(f"{name}: the config sets {stated} to {config[stated]}, but the file {there} {needed}")
+    width = config.get("target_hidden_size") or shape.hidden
+    if not isinstance(config.get("vocab_size"), int):
+        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
+    rows = next((len(tensors[key]) for key in ("d2t", "lm_head.weight") if key in tensors), config["vocab_size"])
+    return Eagle3Meaning(
+        shape=shape,
+        vocab=config["vocab_size"],
+        draft_vocab=config.get("draft_vocab_size") or rows,
+        taps=taps,
+        tap_width=width,
+        forward=Eagle3Forward(
+            tap_norms="fc_norm.0.weight" in tensors,
+            input_norm="input_norm.weight" in tensors,
+            residual_norm=bool(config.get("norm_before_residual", False)),
+            feedback="post" if feedback else "pre",
+            head_norm=head_norm,
+            qkv_bias=f"{PROJECTIONS[0]}.bias" in tensors,
+            qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
+        ),
+        own_head="lm_head.weight" in tensors or config.get("draft_vocab_size") is not None,
+    )
+
+
+def _taps(config: dict, name: str) -> tuple[int, ...] | None:
+    """Indices into hidden_states; None for the published default. A list inside `eagle_config` counts layers by their
+    outputs (SpecForge, SGLang, ModelOpt), a list at the top of the config by their inputs (vLLM). Our own field `taps`
+    holds the indices."""
+    if config.get("taps") is not None:
+        return check_list(config["taps"], name)
+    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if outputs:
+        return tuple(i + 1 for i in check_list(outputs, name))
+    inputs = config.get("eagle_aux_hidden_state_layer_ids")
+    return check_list(inputs, name) if inputs else None
+
+
+def check_list(taps, name: str) -> tuple[int, ...]:
+    if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
+        raise ValueError(f"{name}: taps must be a list of layer numbers, got {taps!r}")
+    return tuple(taps)
+
+
+def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """The published layout, as SpecForge and SGLang read it."""
+    if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
+        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **shape_fields(meaning.shape),
+        "vocab_size": meaning.vocab,
+        "draft_vocab_size": meaning.draft_vocab if meaning.own_head else None,
+        "dtype": dtype_name(tensors["fc.weight"]),
+        **flag_fields(meaning.forward),
+        **output_ids(meaning.taps, target),
+    }
+    how = meaning.forward
+    if how.feedback == "post":
+        config |= {"norm_output": True, "norm_output_means": "feedback"}
+    elif not how.head_norm:
+        config |= {"norm_output": False, "norm_output_means": "head"}
+    if meaning.tap_width != meaning.shape.hidden:
+        config["target_hidden_size"] = meaning.tap_width
+    return config, with_membership(tensors, meaning.vocab)
+
+
+def flag_fields(how: Eagle3Forward) -> dict:
+    """The fields of other trainers. Those that are off are left out, as in the published configs."""
+    flags = {
+        "fc_norm": how.tap_norms,
+        "norm_before_fc": how.input_norm,
+        "norm_before_residual": how.residual_norm,
+        "attention_bias": how.qkv_bias,
+    }
+    return {name: True for name, on in flags.items() if on}
+
+
+def output_ids(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
+    """The config field that lists the taps as outputs of layers; none for the published default.
+
+    Raises ValueError for a hidden state that is no layer's output."""
+    if taps is None:
+        return {}
+    for tap, state in ((0, "the embeddings"), (target.layers if target else -1, "the state after the final norm")):
+        if tap in taps:
+            raise ValueError(f"the drafter reads {state} (hidden state {tap}), for which this layout has no name")
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}}
+
+
+def with_membership(tensors: Tensors, vocab: int) -> Tensors:
+    return tensors | {"t2d": membership(tensors["d2t"], vocab)} if "d2t" in tensors else tensors
+
+
+def recognise_own(config: dict, tensors: Tensors) -> bool:
+    return recognise(config, tensors) and "taps" in config
+
+
+def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """The published layout with the field `taps`, and with a list for other readers where they have names for the
+    taps."""
+    config, tensors = write(dataclasses.replace(meaning, taps=None), tensors, target)
+    config["taps"] = list(meaning.taps) if meaning.taps else None
+    if meaning.taps and target is not None and all(0 < tap < target.layers for tap in meaning.taps):
+        config |= output_ids(meaning.taps, target)
+    return config, tensors
+
+
+OWN = Layout("specdec", "ours: the EAGLE-3 layout, with taps by name", recognise_own, read, write_own)
+PUBLISHED = Layout("eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write)

@@ -1,0 +1,135 @@
+"""What drafters are made of: the shape of a draft layer, its attention, a head that is shared, fresh weights."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from drafters.vocab import DraftVocab
+from specdec.contracts import Drafter
+from specdec.model.layers import Linear, LinearMap, RMSNorm, Rope, check_heads, rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The shape of a draft layer. `hidden` is the draft's own, and the width of the target's embeddings."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    rope: Rope
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        check_heads(self.heads, self.kv_heads)
+
+
+def shape_like(
+    target,
+    *,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    rope_theta: float | None = None,
+) -> DraftShape:
+    """The shape of a fresh drafter for a target; what is not given is the target's, its rope included."""
+    config = target.config
+    heads = num_attention_heads or config.heads
+    return DraftShape(
+        hidden=config.hidden,
+        intermediate=intermediate_size or config.intermediate,
+        heads=heads,
+        kv_heads=num_key_value_heads or min(config.kv_heads, heads),
+        head_dim=config.head_dim,
+        eps=config.eps,
+        rope=config.rope if rope_theta is None else Rope(rope_theta),
+        context=config.context,
+    )
+
+
+def start(drafter: nn.Module, target, init: str) -> None:
+    """Random weights, on the target's device; `init` 'target' then lets the drafter repeat what the target said one
+    token before (`start_from`), 'random' leaves it at that. Parameters are fp32 whatever the target is."""
+    if init not in ("target", "random"):
+        raise ValueError(f"init must be 'target' or 'random', got {init!r}")
+    drafter.to(target.device)
+    with torch.no_grad():
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if init == "target":
+            drafter.start_from(target)
+
+
+class DraftAttention(nn.Module):
+    """Attention of the draft layer: fused q, k, v over an input of any width."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        width: int,
+        bias: bool = False,
+        qk_norm: bool = False,
+        gate: bool = False,
+        rotary_dim: int | None = None,
+    ):
+        """gate: each query head is followed by a gate of its size for the head's output (Qwen3-Next). rotary_dim: only
+        so many of a head's dimensions are rotated (GLM-4.5, Qwen3-Next)."""
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
+        rows = shape.heads * (2 if gate else 1) + 2 * shape.kv_heads
+        self.qkv = Linear(width, rows * shape.head_dim, bias=bias)
+        self.o = Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        q_rows = self.heads * (2 if self.gate else 1)
+        rows = self.qkv(x).view(*x.shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
+        q, k, v = rows.split_with_sizes([q_rows, self.kv_heads, self.kv_heads], dim=2)
+        if self.gate:
+            q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        qk = torch.cat([q, k], dim=2) if self.gate or self.q_norm is not None else rows[:, :, : q_rows + self.kv_heads]
+        turned = rotate(qk[..., : self.rotary_dim], *rope)
+        if self.rotary_dim < self.head_dim:
+            turned = torch.cat([turned, qk[..., self.rotary_dim :]], dim=-1)
+        q, k = turned.split_with_sizes([self.heads, self.kv_heads], dim=2)
+        out = attend(q, k, v)
+        return self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
+
+
+class SharedHead(LinearMap):
+    """Rows of a head that is not the drafter's to train: logits over its draft vocabulary."""
+
+    def __init__(self, weight: Tensor, ids: Tensor | None):
+        """weight [V,H]; ids [U] of the rows to keep, or None for all, which are then shared and not copied."""
+        super().__init__()
+        rows = weight.detach() if ids is None else weight.detach()[ids.to(weight.device)]
+        self.register_buffer("weight", rows, persistent=False)
+        self.bias = None
+
+
+def restrict(drafter: Drafter, ids: Tensor) -> None:
+    """FR-Spec (arXiv 2502.14856): let a drafter with heads propose only these target tokens [U'], in this order; of
+    those that it does not know, none. What is verified, and emitted, does not change."""
+    old, heads = drafter.vocab, drafter.heads_in_use()
+    if not heads:
+        raise ValueError(f"{type(drafter).__name__} has no head that a token map could cut")
+    chosen = DraftVocab(old.target_size, ids.to(heads[0].weight.device))
+    rows = old.from_target(chosen.ids)
+    rows = rows[rows >= 0]
+    if not len(rows):
+        raise ValueError("the token map and the drafter's own vocabulary have no token in common")
+    drafter.set_heads([SharedHead(head.weight, rows) for head in heads])
+    drafter.vocab = DraftVocab(old.target_size, old.to_target(rows))

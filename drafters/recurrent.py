@@ -1,0 +1,156 @@
+"""What all recurrent drafters share: one transformer layer over a cache of its own.
+
+At committed positions it is fed with the target's features, at drafted ones with its own output. Training unrolls the
+same layer.
+
+Conventions (EAGLE, SafeAILab/EAGLE `cnets.py`): draft position t holds the feature of token t and the embedding of
+token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on level l has position lens + l - 1.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.layers import Attend, DraftShape
+from drafters.unroll import Rows, UnrolledAttention, recomputed
+from drafters.vocab import DraftVocab
+from specdec.contracts import Drafter, DraftState
+from specdec.model.attention import CacheView, document_mask, document_positions
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import LinearMap, RopeTable, freeze, unfreeze
+
+
+class RecurrentDrafter(Drafter):
+    """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
+    (`layer`), and has a `head`, which makes logits of what `readout` makes of the layer's output; cache, positions and
+    training unroll live here.
+
+    `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
+    positions as the first does, and sees of the drafted ones those that went through itself.
+    """
+
+    head: LinearMap
+    capturable = True
+    learns = True
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        taps: tuple[int, ...],
+        vocab: DraftVocab,
+        embedding: Tensor,
+        layers: int = 1,
+        rotary_dim: int | None = None,
+    ):
+        """embedding [V,H]: the target's, shared and frozen. rotary_dim: see `DraftAttention`."""
+        super().__init__()
+        self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
+        self.recompute = False  # while training, keep only what enters and leaves a layer (activation checkpointing)
+
+    @abstractmethod
+    def fuse(self, feats: Tensor) -> Tensor:
+        """Features of the target [B,n,F] -> the layer's hidden input [B,n,H]."""
+
+    @abstractmethod
+    def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
+        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is.
+
+        index: which of the drafter's layers, always 0 for a drafter of one."""
+
+    def readout(self, hidden: Tensor, index: int) -> Tensor:
+        """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
+        return hidden
+
+    def heads_in_use(self) -> list[LinearMap]:
+        return [self.head]
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        (self.head,) = heads
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Embeddings [B,n,H] of tokens at draft positions [B,n]."""
+        return F.embedding(tokens, self.embedding)
+
+    # Decoding
+
+    def reset(self, rows: int, slots: int) -> None:
+        shape = self.shape
+        freeze(self)
+        self.rope.reserve(slots, self.embedding)
+        cache = KVCache(self.layers, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = cache.clear(0)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(
+        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+    ) -> DraftState:
+        count = tokens.shape[1]
+        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
+        positions = cache.lens[:, None] + torch.arange(count, device=tokens.device)
+        feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
+        rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)
+        for index in range(1, self.layers):
+            self.layer(embeds, hidden, rope, partial(view.attend, index), index)
+        hidden = self.layer(embeds, hidden, rope, partial(view.attend, 0), 0)
+        last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
+        hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
+        cache.advance(n, max_len)
+        return DraftState(hidden, self.readout(hidden, 0), self.head)
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        b, n = tokens.shape
+        index = min(level, self.layers - 1)
+        first = max(index, 1)  # the first level whose nodes went through this layer
+        own = ancestors[:, :, (first - 1) * n :]
+        view = CacheView(self.cache, n, own, self.shape.heads // self.shape.kv_heads, offset=(level - first) * n)
+        positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
+        embeds = self.embed(tokens, positions)
+        hidden = self.layer(embeds, hidden, self.rope(positions), partial(view.attend, index), index)
+        return DraftState(hidden, self.readout(hidden, index), self.head)
+
+    # Training
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+        """Training-time test (EAGLE-3, arXiv 2503.01840, section 3): step j feeds step j-1's output back, one token on.
+
+        feats [B,T,F], tokens [B,T] one position later (token t+1 beside feature t). Row t of step j stands for the
+        decoder's level j after the prefix 0..t: position t+j, keys of step 0 at rows <= t and its own of steps 1..j.
+        needed [B,T]: the rows that are wanted of the steps after the first, where all others are 0. No row looks at
+        another one's later steps, so that changes nothing of the wanted ones.
+        """
+        b, t = tokens.shape
+        unfreeze(self)
+        self.rope.reserve(t + steps, self.embedding)
+        documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
+        some = None if needed is None or steps == 1 else Rows(needed)
+        rows, seen = document_positions(documents), document_mask(documents)
+        attention = [UnrolledAttention(seen, some) for _ in range(self.layers)]
+        layer = partial(recomputed, self.layer) if self.recompute else self.layer
+        hidden = context = self.fuse(feats)
+        for j in range(steps):
+            index = min(j, self.layers - 1)
+            if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
+                layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
+            ahead, positions = F.pad(tokens[:, j:], (0, min(j, t))), rows + j
+            if j and some:
+                ahead, positions = some.of(ahead), some.of(positions)
+                hidden = some.of(hidden) if j == 1 else hidden
+            hidden = layer(self.embed(ahead, positions), hidden, self.rope(positions), attention[index], index)
+            readout = self.readout(hidden, index)
+            whole = (some.spread(hidden), some.spread(readout)) if j and some else (hidden, readout)
+            yield DraftState(*whole, self.head)

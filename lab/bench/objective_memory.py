@@ -1,0 +1,70 @@
+"""Peak memory of the objective of a training step at a large vocabulary, one process for each way to compute it.
+
+    python -m lab.bench.objective_memory --vocab 128000 --length 2048 --hidden 256 --steps 3
+
+Prints one JSON line for each way: `plain` keeps whole matrices (`plain_eagle3`), `pieces` is ours, `deferred` ours with
+the target's logits in pieces too. rest_gib is the process before the step: weights, libraries, the batch. A logits
+matrix [length, vocab] in fp32 has matrix_gib. The peak is `ru_maxrss` on the CPU.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+
+from lab.bench.pair import random_batch, random_pair
+from lab.bench.plain_eagle3 import PlainEagle3
+from training.features.online import online_features
+from training.objectives.eagle3 import Eagle3Objective
+from training.objectives.terms import all_terms
+
+WAYS = ("plain", "pieces", "deferred")
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def measure(args: argparse.Namespace) -> dict:
+    target, drafter = random_pair(args.vocab, args.hidden, layers=1)
+    learner = PlainEagle3(drafter) if args.way == "plain" else drafter
+    batch = random_batch(args.vocab, 1, args.length, args.learnt)
+    rest, start = peak_gib(), time.perf_counter()
+    inputs = online_features(target, batch, drafter.taps, nullcontext(), deferred=args.way == "deferred")
+    if args.way == "plain":
+        loss, losses = learner(**inputs, steps=args.steps, decay=0.8)
+    else:
+        objective = Eagle3Objective(args.steps, 0.8, terms={args.term: 1.0})
+        loss, metrics = objective(learner, **inputs)
+        losses = metrics["losses"].tolist()
+    loss.backward()
+    return {
+        "way": args.way,
+        "peak_gib": round(peak_gib(), 2),
+        "rest_gib": round(rest, 2),
+        "matrix_gib": round(args.length * args.vocab * 4 / 2**30, 2),
+        "seconds": round(time.perf_counter() - start, 1),
+        "losses": [round(x, 5) for x in losses],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("vocab", 128000), ("length", 2048), ("hidden", 256), ("steps", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learnt", type=float, default=1.0, help="share of the assistant's tokens")
+    parser.add_argument("--term", choices=all_terms(), default="ce", help="of the loss; plain has ce only")
+    parser.add_argument("--way", choices=WAYS, help="this one only, in this process")
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(measure(args)))
+        return
+    for way in WAYS:
+        subprocess.run([sys.executable, "-m", "lab.bench.objective_memory", *sys.argv[1:], "--way", way], check=True)
+
+
+if __name__ == "__main__":
+    main()

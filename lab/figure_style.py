@@ -1,0 +1,60 @@
+"""The one style of the lab's figures, colour-blind safe, and what turns them into files."""
+
+import io
+from collections.abc import Callable, Iterable
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+WIDTH = 9.6  # inches
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
+MARKERS = "osD^vPX"
+PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "host": "#999999"}
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#777777",
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specdec",
+}
+
+
+def looks_of(name: str, names: Iterable[str]) -> dict:
+    """Colour and marker of one of several names."""
+    i = list(names).index(name)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+
+
+def error_bars(entries: list[dict]) -> list[list[float]]:
+    """Distances to the ends of the intervals; 0 where there is no interval, and where rounding makes them negative."""
+    below = [0.0 if e["low"] is None else max(e["value"] - e["low"], 0.0) for e in entries]
+    above = [0.0 if e["high"] is None else max(e["high"] - e["value"], 0.0) for e in entries]
+    return [below, above]
+
+
+def svg_and_png(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
+    """What `make` draws of `args`, as an SVG element and as the bytes of a PNG file; None if it draws nothing."""
+    with plt.rc_context(STYLE):
+        figure = make(*args)
+        if figure is None:
+            return None
+        svg, png = io.StringIO(), io.BytesIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        figure.set_layout_engine("none")  # laid out once
+        figure.savefig(png, format="png", dpi=150)
+        plt.close(figure)
+    text = svg.getvalue()
+    return text[text.index("<svg") :], png.getvalue()

@@ -1,0 +1,111 @@
+"""What a proof says: as a Markdown page, as tables on the terminal, as JSON."""
+
+from dataclasses import asdict
+from math import isnan
+
+from rich.table import Table
+
+from lab.output import console
+from lab.proof.proof import Proof
+
+
+def verdict_line(proof: Proof) -> str:
+    greedy, statistical = proof.greedy_bugs(), proof.statistical_bugs()
+    if proof.sound:
+        ties = sum(p.ties for *_, p in proof.greedy)
+        return f"No bug found; {ties} numerical ties."
+    return (
+        f"NOT LOSSLESS: {greedy} greedy texts differ for no numerical reason, {statistical} statistical tests failed."
+    )
+
+
+def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
+    """(title, columns, rows, note) of each part that has rows."""
+    greedy = [
+        [name, tree, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for name, tree, p in proof.greedy
+    ]
+    laws = [
+        [*case, p.draws, f"{p.emitted:.2f}", p.impossible, f"{p.pvalue:.2g}", f"{p.distance:.4f}", f"{p.noise:.4f}"]
+        for *case, p in proof.laws
+    ]
+    sampled = [
+        [name, tree, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
+        for name, tree, p in proof.sampled
+    ]
+    exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
+    parts = [
+        (
+            "Greedy text against plain decoding",
+            ["drafter", "tree", "tokens", "rounds", "identical", "ties", "bugs"],
+            greedy,
+            "Tie: the first differing token and plain decoding's are the target's two likeliest, and their logits, in "
+            "a finer dtype, lie within four times its largest rounding error there.",
+        ),
+        (
+            "Every lossless rule against the exact law of three tokens, on tables",
+            ["rule", "tree", "sampling", "draws", "tokens a round", "impossible", "p", "TV", "TV of chance (99 %)"],
+            laws,
+            f"p: chi-square; below {proof.threshold:.1e} it is a bug ({len(laws) + len(sampled)} tests together).",
+        ),
+        (
+            "By enumeration, without sampling",
+            ["rule", "sampling", "TV from the target"],
+            exact,
+            "The law of two tokens, over all outcomes of the draws at a tree's nodes; `match` has no other chance.",
+        ),
+        (
+            "Sampled text of the pair, top-p 0.9",
+            ["drafter", "tree", "tokens", "outside the filter", "p"],
+            sampled,
+            "p: are the tokens' places in the target's own distributions, given the text before them, uniform?",
+        ),
+    ]
+    return [
+        (title, columns, [[str(cell) for cell in row] for row in rows], note)
+        for title, columns, rows, note in parts
+        if rows
+    ]
+
+
+def markdown(proof: Proof, told: str) -> str:
+    lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", told, ""]
+    for title, columns, rows, note in sections(proof):
+        cells = [columns, ["---"] * len(columns), *rows]
+        lines += [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in cells), "", note, ""]
+    return "\n".join([*lines, *mismatches(proof)]) + "\n"
+
+
+def mismatches(proof: Proof) -> list[str]:
+    return [
+        f"- {name}, {tree}, prompt {m.prompt}, token {m.position}: {m.plain} became {m.speculative}; margin "
+        f"{m.margin:.1e}, rounding error {m.error:.1e}: {'a tie' if m.tie else 'a BUG'}"
+        for name, tree, p in proof.greedy
+        for m in p.mismatches
+    ]
+
+
+def print_proof(proof: Proof) -> None:
+    screen = console(160)
+    for title, columns, rows, note in sections(proof):
+        out = Table(title=title, caption=note, title_justify="left", caption_justify="left")
+        for column in columns:
+            out.add_column(column, justify="left" if column in ("drafter", "tree", "rule", "sampling") else "right")
+        for row in rows:
+            out.add_row(*row)
+        screen.print(out)
+    for line in mismatches(proof):
+        screen.print(line)
+    screen.print(verdict_line(proof))
+
+
+def as_json(proof: Proof) -> dict:
+    return {
+        "sound": proof.sound,
+        "greedy_bugs": proof.greedy_bugs(),
+        "statistical_bugs": proof.statistical_bugs(),
+        "threshold": proof.threshold,
+        "greedy": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.greedy],
+        "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
+        "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],
+        "sampled": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.sampled],
+    }

@@ -1,0 +1,123 @@
+"""All tests of losslessness: what is tested, and with what."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lab.proof.greedy import GreedyProof, GreedyProver
+from lab.proof.laws import LawProof, exact_distance, prove_law, significance
+from lab.proof.sampled import SampledProof, prove_sampled
+from specdec.contracts import Drafter, TreePolicy
+from specdec.model.target import Target
+from specdec.types import DraftTree, Sampling, Verdict, Verifier
+from specdec.verify import VERIFIERS, make_verifier
+from trees import Chain, DynamicTree, SampledTree
+from trees.spec import TreeSpec, describe
+
+SAMPLINGS = {"temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=4, top_p=0.9)}
+NUCLEUS = Sampling(1.0, top_p=0.9)
+LAW_TREES = (Chain(3), DynamicTree(3, 2, 8), SampledTree((1, 1, 1)), SampledTree((3, 2)), SampledTree((2, 1, 2)))
+
+
+class OneInAThousand:
+    """A broken rule, to see that the proof finds it: one of a thousand emitted tokens is a draft that was refused."""
+
+    lossless: ClassVar[bool] = True
+
+    def __init__(self, inner: Verifier, rate: float = 1e-3):
+        self.inner, self.rate, self.owed = inner, rate, 0.0
+        self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator=None) -> Verdict:
+        verdict = self.inner(tree, logits, sampling, generator)
+        refused = verdict.n == 1  # the first drafts among them
+        self.owed += self.rate * verdict.n.sum().item()
+        chance = max(self.owed, 0.0) / max(refused.sum().item(), 1)
+        wrong = refused & (torch.rand(len(refused), generator=self.generator) < chance).to(refused.device)
+        self.owed -= wrong.sum().item()
+        verdict.tokens[:, 0] = torch.where(wrong, tree.tokens[:, 1], verdict.tokens[:, 0])
+        return verdict
+
+
+@dataclass
+class Proof:
+    """Everything that was tested, and what came of it."""
+
+    greedy: list[tuple[str, str, GreedyProof]] = field(default_factory=list)  # drafter, tree
+    laws: list[tuple[str, str, str, LawProof]] = field(default_factory=list)  # verifier, tree, sampling
+    exact: list[tuple[str, str, float]] = field(default_factory=list)  # verifier, sampling, total variation
+    sampled: list[tuple[str, str, SampledProof]] = field(default_factory=list)  # drafter, tree
+
+    @property
+    def threshold(self) -> float:
+        """The p-value below which a test has failed."""
+        return significance(len(self.laws) + len(self.sampled))
+
+    def greedy_bugs(self) -> int:
+        return sum(proof.bugs for *_, proof in self.greedy)
+
+    def statistical_bugs(self) -> int:
+        """The number of tests whose result is no accident."""
+        return (
+            sum(law.pvalue < self.threshold for *_, law in self.laws)
+            + sum(s.outside > 0 or s.pvalue < self.threshold for *_, s in self.sampled)
+            + sum(distance > 1e-6 for *_, distance in self.exact)
+        )
+
+    @property
+    def sound(self) -> bool:
+        return not self.greedy_bugs() and not self.statistical_bugs()
+
+
+def fits(verifier: Verifier, tree: TreePolicy) -> bool:
+    return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
+
+
+def trees_for(drafter: Drafter) -> list[TreePolicy]:
+    depth = min(5, drafter.max_steps or 5)
+    return [TreeSpec(4, depth).build(), Chain(depth)]
+
+
+def prove(
+    target: Target,
+    drafters: dict[str, Drafter],
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    draws: int,
+    seed: int = 0,
+    self_test: bool = False,
+) -> Proof:
+    """Run all tests. prompts: token ids; draws: of three tokens, for each rule, tree and sampling.
+
+    self_test: break the rules (`OneInAThousand`), to see that the proof finds it."""
+
+    def rule(name: str) -> Verifier:
+        verifier = make_verifier(name)
+        return OneInAThousand(verifier) if self_test else verifier
+
+    names = [name for name in VERIFIERS if make_verifier(name).lossless]
+    cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
+    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(drafter)]
+    proof = Proof()
+    with tqdm(total=2 * len(cases) + 2 * len(pairs) + 1, desc="proving", leave=False) as bar:
+        for name, tree in cases:
+            for how, sampling in SAMPLINGS.items():
+                proof.laws.append((name, describe(tree), how, prove_law(tree, rule(name), sampling, draws)))
+                bar.update()
+        if not self_test:  # a rule with chances of its own has no law to enumerate
+            proof.exact = [("match", how, exact_distance(rule("match"), s)) for how, s in SAMPLINGS.items()]
+        prover = GreedyProver(target, prompts, max_new_tokens)
+        bar.update()
+        for name, tree in pairs:
+            drafter, match = drafters[name], rule("match")
+            proof.greedy.append((name, describe(tree), prover.prove(drafter, tree, match)))
+            bar.update()
+            sampled = prove_sampled(target, drafter, tree, rule("match"), prompts, NUCLEUS, max_new_tokens, seed)
+            proof.sampled.append((name, describe(tree), sampled))
+            bar.update()
+    return proof

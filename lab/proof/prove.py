@@ -1,0 +1,75 @@
+"""Is speculative decoding lossless here? The command:  specdec prove --out proof.md
+
+It tests greedy texts against plain decoding, the lossless rules against exact laws, and sampled texts against the
+target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from lab.models import check_counts
+from lab.proof.page import as_json, markdown, print_proof
+from lab.proof.proof import prove
+from specdec.api import DEMO_DRAFTER, ModelSettings, load_drafter
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_text
+from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.text import encode_prompt, read_prompts
+
+DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp", "medusa"))
+PROMPTS = ["What are the benefits of regular exercise?", "Write a short story about a dragon.", "What is a tree?"]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("prove", __doc__)
+    add_flags(p, ModelSettings, "target", "dtype", "device")
+    p.add_argument("--draft", nargs="+", help="drafters (default: all bundled ones, and n-grams)")
+    p.add_argument("--prompt-file", type=Path, help="as specdec generate takes it (default: three questions)")
+    p.add_argument("--limit", type=int, help="only so many prompts")
+    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    p.add_argument("--draws", type=int, default=100_000, help="for each rule, tree and sampling (default 100000)")
+    p.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    p.add_argument("--out", type=Path, help="write the page here, as Markdown")
+    p.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the tables")
+    p.add_argument("--self-test", action="store_true", help="break the rules, one token in 1,000: is it found?")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    check_counts(args, "max_new_tokens", "draws", "limit")
+    if args.target is not None and args.draft is None:
+        raise ValueError("a target of your own needs its drafters: give --draft")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"there is no folder {args.out.parent} for the page")
+    target = read_flags(ModelSettings, args).load_target()
+    drafts = args.draft or [*DEMO_DRAFTERS, "ngram", "ngram:suffix"]
+    drafters = {Path(str(draft)).name: load_drafter(draft, target) for draft in drafts}
+    questions = read_prompts(args.prompt_file) if args.prompt_file else PROMPTS
+    prompts = [encode_prompt(target, question) for question in questions[: args.limit]]
+    proof = prove(
+        target,
+        drafters,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        draws=args.draws,
+        seed=args.seed,
+        self_test=args.self_test,
+    )
+    dtype = str(target.dtype).removeprefix("torch.")
+    told = f"Target {target.name}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+    if args.out is not None:
+        write_text(args.out, markdown(proof, told))
+    if args.json:
+        print(json.dumps(as_json(proof)))
+    else:
+        print_proof(proof)
+    if proof.sound == args.self_test:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Drafting along known texts: at every root of every text, what the drafter proposes and what it says of the text.
+
+R roots of all texts, D steps, W topk, M candidates of a pool, B pieces of texts that run side by side.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.vocab import DraftVocab
+from lab.replay.acceptance import NOWHERE, follow
+from lab.replay.recording import AlongText, Candidates, RecordedText
+from lab.wrapped import WrappedDrafter
+from specdec.contracts import Drafter, DraftState
+from specdec.sampling.filters import filtered_probs
+from specdec.types import Sampling
+from trees import DynamicTree
+from trees.dynamic import Pool
+
+PIECE = 32  # roots of a text that are drafted one after the other; its pieces run side by side
+
+
+class Restricted(WrappedDrafter):
+    """A drafter that proposes the given target tokens only.
+
+    `drafters.layers.restrict` cuts the drafter's head; this cuts the logits, so that the drafter stays as it is, and
+    drafters without a head can be restricted too. Raises ValueError if the drafter has none of the tokens."""
+
+    def __init__(self, drafter: Drafter, ids: Tensor):
+        super().__init__(drafter)
+        rows = drafter.vocab.from_target(ids)
+        self.rows = rows[rows >= 0]
+        if not len(self.rows):
+            raise ValueError("a vocabulary and the drafter's own have no token in common")
+        self.restricted_vocab = DraftVocab(drafter.vocab.target_size, drafter.vocab.to_target(self.rows))
+
+    @property
+    def vocab(self) -> DraftVocab:
+        return self.restricted_vocab
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self.restrict(super().admit(row, first, feats, tokens, n))
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self.restrict(super().extend(feats, tokens, n, max_len))
+
+    def restrict(self, state: DraftState) -> DraftState:
+        return DraftState(state.hidden, state.logits.index_select(-1, self.rows))
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        return self.restrict(super().step(tokens, hidden, level, ancestors))
+
+
+@dataclass
+class _Piece:
+    """Consecutive roots of a text."""
+
+    text: int
+    first: int
+    count: int
+    place: int  # of the first root among those of all texts
+
+
+class DraftingAlong:
+    """Fills `candidates`, `along` and `p` of a `Recording`, some pieces of texts at a time.
+
+    drafters: by vocabulary, '' being the drafter itself."""
+
+    def __init__(
+        self,
+        target,
+        drafters: Mapping[str, Drafter],
+        texts: list[RecordedText],
+        topks: list[int],
+        steps: int,
+        sampling: Sampling,
+        eos: frozenset[int],
+    ):
+        self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
+        self.drafter, self.topks, self.device = drafters[""], topks, target.device
+        self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
+        roots = sum(text.roots for text in texts)
+        greedy = sampling.greedy
+
+        def empty(*shape: int, dtype=torch.float32) -> Tensor:
+            return torch.zeros(roots, *shape, dtype=dtype)
+
+        self.candidates, self.along = {}, {}
+        for name in drafters:
+            self.along[name] = AlongText(empty(steps, dtype=torch.int32), None if greedy else empty(steps))
+            for topk in topks:
+                m = DynamicTree.candidates(topk, steps)
+                pool = Pool(empty(m, dtype=torch.int32), empty(m), empty(m, dtype=torch.int32))
+                self.candidates[name, topk] = Candidates(pool, None if greedy else empty(steps, topk))
+        self.p = None if greedy else empty(steps)
+        self.slots = max(topks) * (steps - 1)  # beyond the committed positions
+
+    def run(self, batch: int) -> None:
+        """Draft along all texts, `batch` pieces at once."""
+        pieces = list(self._pieces())
+        for first in range(0, len(pieces), batch):
+            self._draft(pieces[first : first + batch])
+        if not self.sampling.greedy:
+            self._weigh()
+
+    def _pieces(self) -> Iterator[_Piece]:
+        place = 0
+        for number, text in enumerate(self.texts):
+            for first in range(0, text.roots, PIECE):
+                count = min(PIECE, text.roots - first)
+                yield _Piece(number, first, count, place)
+                place += count
+
+    def _draft(self, pieces: Sequence[_Piece]) -> None:
+        """Draft at all roots of the pieces: a row for each piece, one root after the other.
+
+        The drafter absorbs the text as in decoding whose rounds emit one token each."""
+        texts = [self.texts[piece.text] for piece in pieces]
+        rows = [text.prompt + text.tokens + text.beyond for text in texts]
+        longest = max(map(len, rows))
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        starts = [len(text.prompt) + piece.first for text, piece in zip(texts, pieces, strict=True)]
+        start = torch.tensor(starts, device=self.device)
+        count = torch.tensor([piece.count for piece in pieces], device=self.device)
+        feats = self._features(pieces, rows, longest)
+        self.drafter.reset(len(rows), longest + self.slots)
+        first = max(starts)
+        prompts = None if feats is None else feats[:, :first]
+        state = self.drafter.admit(0, tokens[:, 0], prompts, tokens[:, 1 : first + 1], start)
+        for n in range(int(count.max())):
+            root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
+            behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))
+            self._draft_roots(state, behind, [(b, p.place + n) for b, p in enumerate(pieces) if n < p.count])
+            absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
+            state = self.drafter.extend(absorbed, behind[:, :1], (n + 1 < count).long(), first + n + 1)
+
+    def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]]) -> None:
+        """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
+        rows, places = torch.tensor(where).T
+        for name, drafter in self.drafters.items():
+            seen = drafter.restrict(state) if isinstance(drafter, Restricted) else state
+            ranks, q = self._draft_along(drafter, seen, behind)
+            self.along[name].ranks[places] = ranks.cpu()[rows]
+            if self.along[name].q is not None:
+                self.along[name].q[places] = q.cpu()[rows]
+            for topk in self.topks:
+                pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen)
+                for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):
+                    ours[places] = drafted.cpu()[rows].to(ours)
+
+    def _draft_along(self, drafter: Drafter, state: DraftState, behind: Tensor) -> tuple[Tensor, Tensor]:
+        """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D] under the
+        drafter, which is fed the text itself."""
+        ids, first, state = drafter.vocab.from_target(behind), state, drafter.root(state)
+        ranks, probs = [], []
+        for depth in range(self.steps):
+            logits, draft_id = state.logits[:, 0].float().log_softmax(-1), ids[:, depth : depth + 1]
+            own = logits.gather(1, draft_id.clamp(min=0))
+            before = torch.arange(logits.shape[1], device=logits.device) < draft_id
+            rank = ((logits > own) | ((logits == own) & before)).sum(1)
+            known = draft_id[:, 0] >= 0
+            ranks.append(torch.where(known, rank, NOWHERE).int())
+            q = filtered_probs(logits, self.sampling).gather(1, draft_id.clamp(min=0))[:, 0]
+            probs.append(torch.where(known, q, 0))
+            if depth + 1 < self.steps:
+                ancestors = torch.ones(len(behind), 1, depth + 1, dtype=torch.bool, device=behind.device)
+                state = drafter.expand(first, behind[:, depth : depth + 1], state.hidden, depth + 1, ancestors)
+        return torch.stack(ranks, 1), torch.stack(probs, 1)
+
+    def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:
+        """The target's features [B,longest,F] of the rows; None for drafters without taps. Each text is run once."""
+        if not self.drafter.taps:
+            return None
+        of: dict[int, Tensor] = {}
+        for piece, row in zip(pieces, rows, strict=True):
+            if piece.text not in of:
+                ids = torch.tensor([row], device=self.device)
+                feats = self.target(ids, None, taps=self.drafter.taps, logits=False)[1]
+                of[piece.text] = F.pad(feats[0], (0, 0, 0, longest - len(row)))
+        return torch.stack([of[piece.text] for piece in pieces])
+
+    def _weigh(self) -> None:
+        """Fill in the target's probabilities of the texts' tokens, and of the candidates beside them."""
+        place, depth = 0, torch.arange(self.steps)
+        for text in self.texts:
+            ids = torch.tensor([text.prompt + text.tokens + text.beyond], device=self.device)
+            logits = self.target(ids, None)[0][0, len(text.prompt) :]
+            probs = filtered_probs(logits, self.sampling).cpu()
+            here, behind = slice(place, place + text.roots), text.following(self.steps)
+            position = torch.arange(text.roots)[:, None] + depth  # from which the token of this depth is predicted
+            self.p[here] = probs[position, behind]
+            for (_, topk), kept in self.candidates.items():
+                pool = Pool(*(part[here] for part in kept.pool))
+                first, _ = follow(pool, topk, behind)
+                places = first.clamp(min=0)[..., None] + torch.arange(topk)
+                tokens = pool.tokens.gather(1, places.flatten(1).long()).view(places.shape)
+                counts = (first >= 0)[..., None] & ~torch.isin(tokens, self.eos)
+                kept.p[here] = probs[position[..., None], tokens] * counts
+            place += text.roots

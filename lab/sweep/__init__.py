@@ -1,0 +1,1 @@
+"""Drafters and trees side by side on prompts: benchmarks, sweeps with a report, comparisons."""

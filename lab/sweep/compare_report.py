@@ -1,0 +1,66 @@
+"""A comparison as a terminal table and as a chart."""
+
+from pathlib import Path
+
+from rich.table import Table
+
+from lab.output import console, write_figure
+from lab.sweep.compare import Score
+
+
+def print_scores(scores: list[Score], plain_rate: float, greedy: bool) -> None:
+    table = Table(title=f"plain decoding: {plain_rate:.0f} tokens/s")
+    for column in ("", "tree (topk/steps/tokens)", "tau", "accepted to depth", "tokens/s", "to plain"):
+        table.add_column(column, justify="left" if column in ("", "tree (topk/steps/tokens)") else "right")
+    table.add_column("ms a round: draft, verify")
+    table.add_column("lossless")
+    for s in scores:
+        parts = s.milliseconds_a_round
+        claim = "yes" if s.lossless else f"NO: {s.verifier}"
+        table.add_row(
+            s.name,
+            s.tree,
+            f"{s.tau:.2f}",
+            " ".join(f"{100 * a:.0f}" for a in s.acceptance_by_depth) + " %",
+            f"{s.tokens_per_second:.0f}",
+            f"{s.ratio_to_plain:.2f}",
+            f"{parts['draft']:.2f}, {parts['verify']:.2f}",
+            f"{claim}, {s.same_as_plain} of {s.prompts} identical" if greedy else claim,
+        )
+    console(160).print(table)
+
+
+def write_chart(scores: list[Score], path: Path, title: str) -> None:
+    """Draw tau, the speed to plain decoding, and where a round's time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = [s.name + ("" if s.lossless else "\n(lossy)") for s in scores]
+    places = range(len(scores))
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(14, 1.5 + 0.5 * len(scores)), sharey=True, layout="constrained"
+    )
+    figure.suptitle(title)
+    left.barh(places, [s.tau for s in scores], color="tab:blue")
+    left.axvline(1, color="grey", linewidth=0.8)
+    left.set_xlabel("tau: tokens a round")
+    left.set_yticks(places, names)
+    left.invert_yaxis()
+    middle.barh(places, [s.ratio_to_plain for s in scores], color="tab:green")
+    middle.axvline(1, color="grey", linewidth=0.8)
+    middle.set_xlabel("speed, times plain decoding")
+    start = [0.0] * len(scores)
+    for part in ("draft", "verify", "commit"):
+        widths = [s.milliseconds_a_round[part] for s in scores]
+        right.barh(places, widths, left=start, label=part)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    right.set_xlabel("ms a round")
+    right.legend()
+    for axis, values in ((left, [s.tau for s in scores]), (middle, [s.ratio_to_plain for s in scores])):
+        for place, value in zip(places, values, strict=True):
+            axis.text(value, place, f" {value:.2f}", va="center")
+        axis.margins(x=0.15)
+    write_figure(path, figure)
+    plt.close(figure)

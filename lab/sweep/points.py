@@ -1,0 +1,106 @@
+"""The points of a sweep: which drafter, which tree, and a key of all that the result depends on."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from lab.models import bundled
+from specdec.api import load_drafter
+from specdec.contracts import Drafter
+from specdec.model.checkpoint import SMALL_FILES, resolve, weight_files
+from specdec.model.target import Target
+from trees.spec import TreeSpec
+
+# The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
+CODE = ("specdec", "drafters", "trees", "lab")
+NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
+LAB = {
+    "lab/sweep/benchmarks", "lab/sweep/conversations", "lab/sweep/points", "lab/sweep/sweep", "lab/trace/diagnose",
+    "lab/trace/metrics", "lab/trace/summary", "lab/wrapped",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter as a sweep's settings name it, with the settings of `specdec.load_drafter`."""
+
+    name: str
+    path: str
+    token_map: str | None = None
+    feedback: str | None = None
+
+    @classmethod
+    def read(cls, setting: str | dict) -> "Draft":
+        given = {"draft": setting} if isinstance(setting, str) else dict(setting)
+        unknown = set(given) - {"draft", "token_map", "feedback", "name"}
+        if unknown or not isinstance(given.get("draft"), str):
+            wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+            raise ValueError(f"an entry of draft {wrong}; known are draft, token_map, feedback, name")
+        path, token_map = bundled(given["draft"]), given.get("token_map")
+        name = given.get("name") or "".join([Path(path).name, " FR-Spec" if token_map else ""])
+        return cls(name, path, token_map and bundled(token_map), given.get("feedback"))
+
+    def identity(self) -> dict:
+        """What it drafts with, whatever the files are called."""
+        token_map = self.token_map and _file_digest(Path(self.token_map))
+        weights = self.path if self.path.split(":")[0] == "ngram" else signature(self.path)
+        return {"weights": weights, "token_map": token_map, "feedback": self.feedback}
+
+    def load(self, target: Target) -> Drafter:
+        return load_drafter(self.path, target, token_map=self.token_map, feedback=self.feedback)
+
+
+@dataclass
+class SweepPoint:
+    """One run of a sweep: a drafter with a tree, plain decoding, or the measuring of a drafter's best tree."""
+
+    kind: str  # 'decode', or 'best_tree'
+    draft: Draft | None  # None: plain decoding
+    tree: TreeSpec | None
+    settings: dict  # all that the result depends on
+    names: dict  # what the report calls it
+    key: str = field(init=False)  # of kind and settings
+
+    def __post_init__(self) -> None:
+        told = json.dumps({"kind": self.kind} | self.settings, sort_keys=True)
+        self.key = hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def tree_settings(tree: TreeSpec) -> dict[str, int | None]:
+    """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
+    nodes = None if tree.topk == 1 else tree.num_draft_tokens
+    return {"topk": tree.topk, "steps": tree.steps, "num_draft_tokens": nodes}
+
+
+def signature(path: str) -> str:
+    """A digest of a checkpoint's weights, configs, tokenizer and templates, byte by byte.
+
+    Raises ValueError if there is none."""
+    folder = resolve(path)
+    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern)} | set(weight_files(folder))
+    digests = [[file.name, _file_digest(file)] for file in sorted(files)]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from None
+
+
+def code_version() -> str:
+    """A digest of the code that decoding and its metrics go through, and of torch's version."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for package in CODE:
+        root = Path(find_spec(package).origin).parent
+        for file in sorted(root.rglob("*.py")):
+            name = file.relative_to(root.parent).with_suffix("").as_posix()
+            if name in LAB or not name.startswith((*NOT_CODE, "lab/")):
+                digest.update(f"{name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,66 @@
+"""The command `specdec`, also `python -m specdec`: one entry to all commands.
+
+It knows each command by the name of its module, and imports only the one that is called.
+"""
+
+import sys
+from importlib import import_module
+
+from specdec import __version__
+from specdec.cli.errors import one_sentence_errors
+
+# name -> its module, whose `main` reads sys.argv, and what it does
+COMMANDS = {
+    "generate": ("specdec.cli.generate", "answer prompts, or chat: with a drafter, or plainly"),
+    "train": ("training.train", "train a drafter"),
+    "regenerate": ("training.regenerate", "let the target answer prompts: training data in its own words"),
+    "cache": ("training.cache", "store the target's features, to train without running it"),
+    "estimate": ("training.estimate", "say what a training run takes: disk, memory, time"),
+    "show": ("training.show", "print conversations with the learnt tokens marked"),
+    "count": ("training.count", "count tokens, and write the most frequent as an FR-Spec map"),
+    "doctor": ("drafters.formats.__main__", "inspect, check, convert and export draft checkpoints"),
+    "tree": ("lab.replay.optimal_tree", "measure acceptance, and write the best static tree"),
+    "tune": ("lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
+    "compare": ("lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
+    "sweep": ("lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
+    "metrics": ("lab.trace.metrics_command", "every metric of a trace, with intervals"),
+    "prove": ("lab.proof.prove", "test that decoding is lossless"),
+    "bench": ("lab.bench.bench_command", "our engine against transformers"),
+    "simulate": ("lab.cost.simulate", "what if: the speed-up on hardware given by numbers"),
+}
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {does}" for name, (_, does) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: specdec COMMAND [options]",
+            "",
+            "Speculative decoding: train a drafter, decode with it, prove it lossless, measure it.",
+            "",
+            *lines,
+            "",
+            "specdec COMMAND --help says more of one; specdec --version prints the version.",
+            'Try:  specdec generate --prompt "Write a short story about a dragon." --compare',
+        ]
+    )
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help", "help"):
+        print(overview())
+        return
+    if name == "--version":
+        print(__version__)
+        return
+    if name not in COMMANDS:
+        raise ValueError(f"there is no command {name!r}; specdec --help lists all")
+    sys.argv = [f"specdec {name}", *rest]
+    import_module(COMMANDS[name][0]).main()
+
+
+if __name__ == "__main__":
+    main()

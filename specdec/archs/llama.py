@@ -1,8 +1,0 @@
-"""Llama 2 and 3: plain projections, with biases only if the config says so."""
-
-from specdec.archs.base import ModelConfig, read_common
-
-
-def read(config: dict) -> ModelConfig:
-    bias = config.get("attention_bias", False)
-    return read_common(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.get("mlp_bias", False))

@@ -1,0 +1,1 @@
+"""What commands share: flags, settings files, Hydra's entry, the screen, files written whole; and `generate`."""

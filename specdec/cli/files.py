@@ -1,0 +1,139 @@
+"""Where commands write: folders for results, and files and folders that are there whole or not at all.
+
+Nothing else in the project writes aside and renames. New content is forced to the disk before it gets its name, so that
+after a kill or a power cut either the old content or the new is there. A kill may leave NAME.partial or NAME.replaced
+beside it; the next write of the same name cleans up.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+
+def output_folder(path: Path | str) -> Path:
+    """A folder for results, made if it is not there. Raises ValueError if nothing can be written there."""
+    path = Path(path)
+    with _one_sentence(path, "cannot write to"):
+        path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"cannot write to {path}: no permission")
+    return path
+
+
+def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write a file beside `path`, and put it in place when it is whole.
+
+    Raises ValueError if the disk does not take it; what was there before stays, and nothing else is left.
+    """
+    aside = partial_path(path)
+    with _one_sentence(path), _removed_on_error(aside):
+        fill(aside)
+        put_in_place(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """`write_whole` for a text, in UTF-8."""
+    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+
+
+def partial_path(path: Path) -> Path:
+    """What a file or folder is called while it is written."""
+    return path.with_name(path.name + ".partial")
+
+
+def put_in_place(path: Path) -> None:
+    """Give the file at `partial_path(path)` its name. Raises OSError."""
+    _sync(partial_path(path))
+    os.replace(partial_path(path), path)
+    _sync_names(path.parent)
+
+
+def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
+    """Raise ValueError if the folder holds anything but these files, those of `kind` ('a drafter')."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose a folder to write to")
+    others = sorted(p.name for p in folder.glob("*") if p.name not in files)
+    if others:
+        raise ValueError(f"{folder} holds {others[0]}, which is not of {kind}; choose another folder to write to")
+
+
+def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collection[str], kind: str) -> None:
+    """Let `fill` write `files` into a folder beside `folder`, and put that in place when it is whole.
+
+    Raises ValueError if the disk does not take it, or if the folder holds anything but `files`, which would be lost;
+    what was there before stays, and nothing else is left.
+    """
+    check_replaceable(folder, files, kind)
+    aside, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
+    with _one_sentence(folder), _removed_on_error(aside):
+        if old.exists() and not folder.exists():  # a kill came between the two renames below
+            old.rename(folder)
+        for leftover in (aside, old):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        aside.mkdir(parents=True)
+        fill(aside)
+        for part in (*aside.rglob("*"), aside):
+            _sync(part)
+        _exchange(folder, aside, old)
+
+
+def _exchange(folder: Path, new: Path, old: Path) -> None:
+    if folder.exists():
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    _sync_names(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Force a file's content, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_names(folder: Path) -> None:
+    """Make a rename outlive a power cut, on file systems that can."""
+    with suppress(OSError):
+        _sync(folder)
+
+
+@contextmanager
+def _removed_on_error(aside: Path) -> Iterator[None]:
+    """Nothing but a kill leaves a part of what was to be written."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        with suppress(OSError):
+            shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _one_sentence(path: Path, cannot: str = "cannot write") -> Iterator[None]:
+    """Turn what the system refuses into a ValueError that names the path and the reason."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{cannot} {path}: {_reason(error)}") from None
+    except RuntimeError as error:
+        cause = error.__cause__ or error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise ValueError(f"{cannot} {path}: {_reason(cause)}") from None  # torch's zip writer hides it in its own
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]

@@ -1,0 +1,98 @@
+"""Command-line flags from the fields of dataclasses: a setting's name, type, default and help are said once, there.
+
+A field says its help as `field(default=..., metadata={"help": "..."})`; `choices` and `metavar` may stand beside it.
+"""
+
+import argparse
+import shutil
+import textwrap
+import types
+from collections.abc import Collection
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import TypeVar, get_args, get_origin
+
+Settings = TypeVar("Settings")
+
+
+def help_width() -> int:
+    """Columns of a help text: the terminal's, at most 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def reflow(text: str, width: int) -> str:
+    """A docstring in lines of at most `width` columns. Lines that are indented, such as examples, stay as they are."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Flags and their help side by side, and descriptions with their paragraphs and examples."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=30, width=help_width())
+        self._action_max_length = 12  # argparse leaves no room for the names of sub-commands
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return reflow(text, width)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        kinds = {None: "NAME", str: "NAME", int: "N", float: "X", Path: "FILE", whole_numbers: "N,N,..."}
+        return kinds.get(action.type) or super()._get_default_metavar_for_optional(action)
+
+
+def command_parser(name: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
+    """The parser of `specdec NAME`. description: a module's docstring will do. usage: what follows the name."""
+    prog = f"specdec {name}"
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} {usage}",
+        description=description,
+        formatter_class=HelpFormatter,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a group of its own takes three lines
+    return parser
+
+
+def kind_of(setting: Field) -> type:
+    """The type of a field's values, None left out: `int | None` is int."""
+    if get_origin(setting.type) is types.UnionType:
+        return next(kind for kind in get_args(setting.type) if kind is not types.NoneType)
+    return setting.type
+
+
+def add_flags(
+    group: argparse._ActionsContainer, settings: type, *names: str, required: Collection[str] = (), **defaults
+) -> None:
+    """A flag for each field of the dataclass `settings`, or for those in `names`, in their order.
+
+    `defaults` take the place of the fields' own."""
+    known = {f.name: f for f in fields(settings)}
+    for name in names or known:
+        setting, kind = known[name], kind_of(known[name])
+        how = {"help": setting.metadata.get("help")}
+        if kind is bool:
+            how["action"] = "store_true"
+        else:
+            default = None if setting.default is MISSING else setting.default
+            how |= {"type": kind, "default": defaults.get(name, default), "required": name in required}
+            how |= {key: setting.metadata[key] for key in ("choices", "metavar") if key in setting.metadata}
+        group.add_argument(f"--{name.replace('_', '-')}", **how)
+
+
+def read_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
+    """The dataclass with what the flags say; fields without a flag keep their defaults. Raises what it raises."""
+    given = vars(args)
+    return settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
+
+
+def whole_numbers(text: str) -> list[int]:
+    """A flag's type: '1,2,4' -> [1, 2, 4], in ascending order, each once."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wants whole numbers, such as 1,2,4, and not {text!r}") from None
+    if numbers[0] < 1:
+        raise argparse.ArgumentTypeError(f"wants numbers of at least 1, got {numbers[0]}")
+    return numbers

@@ -1,0 +1,99 @@
+"""The command `specdec generate`, also `python -m specdec.generate`: its flags, and what they may not say together."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from specdec.api import ModelSettings, Sampling
+from specdec.cli.chat import chat
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.cli.session import Session, run_prompts
+from specdec.cli.settings import DRAFTING, NOT_A_TREE, parse_with_settings
+from specdec.cli.summary import print_summary, summarise
+from specdec.text import read_prompts
+from specdec.verify import VerifierSettings
+from trees.spec import TreeSettings
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_parser(
+        "generate", "Decode speculatively, or plainly.", "(--prompt TEXT | --prompt-file FILE | --chat) [options]"
+    )
+    text = p.add_argument_group("prompts")
+    text.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    text.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help="a prompt a line; or .jsonl with `prompt` or `turns` (the first)",
+    )
+    text.add_argument("--chat", action="store_true", help="talk to the target, with history")
+    text.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
+    text.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    text.add_argument("--batch-size", type=int, default=1, help="prompts of --prompt-file decoded together (default 1)")
+    model = p.add_argument_group("models")
+    add_flags(model, ModelSettings)
+    model.add_argument("--no-draft", action="store_true", help="decode plainly")
+    model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
+    model.add_argument("--settings", type=Path, help="YAML of flags, as specdec tune writes; typed flags override it")
+    sample = p.add_argument_group("sampling of the target")
+    add_flags(sample, Sampling)
+    sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    add_flags(p.add_argument_group("verification"), VerifierSettings)
+    out = p.add_argument_group("output")
+    out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
+    out.add_argument("--compare", action="store_true", help="decode plainly too: ratio of speeds; identical?")
+    out.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace of every round (docs/trace.md) there")
+    out.add_argument("--logprobs", action="store_true", help="with --json: log-probabilities of the emitted tokens")
+    out.add_argument("--json", action="store_true", help="one JSON object as the last line, instead of the summary")
+    return p
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that contradict each other."""
+    given = [flag for flag in ("prompt", "prompt_file", "chat") if getattr(args, flag) not in (None, False)]
+    if len(given) != 1:
+        raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
+    if args.no_draft:
+        for flag in (*DRAFTING, "show_trees", "compare"):
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
+    if args.tree is not None:
+        for flag in NOT_A_TREE:
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag.replace('_', '-')} contradicts --tree, which is a whole tree")
+    if not args.no_draft:
+        read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
+    if args.chat and (args.json or args.compare or args.raw):
+        raise ValueError("--chat goes with neither --json nor --compare nor --raw")
+    if args.logprobs and not args.json:
+        raise ValueError("--logprobs are part of what --json prints: give both")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}")
+    if args.batch_size > 1 and args.show_trees:
+        raise ValueError("--show-trees draws one sequence at a time: leave --batch-size at 1")
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
+    args = parse_with_settings(parser(), argv)
+    check_flags(args)
+    prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
+    session = Session(args)
+    if args.chat:
+        chat(session)
+        session.write_trace()
+        return
+    summary = summarise(session, *run_prompts(session, prompts))
+    session.write_trace()
+    if args.json:
+        print(json.dumps(summary))
+    else:
+        print_summary(session, summary)

@@ -1,0 +1,78 @@
+"""Commands whose settings are Hydra's: their `main`, and a short `--help`."""
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from specdec import registry
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import help_width, reflow
+from specdec.registry import CONF
+
+
+def hydra_command(run: Callable, config: str, program: str | None = None) -> Callable[[], None]:
+    """The `main` of a command: `run`, with the settings that conf/CONFIG.yaml and the command line make.
+
+    program: how it is called, if not as `specdec CONFIG`. `--help` prints the docstring of the module of `run`."""
+
+    @one_sentence_errors
+    def main() -> None:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(help_text(program or f"specdec {config}", config, sys.modules[run.__module__].__doc__))
+            return
+        import hydra
+
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
+        with settings_errors():
+            hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(run)()
+
+    return main
+
+
+def help_text(program: str, config: str, description: str) -> str:
+    """What a command does, its groups of settings with their names, and its own settings as conf/CONFIG.yaml has them.
+
+    Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too."""
+    groups, own = _sections((CONF / f"{config}.yaml").read_text(encoding="utf-8"))
+    lines = [f"usage: {program} [SETTING=VALUE ...]", "", reflow(description, help_width()), ""]
+    lines.append("groups: GROUP=NAME takes conf/GROUP/NAME.yaml, GROUP.FIELD=VALUE changes one of its settings")
+    for group, name in groups:
+        others = [known for known in registry.names(group) if known != name]
+        lines += _wrapped(f"{group}={name:{18 - len(group)}}" + (f"  or {', '.join(others)}" if others else ""), 21)
+    lines += ["", "settings:"]
+    for line in own:
+        lines += _wrapped(line, max(line.find("#"), 0))
+    return "\n".join([*lines, "", "--cfg job prints all settings, those of the groups too, as they would be used."])
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    """A line of the help, broken where the terminal ends and going on at column `indent`."""
+    return textwrap.wrap(line, help_width(), initial_indent="  ", subsequent_indent=" " * (indent + 2))
+
+
+def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
+    """A command's YAML -> its groups with the names chosen, and the lines of its own settings with their comments.
+
+    Of a setting that is a mapping only the name is kept."""
+    blocks = re.split(r"^(?=\w+:)", text, flags=re.MULTILINE)  # what stands above the first is a comment
+    groups = [
+        pair for block in blocks if block.startswith("defaults:") for pair in re.findall(r"- (\w+): (\w+)", block)
+    ]
+    own = "".join(block for block in blocks[1:] if not block.startswith(("defaults:", "hydra:")))
+    lines = [line for line in own.splitlines() if line.lstrip().startswith("#") or line[:1].strip()]
+    return groups, [re.sub(r"^(\w+:) {0,6}(?= *(#|$))", r"\1 {...}", line) for line in lines]
+
+
+@contextmanager
+def settings_errors() -> Iterator[None]:
+    """What Hydra finds wrong with settings is a user's mistake: a ValueError, and of its text the first line."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(str(error).strip().split("\n")[0]) from None

@@ -1,0 +1,43 @@
+"""The text on the terminal while it is decoded, and the trees that it comes from."""
+
+import sys
+from collections.abc import Sequence
+
+from specdec.cli.drawing import draw
+from specdec.engine.engine import RoundReport
+from specdec.text import TextStream
+
+DRAFTED = "\033[32m"
+PLAIN = "\033[0m"
+
+
+class Screen:
+    """An observer of rounds that prints the first row's text as it grows. On a terminal drafted tokens are green.
+
+    quiet: print no text, as a batch of several rows needs. trees: draw every tree before its text."""
+
+    def __init__(self, target, *, quiet: bool, trees: bool, stops: Sequence[str] = ()):
+        self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
+        self.stream = TextStream(target.tokenizer, stops)
+        self.colour = sys.stdout.isatty()
+
+    def __call__(self, report: RoundReport) -> None:
+        if self.trees and report.tree is not None:
+            path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
+            print("\n" + draw(report.tree, path, lambda token: self.tokenizer.decode([token])))
+        if self.quiet:
+            return
+        emitted, accepted = report.emitted[0], report.accepted[0]
+        self._show(emitted[:accepted], DRAFTED)
+        self._show(emitted[accepted:], "")
+
+    def end(self) -> None:
+        """Print what was held back, the beginning of a stop string or of a character, and end the line."""
+        if not self.quiet:
+            print(self.stream.end())
+
+    def _show(self, ids: list[int], colour: str) -> None:
+        text = self.stream.feed(ids) if ids else ""
+        if text:
+            sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self.colour else text)
+            sys.stdout.flush()

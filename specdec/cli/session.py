@@ -1,0 +1,102 @@
+"""Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from specdec.api import Generation, ModelSettings, Sampling, answer
+from specdec.cli.flags import read_flags
+from specdec.cli.screen import Screen
+from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.recorder import Recorder, describe
+from specdec.engine.trace_files import check_trace_folder, write_trace
+from specdec.text import check_stops, clean
+from specdec.verify import VerifierSettings
+from trees.spec import TreeSettings
+
+
+class Session:
+    """What the flags ask for, loaded: settings are checked first, because models take a while.
+
+    `engine` decodes as asked, `plain` without a drafter; both are the same target."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        if args.trace is not None:
+            check_trace_folder(args.trace)
+        self.sampling = read_flags(Sampling, args)
+        self.stops = [clean(stop) for stop in args.stop or ()]
+        check_stops(self.stops)
+        tree = read_flags(TreeSettings, args).spec().build()
+        self.tree = None if args.no_draft else tree
+        self.verifier = read_flags(VerifierSettings, args).make()
+        models = read_flags(ModelSettings, args)
+        self.target = models.load_target()
+        self.drafter = None if args.no_draft else models.load_drafter(self.target)
+        graphs = False if args.no_graphs else None
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)
+        self.plain = Engine(self.target, graphs=graphs)
+        self.recorder = None
+        if args.trace is not None:
+            flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+            self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
+
+    def write_trace(self) -> None:
+        """Write the trace to the folder of --trace, if it was asked for."""
+        if self.recorder is not None:
+            write_trace(self.recorder.trace, self.args.trace)
+
+    def observer(self, screen: Screen) -> Callable[[RoundReport], None]:
+        """What is told of every round: the screen, and the recorder if there is one."""
+
+        def both(report: RoundReport) -> None:
+            screen(report)
+            self.recorder(report)
+
+        return screen if self.recorder is None else both
+
+    def run(
+        self,
+        prompts: list[str],
+        screen: Screen | None = None,
+        *,
+        plain: bool = False,
+        max_new_tokens: int | None = None,
+    ) -> Generation:
+        """Decode the prompts as one batch, with the flags' settings."""
+        args = self.args
+        return answer(
+            self.plain if plain else self.engine,
+            prompts,
+            sampling=self.sampling,
+            max_new_tokens=max_new_tokens or args.max_new_tokens,
+            stop=self.stops,
+            logprobs=args.logprobs,
+            seed=args.seed,
+            raw=args.raw,
+            observer=screen and self.observer(screen),
+        )
+
+
+def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation], list[Generation]]:
+    """Decode every prompt, batch by batch, and show the text on the way.
+
+    Returns the generations, and with --compare those of plain decoding; without it an empty list."""
+    args = session.args
+    single = args.batch_size == 1
+    if args.compare:  # the first call of each kind pays for memory and code that is loaded then
+        for plain in (False, True):
+            session.run(prompts[:1], plain=plain, max_new_tokens=8)
+    done, baseline = [], []
+    for start in range(0, len(prompts), args.batch_size):
+        batch = prompts[start : start + args.batch_size]
+        if len(prompts) > 1:
+            print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
+        screen = Screen(session.target, quiet=not single, trees=args.show_trees, stops=session.stops)
+        done.append(session.run(batch, screen))
+        screen.end()
+        if not single:
+            print("\n".join(done[-1].text))
+        if args.compare:
+            baseline.append(session.run(batch, plain=True))
+    return done, baseline

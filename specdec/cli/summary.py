@@ -1,0 +1,81 @@
+"""The summary of `specdec generate`: one JSON object, or a few lines."""
+
+from specdec.api import Generation
+from specdec.cli.session import Session
+
+LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
+
+
+def merged(parts: list[Generation]) -> Generation:
+    """Several generations as if they were one: rows side by side, times added."""
+    result = parts[0].result
+    for part in parts[1:]:
+        keys = result.parts.keys() | part.result.parts.keys()
+        result = type(result)(
+            result.rows + part.result.rows,
+            result.seconds + part.result.seconds,
+            result.prefill_seconds + part.result.prefill_seconds,
+            {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
+        )
+    text = [t for part in parts for t in part.text]
+    return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)
+
+
+def summarise(session: Session, done: list[Generation], baseline: list[Generation]) -> dict:
+    """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them.
+
+    baseline: plain decoding of the same prompts; empty without --compare."""
+    total = merged(done)
+    one = len(total.rows) == 1
+    summary = {
+        "text": total.text[0] if one else total.text,
+        "token_ids": total.rows[0].tokens if one else [row.tokens for row in total.rows],
+        "finish": total.rows[0].finish if one else [row.finish for row in total.rows],
+        "num_tokens": total.num_tokens,
+        "rounds": total.rounds,
+        "tau": total.tau,
+        "acceptance_by_depth": total.acceptance_by_depth,
+        "drafter": (dict(session.drafter.conventions) or None) if session.drafter else None,
+        "verifier": None if total.verifier is None else str(total.verifier),
+        "lossless": total.lossless,
+        "tokens_per_second": total.tokens_per_second,
+        "prefill_seconds": total.result.prefill_seconds,
+        "seconds_by_part": total.result.parts,
+    }
+    if session.args.logprobs:
+        summary["logprobs"] = total.rows[0].logprobs if one else [row.logprobs for row in total.rows]
+    if baseline:
+        plain = merged(baseline)
+        summary["baseline_tokens_per_second"] = plain.tokens_per_second
+        # A text that ends with its first token decodes nothing, in no time.
+        rate = plain.tokens_per_second
+        summary["speedup"] = total.tokens_per_second / rate if rate else None
+        same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
+        summary["identical"] = all(same) if session.sampling.greedy else None
+        summary["identical_rows"] = sum(same)
+    return summary
+
+
+def print_summary(session: Session, s: dict) -> None:
+    """The summary as lines for people."""
+    count = 1 if isinstance(s["text"], str) else len(s["text"])
+    print(
+        f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
+    )
+    if s["acceptance_by_depth"]:
+        print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
+    if s["drafter"]:
+        told = [f"{key} {s['drafter'][key]}" for key in ("taps", "feedback", "token map") if key in s["drafter"]]
+        print("; ".join([f"drafter: {s['drafter']['family']}", *told]))
+    if s["verifier"] is not None:
+        print(f"verifier: {s['verifier']}, {'lossless' if s['lossless'] else LOSSY}")
+    times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
+    print(f"time by part: {times}")
+    if "speedup" in s:
+        ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
+        print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
+        if session.sampling.greedy:
+            print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
+        else:
+            same = "the same distribution" if s["lossless"] else "two distributions, for the verifier is lossy"
+            print(f"identical: not asked, both are draws from {same}")

@@ -1,0 +1,183 @@
+"""What the pieces ask of each other: `DraftState`, and what a drafter and a tree policy must offer.
+
+Shapes are named in `specdec/types.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.kernels import kernel_for
+from specdec.model.cache import KVCache
+from specdec.model.layers import LinearMap
+from specdec.sampling.likely import top_logprobs
+from specdec.types import DraftTree, Sampling, SamplingBatch
+
+MOST = 32  # the largest k that the kernel `head_topk` takes
+
+
+@dataclass
+class DraftState:
+    """What a drafter knows of W positions: the same in decoding and in training.
+
+    The logits are not made before they are asked for. A loss makes them in pieces from `readout` and `head`, so that no
+    [B,T,U] tensor need exist, and `top` may do without them.
+    """
+
+    hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`
+    readout: Tensor  # [B,W,H] what the head reads; the logits themselves [B,W,U] if there is no head
+    head: LinearMap | None = None  # [U,H]
+
+    @property
+    def logits(self) -> Tensor:
+        """[B,W,U], made anew each time."""
+        return self.readout if self.head is None else self.head(self.readout)
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
+        if self.head is not None and self.head.bias is None and k <= MOST:
+            kernel = kernel_for("head_topk", self.readout)
+            if kernel is not None and self.head.weight.dtype == self.readout.dtype:
+                logp, ids = kernel(self.readout.flatten(0, 1), self.head.weight, k)
+                shape = *self.readout.shape[:2], k
+                return logp.view(shape), ids.view(shape)
+        return top_logprobs(self.logits, k)
+
+    def compact(self, index: Tensor) -> "DraftState":
+        """The rows index [B'] only."""
+        return DraftState(self.hidden[index], self.readout[index], self.head)
+
+    def joined(self, other: "DraftState") -> "DraftState":
+        """These rows, and below them the rows of `other`. What a drafter keeps of a position may be as long as its text
+        (n-grams): the shorter ones are filled up with zeros."""
+        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
+        hidden = [F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)]
+        return DraftState(torch.cat(hidden), torch.cat([self.readout, other.readout]), self.head)
+
+    def slot(self, level: int, width: int) -> "DraftState":
+        """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""
+        at = slice(level, level + 1)
+        return DraftState(
+            self.hidden[:, at].expand(-1, width, -1), self.readout[:, at].expand(-1, width, -1), self.head
+        )
+
+
+class Vocabulary(Protocol):
+    """The tokens that a drafter can propose."""
+
+    size: int  # U
+    target_size: int  # V
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft vocabulary ids -> target vocabulary ids, any shape."""
+
+
+class Drafter(nn.Module):
+    """A draft model. Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2,
+    and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
+    continuation up, fit too: what they remember of a position is their `hidden`.
+
+    A drafter that keeps nothing of the rows overrides `extend` and `step`. One that has a cache overrides `reset` and
+    `admit` too, and one that learns `unroll`.
+    """
+
+    taps: tuple[int, ...] = ()  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
+    vocab: Vocabulary
+    max_steps: int | None = None  # no tree may be deeper; None: any may
+    # How many tokens one `extend` guesses: its state then has W = block, slot k for tree level k+1, and no tree policy
+    # calls `step`. None: `extend` gives the root's position (W = 1), and `step` all others.
+    block: int | None = None
+    # All that `extend` and `step` keep is `cache`, its tensors stay where they are, and shapes depend on its `max_len`
+    # only: then CUDA graphs can hold them (docs/graphs.md).
+    capturable: bool = False
+    cache: KVCache | None = None
+    learns: bool = False  # has an `unroll`
+    # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
+    documents: Tensor | None = None  # None: one text each
+    switches: object = ""  # in which drafters of one class differ; `str` tells two apart
+    conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
+    recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
+
+    def heads_in_use(self) -> list[LinearMap]:
+        """The heads that make logits over `vocab`; empty for a drafter without any."""
+        return []
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        """Put other heads in the place of `heads_in_use`."""
+        raise ValueError(f"{type(self).__name__} has no head")
+
+    def reset(self, rows: int, slots: int) -> None:
+        """Forget everything; make room for `rows` rows of `slots` positions. None of them is in use before it is
+        admitted."""
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """Bytes of what `reset` keeps, for `engine.memory`."""
+        return 0
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        """Prefill: R rows join. They take the places row .. row+R-1; those before are in use already. What was known of
+        the places taken is forgotten.
+
+        first [R]: token 0 of each row, the only one that no `extend` brings. The rest is as for `extend`: the first n
+        [R] of T positions, feats [R,T,F], tokens [R,T]. Returns the state of the new rows."""
+        return self.extend(feats, tokens, n, tokens.shape[1])
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
+        [B,P] one further on.
+
+        `max_len` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the
+        state (W = 1, or W = block) at the last absorbed position."""
+        raise NotImplementedError
+
+    def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only, ascending, in all that is kept of rows, and forget the others."""
+        if self.cache is not None:
+            self.cache.compact(index)
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the
+        level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
+        raise NotImplementedError
+
+    def root(self, first: DraftState) -> DraftState:
+        """Of the state that `extend` gave, the part that tells the root's children (W = 1)."""
+        return first if self.block is None else first.slot(0, 1)
+
+    def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        """What tree policies call: the state of the W nodes of a level, by a `step`, or, if `first`, the state that the
+        tree began with, is a block, by its slot for that level."""
+        if self.block is None:
+            return self.step(tokens, hidden, level, ancestors)
+        return first.slot(level, tokens.shape[1])
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
+        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
+        j > 0 nobody reads the rows that `needed` [B,T] leaves out."""
+        raise ValueError(f"{type(self).__name__} has nothing to learn")
+
+
+class TreePolicy(Protocol):
+    num_draft_tokens: int  # N
+    steps: int  # D
+    topk: int  # the most children a node can have
+    samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
+
+    def draft_slots(self) -> int:
+        """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
+
+    def grow(
+        self,
+        drafter: Drafter,
+        root: Tensor,
+        state: DraftState,
+        sampling: Sampling | SamplingBatch | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DraftTree:
+        """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""

@@ -1,0 +1,203 @@
+"""The rows that rounds compute. Sequences join a batch, and rows whose sequence has ended are dropped from it.
+
+Compacting a batch moves together what is kept of the other rows. That costs a part of a round. Whether it pays depends
+on when the other rows end, which nobody knows. The rule is therefore the online one of Dooly, Goldman and Scott ("TCP
+dynamic acknowledgment delay", STOC 1998): carry ended rows until that has cost as much as compacting would. It costs at
+most about twice as much as the best choice in hindsight.
+
+The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as a
+loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds, and draw the
+same numbers for the others.
+"""
+
+from collections import abc
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import DraftState
+from specdec.engine.clock import Clock
+from specdec.engine.round import Round, RoundOutput, RoundSettings
+from specdec.engine.sequence import Sequence
+from specdec.sampling.filters import settings_of
+from specdec.sampling.penalties import Penalties
+
+PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.02 to 0.12 for trees, up to 0.4 for plain rounds.
+
+
+class Progress:
+    """How far the rows are, on the device. It ends a row by the rule of `Sequence.add`."""
+
+    def __init__(self, sequences: abc.Sequence[Sequence], device: torch.device):
+        width = max((len(s.eos) for s in sequences), default=0)
+        eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]  # no token is -1
+        self.eos = torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width)  # [B,E]
+        self.active = torch.tensor([s.finish is None for s in sequences], device=device)  # [B] which still decode
+        self.left = torch.tensor([s.left for s in sequences], device=device)  # [B] how many tokens each may add
+
+    def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only."""
+        self.active, self.left, self.eos = self.active[index], self.left[index], self.eos[index]
+
+    def settle(self, tokens: Tensor, n: Tensor) -> None:
+        """A round emitted the first n [B] of tokens [B,P]. Changes both tensors in place."""
+        kept = torch.where(self.active, n.minimum(self.left), 0)
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        ends = (tokens[..., None] == self.eos[:, None]).any(-1) & (place < kept[:, None])
+        self.left -= kept
+        self.active &= ~ends.any(1) & (self.left > 0)
+
+
+def penalties_of(sequences: abc.Sequence[Sequence], vocab: int, device: torch.device) -> Penalties | None:
+    """The penalties of these rows as the host knows their texts; None if no row has any."""
+    samplings = [s.sampling for s in sequences]
+    if not any(sampling.penalised for sampling in samplings):
+        return None
+    return Penalties(samplings, [s.prompt for s in sequences], vocab, device, [s.tokens for s in sequences])
+
+
+class Batch:
+    """What rounds work on, and what one round leaves to the next.
+
+    Row b holds `sequences[b]`. Rows whose sequence has ended stay until they are dropped; then the rows behind them
+    move up. New sequences join behind the others.
+    """
+
+    def __init__(
+        self,
+        round_: Round,
+        rows: int,
+        room: int,
+        generator: torch.Generator,
+        clock: Clock,
+        *,
+        overlap: bool = False,
+        compact: bool = True,
+    ):
+        """Make room for `rows` sequences of up to `room` tokens. overlap: rounds are launched before the last one is
+        read, so the device ends rows by itself. compact: drop rows that have ended."""
+        self.round, self.rows, self.room, self.overlap, self.compact = round_, rows, room, overlap, compact
+        self.generator, self.clock = generator, clock
+        self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
+        if round_.drafter is not None:
+            round_.drafter.reset(rows, round_.draft_slots(room))
+        self.sequences: list[Sequence] = []
+        self.root: Tensor | None = None  # [B]
+        self.state: DraftState | None = None
+        self.progress: Progress | None = None
+        self.settings: RoundSettings | None = None
+        self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
+        self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
+        self.observed = True  # somebody looks at trees, verdicts and logits
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.lens.device
+
+    def going(self) -> list[Sequence]:
+        """Those that the host does not know to have ended."""
+        return [s for s in self.sequences if s.finish is None]
+
+    def free(self) -> int:
+        """How many sequences can join."""
+        return self.rows - len(self.going())
+
+    # Joining and leaving: between rounds of which none is unread
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
+        self._drop([s.finish is not None for s in self.sequences])
+        try:
+            root, state = self._prefill(sequences, len(self.sequences))
+        except BaseException:
+            self._undo_prefill()
+            raise
+        self.root = root if self.root is None else torch.cat([self.root, root])
+        self.state = state if self.state is None else self.state.joined(state)
+        self.sequences = self.sequences + sequences
+        self._refresh()
+        self.clock.mark("prefill")
+
+    def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None]:
+        settings = self._settings(sequences)
+        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings)
+        told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
+        for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
+            sequence.add([token], logprob)
+        return root, state
+
+    def _undo_prefill(self) -> None:
+        """Take rows out of the caches that a prefill which failed has put there."""
+        drafter, known = self.round.drafter, torch.arange(len(self.sequences), device=self.device)
+        self.cache.compact(known)
+        if self.state is not None:
+            drafter.compact(known)
+        elif drafter is not None:
+            drafter.reset(self.rows, self.round.draft_slots(self.room))
+
+    def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
+        return RoundSettings(
+            settings_of([s.sampling for s in sequences], self.device),
+            self.generator,
+            self.clock,
+            penalties_of(sequences, self.round.target.config.vocab, self.device),
+            any(s.logprobs is not None for s in sequences),
+        )
+
+    def _refresh(self) -> None:
+        """Make anew what follows from what the host knows of the sequences."""
+        self.settings, self.progress = self._settings(self.sequences), Progress(self.sequences, self.device)
+        self.known_going = len(self.going())
+
+    def stop(self) -> None:
+        """Let rows stand still that the host knows to have ended, and the device may not."""
+        if self.progress is not None:
+            going = [s.finish is None for s in self.sequences]
+            self.progress.active &= torch.tensor(going, dtype=torch.bool, device=self.device)
+
+    # Rounds
+
+    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
+        """Start the next round. No sequence that still decodes has committed more than `max_len` tokens; `ended` are
+        those that have ended, as far as the decision to drop them may know."""
+        if ended:
+            self._shed([s in ended for s in self.sequences])
+        if not self.overlap and (going := len(self.going())) != self.known_going:
+            self.known_going = going
+            self.stop()
+        self.cache.max_len = max_len
+        self.root, self.state, output = self.round.play(
+            self.root, self.state, self.cache, self.progress.active, self.settings
+        )
+        if self.overlap:
+            self.progress.settle(output.tokens, output.n)
+        return output
+
+    def _shed(self, ended: list[bool]) -> None:
+        """Drop rows that have ended if they have been carried for long enough."""
+        if not self.compact or not any(ended):
+            return
+        self.carried += sum(ended) / len(ended)
+        if self.carried >= PRICE:
+            self._drop(ended)
+
+    def _drop(self, ended: list[bool]) -> None:
+        if not any(ended):
+            return
+        kept = [b for b, over in enumerate(ended) if not over]
+        self.carried = 0.0
+        self.sequences = [self.sequences[b] for b in kept]
+        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        self.root = self.root[index]
+        self.cache.compact(index)
+        if self.state is not None:
+            self.state = self.state.compact(index)
+            self.round.drafter.compact(index)
+        self.progress.compact(index)
+        penalties = self.settings.penalties
+        if penalties is not None:
+            penalties.compact(index)
+        if self.sequences:
+            sampling = settings_of([s.sampling for s in self.sequences], self.device)
+            self.settings = replace(self.settings, sampling=sampling)

@@ -1,0 +1,68 @@
+"""Time per part of a round."""
+
+import time
+from collections import defaultdict
+from itertools import pairwise
+
+import torch
+
+MOST = 4096  # marks that are kept apart
+
+
+class Clock:
+    """Time per part of a round, without synchronising: wall clock on the CPU, events on a GPU.
+
+    `position` counts marks from the beginning. Old marks can be added up (`fold`), so that a clock that runs on and on
+    does not grow.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, object]] = []
+        self.folded: dict[str, float] = defaultdict(float)  # seconds by part of the marks that are gone
+        self.gone = 0  # how many those are
+        self.mark("")
+
+    @property
+    def position(self) -> int:
+        return self.gone + len(self.marks)
+
+    def mark(self, part: str) -> None:
+        """The time since the last mark belongs to `part`."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((part, event))
+        else:
+            self.marks.append((part, time.perf_counter()))
+
+    def seconds(self, first: int = 0) -> dict[str, float]:
+        """By part, from mark `first` on; waits for the device."""
+        total = defaultdict(float, self.folded if first < self.gone else {})
+        for part, seconds in self.intervals(first):
+            total[part] += seconds
+        return dict(total)
+
+    def intervals(self, first: int = 0) -> list[tuple[str, float]]:
+        """Each mark's part and its seconds, in order, from mark `first` on; waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        return [
+            (part, before.elapsed_time(now) / 1e3 if self.cuda else now - before)
+            for (_, before), (part, now) in pairwise(self.marks[max(first - self.gone, 0) :])
+        ]
+
+    def fold(self) -> None:
+        """Once there are many marks, keep only their sums; waits for the device then."""
+        if len(self.marks) > MOST:
+            for part, seconds in self.intervals(self.gone):
+                self.folded[part] += seconds
+            self.gone += len(self.marks) - 1
+            del self.marks[:-1]
+
+
+class SilentClock:
+    """A clock that notes nothing, for rounds that are recorded: a mark is no part of them."""
+
+    def mark(self, part: str) -> None:
+        pass

@@ -1,0 +1,265 @@
+"""The engine: sequences are added, every step plays a round, and what came of it is reported."""
+
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.batch import Batch
+from specdec.engine.clock import Clock
+from specdec.engine.graphs import Backend, make_graphs
+from specdec.engine.memory import Request, check, free_bytes, plan
+from specdec.engine.overlap import Loop, ReadRound
+from specdec.engine.round import Round
+from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences
+from specdec.model.target import Target
+from specdec.sampling.filters import settings_of
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
+from specdec.verify import SampleAndMatch, sample_and_match
+
+Observer = Callable[["RoundReport"], None]
+
+
+@dataclass
+class RoundReport:
+    """What a step did to its rows: a prefill, or a round. Row i of everything in it is the sequence `rows[i]`.
+
+    What the round made on the device is lent: it is the engine's again when the observer returns. tree, verdict and
+    logits are None for a prefill and for plain decoding."""
+
+    rows: list[Sequence]  # each as it is by now; among them may be some that had ended before
+    emitted: list[list[int]]  # what was added to the rows
+    accepted: list[int]  # how many of them were drafted
+    sampling: Sampling | SamplingBatch
+    clock: Clock
+    prefill: bool = False  # the rows have just joined, and emitted their first token
+    tree: DraftTree | None = None
+    verdict: Verdict | None = None
+    logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
+    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
+
+
+@dataclass
+class Result:
+    rows: list[Sequence]
+    seconds: float  # all of it
+    prefill_seconds: float  # until the first token
+    parts: dict[str, float]  # seconds in prefill, draft, verify, commit (or round, if replayed), host, output
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last, without the time that the observer took."""
+        return self.seconds - self.prefill_seconds - self.parts.get("output", 0.0)
+
+
+class Engine:
+    """Decodes sequences with a target, and with a drafter and a tree policy if they are given.
+
+    `generate` decodes a batch of prompts from beginning to end. Or `reserve` makes room, `add` lets a sequence join as
+    soon as a row is free, each `step` plays a round of all that have joined, and `abort` ends one early.
+    A drafter remembers the rows, so it serves one engine at a time: whoever reserves or generates next takes it over.
+
+    Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
+    them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
+    `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
+    that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        policy: TreePolicy | None = None,
+        verifier: Verifier = sample_and_match,
+        *,
+        graphs: bool | Backend | None = None,
+        overlap: bool | None = None,
+        compact: bool = True,
+    ):
+        self.round = Round(target, drafter, policy, verifier)
+        self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
+        self.device = target.device
+        self.graphs = make_graphs(graphs, self.round)
+        if overlap is False and self.graphs is not None:
+            raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
+        self.overlap = self.graphs is not None if overlap is None else overlap
+        self.compact = compact
+        self.waiting: list[Sequence] = []
+        self.loop: Loop | None = None
+        self.room = 0  # tokens of a row, as reserved; caches may have more
+
+    # Sequences that come and go
+
+    @torch.inference_mode()
+    def reserve(self, rows: int, room: int, *, seed: int = 0) -> None:
+        """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
+        before is dropped. ValueError if a GPU cannot hold it."""
+        if min(rows, room) < 1:
+            raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
+        request = Request(batch=rows, prompt=room, room=room, greedy=False, penalised=True)
+        self._reserve(rows, min(room, self.target.config.context), request, seed)
+
+    def add(
+        self,
+        prompt: list[int],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        eos: frozenset[int] | None = None,
+        stop: Stop | None = None,
+        logprobs: bool = False,
+    ) -> Sequence:
+        """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
+        context, where the room ends that was reserved.
+
+        ValueError for what the target does not take, and for a prompt that leaves no room for a token."""
+        if self.loop is None:
+            raise ValueError("nothing is reserved: call Engine.reserve first")
+        eos, config = self.target.eos if eos is None else eos, self.target.config
+        if self.room <= len(prompt) < config.context:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens, room was reserved for {self.room}, new ones included"
+            )
+        sequence = make_sequence(
+            prompt, max_new_tokens, sampling, stop, eos, logprobs, vocab=config.vocab, context=self.room
+        )
+        self.waiting.append(sequence)
+        return sequence
+
+    @torch.inference_mode()
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence; it keeps the tokens that it has, and its row is free for another."""
+        if sequence.finish is not None:
+            return
+        sequence.finish = "abort"
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif self.loop is not None:
+            self.loop.batch.stop()
+
+    @torch.inference_mode()
+    def step(self) -> RoundReport | None:
+        """Let sequences join if there are any and rows are free; else play a round. None if nothing is left to do.
+
+        A sequence joins between rounds that are all read, so with `overlap` the last one is read first."""
+        return self._step()
+
+    def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
+        if self.loop is None:
+            return None
+        loop, batch = self.loop, self.loop.batch
+        batch.clock.fold()
+        if self.waiting and batch.free():
+            read = loop.drain()
+            return self._conclude(read) if read is not None else self._admit()
+        read = loop.next()
+        return None if read is None else self._conclude(read)
+
+    def _admit(self) -> RoundReport:
+        batch = self.loop.batch
+        joining = self.waiting[: batch.free()]
+        self.loop.admit(joining)
+        self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
+        emitted = [sequence.tokens[:] for sequence in joining]
+        sampling = settings_of([sequence.sampling for sequence in joining], self.device)
+        return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
+
+    def _conclude(self, read: ReadRound) -> RoundReport:
+        """Add what a round emitted to its sequences."""
+        emitted, accepted = [], []
+        for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
+            if row.finish is not None:
+                emitted.append([])
+                accepted.append(0)
+                continue
+            row.trace.accepted.append(count - 1)
+            kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
+            row.trace.emitted.append(len(kept))
+            emitted.append(kept)
+            accepted.append(min(count - 1, len(kept)))
+        out, clock = read.output, self.loop.batch.clock
+        clock.mark("host")
+        report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
+        report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
+        return report
+
+    # A batch from beginning to end
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: list[list[int]],
+        *,
+        max_new_tokens: int | abc.Sequence[int] = 128,
+        sampling: Sampling | abc.Sequence[Sampling] | None = None,
+        seed: int = 0,
+        eos: frozenset[int] | None = None,
+        stop: abc.Sequence[Stop | None] | None = None,
+        logprobs: bool = False,
+        observer: Observer | None = None,
+    ) -> Result:
+        """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling and stop, of
+        which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the token with which
+        its `stop` is satisfied, after max_new_tokens, or where the target's context ends. What was reserved before is
+        dropped, with the sequences in it, and nothing is reserved afterwards.
+
+        logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
+        filters (`Sequence.logprobs`)."""
+        start, config = time.perf_counter(), self.target.config
+        eos = self.target.eos if eos is None else eos
+        size = {"vocab": config.vocab, "context": config.context}
+        rows = make_sequences(prompts, max_new_tokens, sampling, stop, eos, logprobs, **size)
+        plain = self.drafter is None or isinstance(self.verifier, SampleAndMatch)
+        request = Request(
+            batch=len(rows),
+            prompt=max(len(row.prompt) for row in rows),
+            room=max(row.room for row in rows),
+            greedy=plain and all(row.sampling.greedy for row in rows),
+            penalised=any(row.sampling.penalised for row in rows),
+        )
+        self._reserve(len(rows), request.room, request, seed, observed=observer is not None)
+        self.waiting = list(rows)
+        clock, prefill_seconds = self.loop.batch.clock, 0.0
+        try:
+            while (report := self._step()) is not None:
+                if report.prefill:
+                    prefill_seconds = time.perf_counter() - start
+                if observer is not None:
+                    observer(report)
+                    clock.mark("output")
+                report.logits = None  # too much for an observer to hold through the next round
+        finally:
+            self._clear()
+        return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
+
+    @torch.inference_mode()
+    def _reserve(self, rows: int, room: int, request: Request, seed: int, observed: bool = True) -> None:
+        self._clear()  # before memory is taken
+        self.room = room
+        clock = Clock(self.device)
+        if self.graphs is None:
+            self._check_memory(request, room)
+            generator = torch.Generator(self.device)
+            batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
+        else:
+            room = self.graphs.room_for(rows, room)
+            self._check_memory(request, room, kept=self.graphs.batch is not None)
+            batch = self.graphs.begin(rows, room, clock)
+        batch.generator.manual_seed(seed)
+        batch.observed = observed
+        self.loop = Loop(batch, int(self.overlap))
+
+    def _clear(self) -> None:
+        """Drop all sequences, and the caches unless graphs keep them."""
+        self.waiting, self.loop, self.room = [], None, 0
+
+    def _check_memory(self, request: Request, room: int, kept: bool = False) -> None:
+        """ValueError for what a GPU cannot hold, before anything is allocated."""
+        free = free_bytes(self.device)
+        if free is not None:
+            request = replace(request, room=room)
+            check(plan(self.target, self.drafter, self.policy, request, self.graphs is not None), free, kept)

@@ -1,0 +1,125 @@
+"""CUDA graphs of whole rounds: captured once for each shape, replayed without Python (docs/graphs.md).
+
+A round can be captured because it is a function of tensors. All that it needs on the host are shapes, and of those one
+alone changes: how many slots of the caches are read. That goes in steps (`static_batch.buckets`). Everything a round
+keeps for the next one lies in tensors that never move (`static_batch.StaticBatch`).
+"""
+
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter
+from specdec.engine.clock import Clock
+from specdec.engine.round import Round
+from specdec.engine.static_batch import STEP, Backend, StaticBatch
+from specdec.kernels import backends
+
+WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
+
+
+class CudaGraphs:
+    """Graphs of one engine, in one memory pool: they never run at the same time, and what a round leaves in the pool is
+    copied out before the next."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.generator = torch.Generator(device)
+        self.stream = torch.cuda.Stream(device)
+        self.forget()
+
+    def forget(self) -> None:
+        # A pool whose last graph is gone cannot be captured into again.
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
+        with torch.cuda.device(self.device):
+            self._warm_up(run, kept)
+            graph = torch.cuda.CUDAGraph()
+            # A replay then draws what the generator would give next, and moves it on as the round itself does.
+            graph.register_generator_state(self.generator)
+            # Other threads, such as a data loader's, may go on using the device while this one captures.
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                made = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return made
+
+        return replay
+
+    def _warm_up(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> None:
+        """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
+        wrote into caches lies behind the committed slots, where it is void."""
+        before, numbers = [x.clone() for x in kept], self.generator.get_state()
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            for _ in range(WARM_UPS):
+                run()
+        current.wait_stream(self.stream)
+        for x, old in zip(kept, before, strict=True):
+            x.copy_(old)
+        self.generator.set_state(numbers)
+
+
+def obstacle(target, drafter: Drafter | None) -> str | None:
+    """Why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they keep nothing
+    and never wait for the device."""
+    for part in (target, drafter):
+        if part is not None and not part.capturable:
+            name = type(part).__name__
+            return f"{name} cannot be captured: it works with shapes or values that change from round to round"
+    return None
+
+
+def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | None":
+    """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
+    them; True, or a backend, for graphs or a ValueError that says why not."""
+    device = round_.target.device
+    if wanted is False or (wanted is None and device.type != "cuda"):
+        return None
+    if why := obstacle(round_.target, round_.drafter):
+        if wanted is None:
+            return None
+        raise ValueError(f"{why}; decode without graphs")
+    if wanted is True and device.type != "cuda":
+        raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
+    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
+
+
+class Graphs:
+    """The batch of an engine whose rounds are recorded. It is kept from call to call, and made anew for another number
+    of rows, for longer texts than there was room for, and after weights have changed."""
+
+    def __init__(self, round_: Round, backend: Backend):
+        self.round, self.backend = round_, backend
+        self.batch: StaticBatch | None = None
+
+    def room_for(self, rows: int, room: int) -> int:
+        """For `rows` rows of up to `room` tokens: the room that the batch has which is kept, or, if there is none that
+        fits, the room to make one for."""
+        kept = self.batch
+        if kept is not None:
+            if kept.rows == rows and kept.room >= room and kept.signature == self._signature():
+                return kept.room
+            self.batch = None
+            self.backend.forget()
+        return max(room, min(-(-room // STEP) * STEP, self.round.target.config.context))
+
+    def begin(self, rows: int, room: int, clock: Clock) -> "StaticBatch":
+        """The batch, empty; `room` as `room_for` has told it."""
+        if self.batch is None:
+            self.batch = StaticBatch(self.round, rows, room, self.backend, clock)
+            self.batch.signature = self._signature()
+        self.batch.begin(clock)
+        return self.batch
+
+    def _signature(self) -> tuple:
+        """Changes when a tensor moves that a graph reads, or its values do, from which others may have been made."""
+        modules = [part for part in (self.round.target, self.round.drafter) if part is not None]
+        tensors = [x for module in modules for x in (*module.parameters(), *module.buffers())]
+        return backends(), tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)

@@ -1,0 +1,121 @@
+"""The loop over rounds. It reads each round at once, or one round late while the device already runs the next.
+
+When it reads late, the device decides which rows have ended (`batch.Progress`), by the rule of `Sequence.add`. So a row
+stands still from the same round on as when rounds are read at once: text, traces and the room that caches need are the
+same. Only an end that a `Stop` brings is noticed a round late. That round of the row is void, and `Sequence` drops it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.engine.batch import Batch
+from specdec.engine.round import RoundOutput
+from specdec.engine.sequence import Sequence
+from specdec.types import Sampling, SamplingBatch
+
+
+@dataclass
+class ReadRound:
+    """A round as the host has read it."""
+
+    output: RoundOutput
+    sequences: list[Sequence]  # of its rows
+    sampling: Sampling | SamplingBatch  # of its rows
+    tokens: list[list[int]]
+    counts: list[int]
+    logprobs: list[list[float]] | None = None
+
+
+class Reader:
+    """What rounds emitted, on its way to the host: two sets of buffers in turn, pinned if it comes from a GPU."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == "cuda"
+        self.buffers: list[list[Tensor]] = [[], []]
+        self.events = [torch.cuda.Event(), torch.cuda.Event()] if self.cuda else []
+        self.turn = 0
+
+    def start(self, source: list[Tensor]) -> int:
+        """Copy without waiting; the number returned is for `finish`. No more than two may be under way."""
+        self.turn = 1 - self.turn
+        if [x.shape for x in self.buffers[self.turn]] != [x.shape for x in source]:  # rows join and are dropped
+            self.buffers[self.turn] = [torch.empty(x.shape, dtype=x.dtype, pin_memory=self.cuda) for x in source]
+        for buffer, x in zip(self.buffers[self.turn], source, strict=True):
+            buffer.copy_(x, non_blocking=True)
+        if self.cuda:
+            self.events[self.turn].record()
+        return self.turn
+
+    def finish(self, number: int) -> list[list]:
+        """Wait for that copy only, and not for what was launched since."""
+        if self.cuda:
+            self.events[number].synchronize()
+        return [buffer.tolist() for buffer in self.buffers[number]]
+
+
+@dataclass
+class _Pending:
+    """A round that was launched and not read."""
+
+    output: RoundOutput
+    sequences: list[Sequence]
+    sampling: Sampling | SamplingBatch
+    copy: int  # `Reader.start`'s number
+
+
+class Loop:
+    """The rounds of a batch, of which up to `lag` (0 or 1) are launched before the oldest is read."""
+
+    def __init__(self, batch: Batch, lag: int):
+        self.batch, self.lag = batch, lag
+        self.reader = Reader(batch.device)
+        self.pending: list[_Pending] = []
+        self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        """Let sequences join. Every round must have been read."""
+        self.batch.admit(sequences)
+        self.ended = self._over()
+
+    def next(self) -> ReadRound | None:
+        """Launch what is to be launched, and read the oldest round; None if there is none. Whoever takes a round adds
+        it to its sequences before asking for another.
+
+        A round that the sequences' limits show to be void is not launched, so what is launched in vain is one round,
+        where a text ends early."""
+        while going := self.batch.going():
+            launched = self._launch(going)
+            if len(self.pending) > self.lag or not launched:
+                return self._read(self.pending.pop(0))
+        self.pending.clear()  # void: all their rows ended before
+        return None
+
+    def drain(self) -> ReadRound | None:
+        """Read the oldest round without launching another."""
+        return self._read(self.pending.pop(0)) if self.pending else None
+
+    def _launch(self, going: list[Sequence]) -> bool:
+        """Start a round for those that still decode, if it can give any of them a token."""
+        # Every round under way gives each row a token at least.
+        if not any(s.left > len(self.pending) for s in going):
+            return False
+        known = max(s.committed for s in going)
+        # Which rows may be dropped is known a round late in both loops.
+        over = self._over()
+        ended, self.ended = (over, over) if self.lag else (self.ended, over)
+        output = self.batch.launch(known + self.batch.round.path * len(self.pending), ended)
+        rows = _Pending(output, self.batch.sequences, self.batch.settings.sampling, 0)
+        if self.lag:
+            rows.copy = self.reader.start(output.to_read())
+        self.pending.append(rows)
+        return True
+
+    def _over(self) -> set[Sequence]:
+        return {s for s in self.batch.sequences if s.finish is not None}
+
+    def _read(self, pending: _Pending) -> ReadRound:
+        output = pending.output
+        read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in output.to_read()]
+        return ReadRound(output, pending.sequences, pending.sampling, *read)

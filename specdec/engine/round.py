@@ -1,0 +1,171 @@
+"""One round: draft, verify, commit, extend. It knows nothing of batches, loops or graphs.
+
+Everything in it happens on the device, without waiting: `tests/engine/test_no_sync.py` holds it to that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter, DraftState, TreePolicy
+from specdec.engine.clock import Clock, SilentClock
+from specdec.model.cache import KVCache
+from specdec.model.target import Target, check_taps
+from specdec.sampling.draws import sample
+from specdec.sampling.likely import logprobs_of
+from specdec.sampling.penalties import Penalties
+from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
+
+
+@dataclass
+class RoundSettings:
+    """What rounds are played with beside the pieces themselves."""
+
+    sampling: Sampling | SamplingBatch
+    generator: torch.Generator
+    clock: Clock | SilentClock
+    penalties: Penalties | None = None
+    logprobs: bool = False  # compute those of the emitted tokens
+
+
+@dataclass
+class RoundOutput:
+    """What a round made on the device. tree, verdict and logits are None if it drafted nothing, or nobody looks."""
+
+    tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
+    n: Tensor  # [B] how many of them
+    logprobs: Tensor | None = None  # [B,P] if asked for
+    tree: DraftTree | None = None
+    verdict: Verdict | None = None
+    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
+
+    def to_read(self) -> list[Tensor]:
+        """What the host wants to know."""
+        return [self.tokens, self.n] if self.logprobs is None else [self.tokens, self.n, self.logprobs]
+
+
+class Round:
+    """A target, and with it, for speculation, a drafter, a tree policy and a verifier that fit together.
+
+    Raises ValueError, one sentence, for pieces that do not."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None, verifier: Verifier):
+        if (drafter is None) != (policy is None):
+            raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
+        if drafter is not None:
+            check_taps(drafter.taps, target.config.layers)
+            _check_steps(drafter, policy)
+            _check_verifier(verifier, policy)
+        self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
+        self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
+        self.nodes = policy.num_draft_tokens if policy else 1  # N
+
+    def target_slots(self, room: int) -> int:
+        """Slots of the target's cache for texts of `room` tokens."""
+        return room + self.path + self.nodes
+
+    def draft_slots(self, room: int) -> int:
+        """Slots that the drafter is asked to keep for texts of `room` tokens."""
+        return room + self.path + max(self.path, self.policy.draft_slots()) if self.policy else 0
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], cache: KVCache, row: int, settings: RoundSettings
+    ) -> tuple[Tensor, DraftState | None, Tensor | None]:
+        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
+
+        Returns the first token of each [R], the drafter's state, and the tokens' log-probabilities [R] if asked for."""
+        device, longest = cache.lens.device, max(map(len, prompts))
+        tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
+        lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        part = cache.admit(row, len(prompts), longest)
+        taps = self.drafter.taps if self.drafter else ()
+        logits, feats = self.target(tokens, part, taps=taps, last=lens - 1, prefill=True)
+        root = self._draw(logits, torch.ones_like(lens), settings)
+        logprobs = logprobs_of(logits[:, 0], root) if settings.logprobs else None
+        part.advance(lens, longest)
+        if self.drafter is None:
+            return root, None, logprobs
+        following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
+        return root, self.drafter.admit(row, tokens[:, 0], feats, following, lens), logprobs
+
+    def play(
+        self,
+        root: Tensor,
+        state: DraftState | None,
+        cache: KVCache,
+        active: Tensor,
+        settings: RoundSettings,
+        itself: Tensor | None = None,
+    ) -> tuple[Tensor, DraftState | None, RoundOutput]:
+        """One round. root [B]: the last token of each row, which the target has not seen. Rows that are not active [B]
+        stand still. itself: ones [B,1,1], for plain rounds where `cache.max_len` is not exact.
+
+        Returns the next root, the drafter's state, and what was emitted."""
+        if self.drafter is None:
+            return self._plain(root, cache, active, settings, itself)
+        clock, penalties = settings.clock, settings.penalties
+        tree = self.policy.grow(self.drafter, root, state, settings.sampling, settings.generator)
+        clock.mark("draft")
+        own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
+        logits = own if penalties is None else penalties(own, tree)
+        verdict = self.verifier(tree, logits, settings.sampling, settings.generator)
+        n = verdict.n * active
+        if penalties is not None:
+            penalties.add(verdict.tokens, n)
+        if settings.logprobs:
+            at_path = own.gather(1, verdict.path[..., None].expand(-1, -1, own.shape[-1]))
+            verdict.logprobs = logprobs_of(at_path, verdict.tokens)
+        clock.mark("verify")
+        max_len = cache.max_len + self.path
+        cache.commit(verdict.path, n, max_len)
+        clock.mark("commit")
+        if feats is not None:
+            feats = feats.gather(1, verdict.path[..., None].expand(-1, -1, feats.shape[-1]))
+        state = self.drafter.extend(feats, verdict.tokens, n, max_len)
+        root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
+        clock.mark("draft")
+        return root, state, RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits)
+
+    def _plain(
+        self, root: Tensor, cache: KVCache, active: Tensor, settings: RoundSettings, itself: Tensor | None
+    ) -> tuple[Tensor, None, RoundOutput]:
+        """One token per row, without a drafter."""
+        logits, _ = self.target(root[:, None], cache, ancestors=itself)
+        n = active.long()
+        token = self._draw(logits, n, settings)
+        cache.advance(n, cache.max_len + 1)
+        settings.clock.mark("verify")
+        logprobs = logprobs_of(logits[:, 0], token)[:, None] if settings.logprobs else None
+        return token, None, RoundOutput(token[:, None], torch.ones_like(token), logprobs)
+
+    @staticmethod
+    def _draw(logits: Tensor, n: Tensor, settings: RoundSettings) -> Tensor:
+        """The next token [B] from logits [B,1,V]; the rows of which n [B] is 1, and not 0, count it."""
+        penalties = settings.penalties
+        if penalties is None:
+            return sample(logits[:, 0], settings.sampling, settings.generator)
+        token = sample(penalties(logits)[:, 0], settings.sampling, settings.generator)
+        penalties.add(token[:, None], n)
+        return token
+
+
+def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
+    most = [most for most in (drafter.max_steps, drafter.block) if most is not None]
+    if most and policy.steps > min(most):
+        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {min(most)} tokens ahead at most")
+    if policy.topk > drafter.vocab.size:
+        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+
+
+def _check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
+    if verifier.needs_q and not policy.samples:
+        raise ValueError(
+            f"{verifier} needs to know what the children of a node were drawn from, and {type(policy).__name__} does "
+            "not draw them: use a tree that samples (trees.SampledTree, or --sample-draft)"
+        )
+    if verifier.chains_only and policy.topk > 1:
+        raise ValueError(
+            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
+        )

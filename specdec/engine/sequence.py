@@ -1,0 +1,139 @@
+"""A sequence: what it asks for, what belongs to its text, and when it has ended."""
+
+from collections import abc
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specdec.engine.trace import RowTrace
+from specdec.types import Sampling
+
+
+class Stop(Protocol):
+    """What ends one sequence before its `eos` or its limit does, such as a string (`specdec.text.StopStrings`)."""
+
+    def add(self, token: int) -> bool:
+        """The sequence's next token -> is it the last one? Called for each token once, in order."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
+
+    finish: 'eos', 'stop' (a `Stop` said so), 'length' (max_new_tokens), 'context' (the target's context is full) or
+    'abort' (the caller did not want more).
+    """
+
+    prompt: list[int]
+    limit: int
+    at_limit: str = "length"
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Stop | None = None
+    eos: frozenset[int] = frozenset()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
+    finish: str | None = None
+    trace: RowTrace = field(default_factory=RowTrace)
+
+    @property
+    def committed(self) -> int:
+        """Tokens that lie in the caches: all but the last one, which is the root of the next tree."""
+        return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may still add."""
+        return self.limit - len(self.tokens)
+
+    @property
+    def room(self) -> int:
+        """Tokens that caches must hold for it, those of the prompt included."""
+        return len(self.prompt) + self.limit
+
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> list[int]:
+        """Append what still belongs to the text, and return it. logprobs: of the tokens, if the sequence keeps them."""
+        kept = tokens[: self.left]
+        for count, token in enumerate(kept, 1):
+            if token in self.eos:
+                self.finish = "eos"
+            elif self.stop is not None and self.stop.add(token):
+                self.finish = "stop"
+            if self.finish is not None:
+                kept = kept[:count]
+                break
+        self.tokens += kept
+        if self.logprobs is not None and logprobs is not None:
+            self.logprobs += logprobs[: len(kept)]
+        if self.finish is None and len(self.tokens) == self.limit:
+            self.finish = self.at_limit
+        return kept
+
+
+def make_sequence(
+    prompt: list[int],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    stop: Stop | None,
+    eos: frozenset[int],
+    logprobs: bool,
+    *,
+    vocab: int,
+    context: int,
+) -> Sequence:
+    """A sequence for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence, for what that
+    target does not take."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    _check_prompt(prompt, vocab, context)
+    room = context - len(prompt)
+    return Sequence(
+        prompt,
+        min(max_new_tokens, room),
+        "length" if max_new_tokens <= room else "context",
+        sampling or Sampling(),
+        stop,
+        eos,
+        logprobs=[] if logprobs else None,
+    )
+
+
+def make_sequences(
+    prompts: abc.Sequence[list[int]],
+    max_new_tokens: int | abc.Sequence[int] = 128,
+    sampling: Sampling | abc.Sequence[Sampling] | None = None,
+    stop: abc.Sequence[Stop | None] | None = None,
+    eos: frozenset[int] = frozenset(),
+    logprobs: bool = False,
+    **target: int,
+) -> list[Sequence]:
+    """A sequence for each prompt; what is a list or tuple has one value for each. target: as for `make_sequence`."""
+    if not prompts:
+        raise ValueError("no prompt was given")
+    count = len(prompts)
+    limits, samplings = per_row(max_new_tokens, count, "max_new_tokens"), per_row(sampling, count, "sampling")
+    return [
+        make_sequence(*own, eos, logprobs, **target)
+        for own in zip(prompts, limits, samplings, per_row(stop, count, "stop"), strict=True)
+    ]
+
+
+def _check_prompt(prompt: list[int], vocab: int, context: int) -> None:
+    if not prompt:
+        raise ValueError("the prompt is empty; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocab:
+        raise ValueError(
+            f"the prompt holds token {max(prompt)}, but the target's vocabulary has {vocab} tokens only: "
+            "the tokenizer does not belong to it"
+        )
+    if len(prompt) >= context:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, the target's context holds {context}, new ones included"
+        )
+
+
+def per_row(value: Any, rows: int, name: str) -> list:
+    """A list or tuple with a value for each row as it is, anything else for all rows."""
+    if not isinstance(value, list | tuple):
+        return [value] * rows
+    if len(value) != rows:
+        raise ValueError(f"{name} has {len(value)} values, and there are {rows} prompts: give one for each, or for all")
+    return list(value)

@@ -1,0 +1,199 @@
+"""A batch whose rounds work on tensors that never move, so that they can be recorded and replayed (docs/graphs.md)."""
+
+from collections import abc
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from specdec.contracts import DraftState
+from specdec.engine.batch import Batch, Progress
+from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.round import Round, RoundOutput, RoundSettings
+from specdec.engine.sequence import Sequence
+from specdec.model.cache import KVCache
+from specdec.types import DraftTree, SamplingBatch, Verdict
+
+STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
+MOST = 64  # graphs of one engine; the oldest goes first
+
+
+class Backend(Protocol):
+    """Something that can record a function of static tensors, and run the record."""
+
+    generator: torch.Generator  # whose numbers the record draws anew in each run
+
+    def forget(self) -> None:
+        """Nobody will run again what was captured so far."""
+
+    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
+        """A function that does again what `run` does, and returns what that returned: each time the same tensors.
+        kept: all tensors that `run` changes and that live on; capturing leaves them, and the generator, as they are."""
+
+
+def buckets(room: int) -> list[int]:
+    """Bounds of the committed length for which there are graphs: STEP, doubled again and again, and `room` at last."""
+    sizes = []
+    size = STEP
+    while size < room:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, room]
+
+
+class StaticBatch(Batch):
+    """A batch whose rounds work on tensors that never move, so that they can be recorded. Rows are never dropped: the
+    row of a sequence that has ended is taken by the next that joins."""
+
+    signature: tuple = ()
+
+    def __init__(self, round_: Round, rows: int, room: int, backend: Backend, clock: Clock):
+        super().__init__(round_, rows, room, backend.generator, clock, overlap=True, compact=False)
+        self.backend, self.buckets = backend, buckets(room)
+        self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
+        self.root = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self.made = RoundOutput(self.root.new_zeros(rows, round_.path), torch.zeros_like(self.root))
+        self.made_logprobs = torch.zeros(rows, round_.path, device=self.device)
+        self.progress = Progress(self._vacant(), self.device)
+        self.eos: dict[int, Tensor] = {}  # by their number, [B,E]
+        self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
+        self.graphs: dict[tuple, Callable[[], RoundOutput]] = {}
+        self.bindings: list = []  # holds what graphs read besides these and parameters, such as the tree's shape
+
+    def _vacant(self) -> list[Sequence]:
+        return [Sequence([0], 1, finish="vacant") for _ in range(self.rows)]
+
+    def begin(self, clock: Clock) -> None:
+        """Forget all sequences."""
+        self.clock, self.sequences = clock, self._vacant()
+        self.cache.clear(self.rows)
+        if self.draft_cache is not None:  # another engine may have let the drafter make one of its own
+            self.round.drafter.cache = self.draft_cache.clear(self.rows)
+
+    def admit(self, sequences: list[Sequence]) -> None:
+        free = [b for b, s in enumerate(self.sequences) if s.finish is not None][: len(sequences)]
+        self.sequences = self.sequences[:]  # rounds that are not read yet hold the list as it was
+        for row, count in runs(free):
+            joining, sequences = sequences[:count], sequences[count:]
+            root, state = self._prefill(joining, row)
+            self.sequences[row : row + count] = joining
+            self.root[row : row + count] = root
+            if state is not None:
+                self._place(state, slice(row, row + count))
+        self._refresh()
+        self.clock.mark("prefill")
+
+    def _place(self, state: DraftState, rows: slice) -> None:
+        if self.state is None:
+            hidden, readout = (x.new_zeros(self.rows, *x.shape[1:]) for x in (state.hidden, state.readout))
+            self.state = DraftState(hidden, readout)
+        self.state.head = state.head
+        self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
+
+    def _refresh(self) -> None:
+        """Copy what follows from the sequences into the tensors that graphs read."""
+        settings, progress = self._settings(self.sequences), Progress(self.sequences, self.device)
+        self.progress.active.copy_(progress.active)
+        self.progress.left.copy_(progress.left)
+        width = progress.eos.shape[1]
+        self.progress.eos = self.eos.setdefault(width, progress.eos)
+        self.progress.eos.copy_(progress.eos)
+        self.kind = _kind(settings.sampling), settings.penalties is not None, settings.logprobs
+        if self.kind not in self.kinds:
+            self.kinds[self.kind] = replace(settings, clock=SilentClock())
+        else:
+            kept = self.kinds[self.kind]
+            _refill(kept.sampling, settings.sampling)
+            _refill(kept.penalties, settings.penalties)
+        self.settings = self.kinds[self.kind]
+
+    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
+        bucket = next(size for size in self.buckets if size >= min(max_len, self.room))
+        key = bucket, self.kind, self.progress.eos.shape[1], self.observed
+        if key not in self.graphs:
+            if len(self.graphs) == MOST:
+                del self.graphs[next(iter(self.graphs))]
+            self.graphs[key] = self._capture(bucket)
+        output = self.graphs[key]()
+        self.clock.mark("round")
+        if output.tree is None:
+            return output
+        # The next round, which is launched before anybody looks at this one, writes over it.
+        return replace(output, tree=_copy(output.tree), verdict=_copy(output.verdict), logits=output.logits.clone())
+
+    def _capture(self, bucket: int) -> Callable[[], RoundOutput]:
+        settings, eos, observed = self.settings, self.progress.eos, self.observed
+        # Frozen parts hold tensors of their own, and are frozen anew by the next cache or `reset`.
+        self.bindings += [vars(m).get(name) for m in self._modules() for name in ("parts", "frozen")]
+        # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
+        itself = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=self.device)
+        self.bindings += [itself, self.round.policy and dict(vars(self.round.policy))]
+
+        def run() -> RoundOutput:
+            self.cache.max_len = bucket
+            if self.draft_cache is not None:
+                self.draft_cache.max_len = bucket + 1  # that of a draft model holds token 0 too
+            root, state, output = self.round.play(
+                self.root, self.state, self.cache, self.progress.active, settings, itself
+            )
+            self.progress.eos = eos
+            self.progress.settle(output.tokens, output.n)
+            self.root.copy_(root)
+            if state is not None:
+                self.state.hidden.copy_(state.hidden)
+                self.state.readout.copy_(state.readout)
+            return self._keep(output, observed)
+
+        return self.backend.capture(run, self._static(settings))
+
+    def _keep(self, output: RoundOutput, observed: bool) -> RoundOutput:
+        """What a round made, where it does not move."""
+        self.made.tokens.copy_(output.tokens)
+        self.made.n.copy_(output.n)
+        if output.logprobs is not None:
+            self.made_logprobs.copy_(output.logprobs)
+        kept = replace(self.made, logprobs=None if output.logprobs is None else self.made_logprobs)
+        if not observed:
+            return kept
+        return replace(kept, tree=output.tree, verdict=output.verdict, logits=output.logits)
+
+    def _static(self, settings: RoundSettings) -> list[Tensor]:
+        """What a round changes and the next one reads, the slots of caches aside."""
+        kept = [self.root, self.progress.active, self.progress.left, self.cache.lens]
+        kept += [self.state.hidden, self.state.readout] if self.state else []
+        kept += [self.draft_cache.lens] if self.draft_cache else []
+        return kept + ([settings.penalties.counts] if settings.penalties else [])
+
+    def _modules(self) -> list[nn.Module]:
+        return [m for part in (self.round.target, self.round.drafter) if part is not None for m in part.modules()]
+
+
+def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending places as (first, count) of those that follow each other."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if found and sum(found[-1]) == place:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((place, 1))
+    return found
+
+
+def _kind(sampling) -> Any:
+    """What of a sampling is part of the program: a `Sampling`, and of `SamplingBatch` which filters it has."""
+    return sampling.program if isinstance(sampling, SamplingBatch) else sampling
+
+
+def _refill(kept: Any, new: Any) -> None:
+    """Copy the tensors of an object, such as `Penalties`, into those of another of its kind; None has none."""
+    for name, value in vars(new).items() if new is not None else ():
+        if isinstance(value, Tensor):
+            vars(kept)[name].copy_(value)
+
+
+def _copy(value: DraftTree | Verdict) -> DraftTree | Verdict:
+    """The same with copies of its tensors."""
+    parts = {f.name: vars(value)[f.name] for f in fields(value)}
+    return replace(value, **{name: x.clone() for name, x in parts.items() if isinstance(x, Tensor)})

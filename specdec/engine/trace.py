@@ -1,0 +1,29 @@
+"""What happened while decoding: rounds, accepted lengths, time per part; and the metrics computed from it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RowTrace:
+    """One sequence: `accepted[r]` is the number of drafted tokens that round r accepted, before any cut at the end of
+    the text; `emitted[r]` the number of tokens that it added to the output."""
+
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> int:
+        return len(self.emitted)
+
+
+def tau(rows: list[RowTrace]) -> float:
+    """Emitted tokens per round over all rows: the bonus token counts, the prefill's first token does not, and neither
+    does what lies behind the end of the text. The micro-average of Spec-Bench, with its ends cut off."""
+    rounds = sum(row.rounds for row in rows)
+    return sum(sum(row.emitted) for row in rows) / rounds if rounds else 0.0
+
+
+def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
+    """For d = 1..steps the share of rounds that accepted at least d drafted tokens (vLLM's unconditional rate)."""
+    accepted = [a for row in rows for a in row.accepted]
+    return [sum(a >= d for a in accepted) / len(accepted) if accepted else 0.0 for d in range(1, steps + 1)]

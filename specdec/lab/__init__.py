@@ -1,1 +1,0 @@
-"""Measurements: what is compared, on which prompts, and how it is shown."""

@@ -1,0 +1,41 @@
+"""Architectures: from a Hugging Face config to our `ModelConfig`, one small file per family.
+
+A family's file defines `read(config: dict) -> ModelConfig`. A new family is its file and its line in `FAMILIES`.
+"""
+
+from specdec.model.archs import gemma3, llama, mimo, mistral, qwen2, qwen3
+from specdec.model.archs.base import Architecture, ModelConfig, NotNative, read_rope, rope_fields
+
+FAMILIES = {
+    "llama": Architecture(llama.read),
+    "mistral": Architecture(mistral.read),
+    "qwen2": Architecture(qwen2.read),
+    "qwen3": Architecture(qwen3.read),
+    "mimo": Architecture(mimo.read),
+    "gemma3_text": Architecture(gemma3.read),
+    "gemma3": Architecture(gemma3.read_multimodal, gemma3.text_name, gemma3.is_vision),
+}
+
+
+def read_config(config: dict, name: str) -> ModelConfig:
+    """The parsed `config.json` of the checkpoint `name` -> ModelConfig.
+
+    Raises NotNative for what we would have to approximate and transformers may do exactly, and another ValueError for a
+    config that is wrong.
+    """
+    family = config.get("model_type")
+    if config.get("quantization_config"):
+        raise ValueError(f"{name}: quantised checkpoints are not supported; load the unquantised weights")
+    if family not in FAMILIES:
+        raise NotNative(f"model family {family!r} is not native")
+    try:
+        return FAMILIES[family].read(config)
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json lacks the field {error}") from None
+    except NotNative:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+__all__ = ["FAMILIES", "Architecture", "ModelConfig", "NotNative", "read_config", "read_rope", "rope_fields"]

@@ -1,0 +1,141 @@
+"""What a decoder of the Llama kind is made of, and the config fields that all families read alike."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdec.model.layers import Rope, check_heads
+
+
+class NotNative(ValueError):
+    """Our decoder does not have a part of this model. transformers' own modules may have it."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+    rope: Rope
+    context: int  # the longest sequence for which the forward is exact
+    tied: bool  # the head is the embedding
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    norm_offset: bool = False  # norms store their weight less 1
+    sandwich_norms: bool = False  # norms behind attention and MLP as well
+    activation: str = "silu"  # one of layers.ACTIVATIONS
+    attention_scale: float | None = None  # factor of q times k; None: head_dim ** -0.5
+    embed_scale: float | None = None  # factor of the embeddings; None: 1
+    logit_softcap: float | None = None  # c: logits become c tanh(logits / c); None: no cap
+    sliding: tuple[bool, ...] = ()  # for each layer: does it see the last `window` positions only? Empty: none does
+    window: int | None = None  # the position itself included
+    local_rope: Rope | None = None  # of the sliding layers; None: `rope`
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model family: how its config is read, and how its files differ from the Llama layout."""
+
+    read: Callable[[dict], ModelConfig]
+    text_name: Callable[[str], str] = lambda name: name  # a tensor's name -> its name in the Llama layout
+    set_aside: Callable[[str], bool] = lambda name: False  # does a tensor belong to a part that is no text model?
+
+
+ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def read_common(config: dict, **differences) -> ModelConfig:
+    """A ModelConfig from the fields that mean the same in every family; `differences` are the family's own."""
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATION_NAMES:
+        raise NotNative(f"activation {activation!r} is not native")
+    heads = config["num_attention_heads"]
+    fields = {
+        "layers": config["num_hidden_layers"],
+        "hidden": config["hidden_size"],
+        "intermediate": config["intermediate_size"],
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab": config["vocab_size"],
+        "eps": config.get("rms_norm_eps", 1e-6),
+        "rope": read_rope(config),
+        "context": config.get("max_position_embeddings", 2048),
+        "tied": config.get("tie_word_embeddings", False),
+        "activation": ACTIVATION_NAMES[activation],
+    }
+    check_heads(fields["heads"], fields["kv_heads"])
+    return ModelConfig(**(fields | differences))
+
+
+def read_sliding(config: dict, default: list[str]) -> dict:
+    """The fields of ModelConfig for sliding layers. `default` holds the layer types of a config without
+    `layer_types`."""
+    window = config.get("sliding_window")
+    types = config.get("layer_types") or default
+    unknown = set(types) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention")
+    if len(types) != config["num_hidden_layers"]:
+        raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")
+    if window is None or "sliding_attention" not in types:
+        return {}
+    return {"sliding": tuple(kind == "sliding_attention" for kind in types), "window": window}
+
+
+def read_qwen_sliding(config: dict) -> dict:
+    """The same for Qwen2 and 3, where `use_sliding_window` makes the layers from `max_window_layers` on slide."""
+    if not config.get("use_sliding_window"):
+        return {}
+    full, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    default = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
+    return read_sliding({"sliding_window": 4096} | config, default)
+
+
+def read_rope(config: dict) -> Rope:
+    """The rope of a config in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+
+    Raises NotNative for a rope that we do not build."""
+    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise NotNative("partial rotary embedding is not native")
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, "linear", factor=float(fields["factor"]))
+    if kind == "llama3":
+        return Rope(
+            theta,
+            "llama3",
+            factor=float(fields["factor"]),
+            low_freq_factor=float(fields["low_freq_factor"]),
+            high_freq_factor=float(fields["high_freq_factor"]),
+            original_context=int(fields["original_max_position_embeddings"]),
+        )
+    raise NotNative(f"rope type {kind!r} is not native")
+
+
+def rope_fields(rope: Rope) -> dict:
+    """The config fields that `read_rope` reads back as `rope`, in the older spelling, which all readers know."""
+    fields: dict = {"rope_theta": rope.theta}
+    if rope.scaling == "linear":
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
+    elif rope.scaling == "llama3":
+        fields["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
+    return fields

@@ -1,0 +1,27 @@
+"""Which tensors of a checkpoint are the target's, and by what name."""
+
+import re
+
+from specdec.model.archs import FAMILIES
+
+
+def text_name(name: str, config: dict) -> str:
+    """The name of a tensor in the Llama layout; config is that of a native family."""
+    return FAMILIES[config["model_type"]].text_name(name)
+
+
+def set_aside(name: str, config: dict) -> bool:
+    """Does a tensor without a place in the target belong to a part that is known not to be of the target?
+
+    Such parts are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen),
+    and as many layers behind the last as the config announces (DeepSeek, GLM). Others are the frequencies that old
+    Llama files store, and what the family itself sets aside. The family may be one that is not native.
+    """
+    if name.startswith(("model.mtp_layers.", "mtp.")) or name.endswith("rotary_emb.inv_freq"):
+        return True
+    family = FAMILIES.get(config["model_type"])
+    if family is not None and family.set_aside(name):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layers = config.get("num_hidden_layers", 0)
+    return layer is not None and layers <= int(layer[1]) < layers + (config.get("num_nextn_predict_layers") or 0)

@@ -1,0 +1,118 @@
+"""The key/value cache: static, one tensor per layer, lengths on the device; rows join it and leave it."""
+
+import torch
+from torch import Tensor
+
+from specdec.kernels import kernel_for
+
+
+def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
+    """What a `KVCache` of these sizes takes, lengths and the like aside."""
+    return 2 * layers * rows * slots * kv_heads * head_dim * like.element_size()
+
+
+class KVCache:
+    """Keys and values of committed tokens, and after them scratch slots for a tree.
+
+    There is one tensor per layer, [2, R, S, K, Dh] for R rows at most (a single big one makes compiled forwards copy
+    it). Of these the first B are in use. Slots 0..lens[b]-1 of row b are committed. A forward of N nodes writes slots
+    lens[b]..lens[b]+N-1; `commit` moves the accepted ones down, and the rest is simply overwritten next time.
+
+    `max_len` is a host-side upper bound of lens, over the rows that still decode. Attention reads only `max_len` plus
+    the scratch slots in use, not all S. Keeping it costs no synchronisation: a round emits at most P tokens, and the
+    engine tightens `max_len` when it reads them.
+    """
+
+    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
+        """All rows are in use, and empty."""
+        shape = (2, rows, slots, kv_heads, head_dim)
+        self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.slots = slots
+        # Flat views of all rows: keys and values together [2,R*S,K*Dh], and apart, each [R*S,K*Dh].
+        self.rows = [kv.view(2, rows * slots, -1) for kv in self.memory]
+        self.flat = [both.unbind() for both in self.rows]
+        self.all_lens = torch.zeros(rows, dtype=torch.int64, device=like.device)
+        self.max_len = 0
+        self.move = kernel_for("commit", like)
+        if self.move is not None:
+            self.addresses = torch.tensor([kv.data_ptr() for kv in self.memory], device=like.device)
+        self._use(0, rows)
+
+    def _use(self, first: int, count: int) -> None:
+        """Take `count` rows from `first` on for those in use. The views that every forward needs are made here, once:
+        on the CPU a view costs a good part of a small operator."""
+        self.batch = count
+        self.layers = [kv[:, first : first + count] for kv in self.memory]  # each [2,B,S,K,Dh]
+        self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
+        self.lens = self.all_lens[first : first + count]
+        self.row_start = torch.arange(first, first + count, device=self.lens.device)[:, None] * self.slots
+
+    @property
+    def capacity(self) -> int:
+        """R, the number of rows that there is memory for."""
+        return len(self.all_lens)
+
+    def clear(self, batch: int) -> "KVCache":
+        """Forget all rows, and have `batch` empty ones in use. What the slots hold stays, unseen."""
+        self.all_lens.zero_()
+        self.max_len = 0
+        self._use(0, batch)
+        return self
+
+    def admit(self, first: int, count: int, longest: int) -> "KVCache":
+        """Rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory: the prefill of
+        what joins goes there, beside rows that are being decoded. From now on they are in use here, too, and hold up to
+        `longest` positions."""
+        if first > self.batch or first + count > self.capacity:
+            raise ValueError(
+                f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
+                f"{self.capacity}"
+            )
+        if first + count > self.batch:
+            self._use(0, first + count)
+        self.max_len = max(self.max_len, longest)
+        part = KVCache.__new__(KVCache)
+        vars(part).update(vars(self), max_len=0)
+        part._use(first, count)
+        part.lens.zero_()
+        return part
+
+    def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'], ascending, and forget the others. None of them is longer than `max_len`. They
+        move together at the front of the same memory; beside it one layer's slots are held for a moment."""
+        count = len(index)
+        for layer in self.layers:
+            layer[:, :count, : self.max_len] = layer[:, :, : self.max_len].index_select(1, index)
+        self.lens[:count] = self.lens[index]
+        self._use(0, count)
+
+    def slots_of(self, offsets: Tensor) -> Tensor:
+        """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
+        return (self.row_start + self.lens[:, None] + offsets).flatten()
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store k, v [B,N,K,Dh] at flat indices `slots` [B*N]."""
+        keys, values = self.flat[layer]
+        keys.index_copy_(0, slots, k.reshape(slots.shape[0], -1))
+        values.index_copy_(0, slots, v.reshape(slots.shape[0], -1))
+
+    def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots from `first` on, each [B,K,count,Dh]."""
+        keys, values = self.heads[layer]
+        return keys.narrow(2, first, count), values.narrow(2, first, count)
+
+    def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
+        """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""
+        if self.move is not None:
+            self.move(self.addresses, self.layers[0], self.lens, path, n)
+        elif path.shape[1] > 1:
+            offsets = torch.arange(1, path.shape[1], device=path.device)
+            source, destination = self.slots_of(path[:, 1:]), self.slots_of(offsets)
+            for rows in self.rows:
+                rows.index_copy_(1, destination, rows.index_select(1, source))
+        self.advance(n, max_len)
+
+    def advance(self, n: Tensor, max_len: int) -> None:
+        """Keep the first n [B] positions of the last forward as they lie."""
+        self.lens += n
+        self.max_len = max_len

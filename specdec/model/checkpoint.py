@@ -1,0 +1,249 @@
+"""Read and write checkpoint folders of the Hugging Face form, strictly.
+
+A tensor that is missing, left over or of another shape is an error that names it. Pickles (.bin, .pt) are opened by
+torch's restricted unpickler only, which makes tensors and plain values, and runs no code.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from specdec.cli.files import replace_folder
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def resolve(path: str | os.PathLike) -> Path:
+    """The folder of a checkpoint: a local folder itself, or the snapshot of a hub name `owner/model`, downloaded if it
+    is not in the hub's cache. Raises ValueError if there is neither."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
+    if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
+        raise ValueError(f"no such checkpoint folder: {path}")
+    try:
+        snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
+        if not any(snapshot.glob("*.safetensors")):
+            snapshot = _download(str(path), [*SMALL_FILES, "*.bin", "*.pt"])
+    except Exception as error:  # the hub's library and its HTTP library raise errors of many types
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
+    return snapshot
+
+
+SMALL_FILES = ["*.json", "*.jinja", "*.model"]
+
+
+def _download(name: str, patterns: list[str]) -> Path:
+    """The snapshot's folder. With HF_HUB_OFFLINE=1 the hub's library reads its cache only."""
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a file of a checkpoint folder; ValueError if it is missing or no JSON object."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} is not a checkpoint: it has no {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the first that a folder has is read
+NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state")  # pickles of other things
+
+
+def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a checkpoint folder, one at a time: all, or those in `only`."""
+    for file in weight_files(folder):
+        if file.suffix != ".safetensors":
+            tensors = _pickled_tensors(file, "cpu")
+            yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
+            continue
+        with _safe_open(file) as reader:
+            for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if only is None or name in only:
+                    yield name, reader.get_tensor(name)
+
+
+def read_headers(folder: Path) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device. No weight is read.
+
+    Raises ValueError for a tensor that two files hold."""
+    headers: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        found = _safetensors_headers(file) if file.suffix == ".safetensors" else _pickled_tensors(file, "meta")
+        twice = sorted(set(found) & set(headers))
+        if twice:
+            raise ValueError(f"{folder}: the tensor {twice[0]} is there twice; remove the files that do not belong")
+        headers |= found
+    return headers
+
+
+def _safetensors_headers(file: Path) -> dict[str, Tensor]:
+    headers = {}
+    with _safe_open(file) as reader:
+        for name in reader.keys():  # noqa: SIM118
+            part = reader.get_slice(name)
+            dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
+            if dtype is None:
+                raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
+            headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    return headers
+
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint's tensors: those that an index names, or all of the first kind in `WEIGHTS` that
+    the folder has. Raises ValueError if one is missing or there is none."""
+    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        if (folder / index).is_file():
+            names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
+            missing = [name for name in names if not (folder / name).is_file()]
+            if missing:
+                raise ValueError(f"{folder} lacks the shard {missing[0]} that its index names")
+            return [folder / name for name in names]
+    for pattern in WEIGHTS:
+        files = sorted(file for file in folder.glob(pattern) if not file.name.startswith(NO_WEIGHTS))
+        if files:
+            return files
+    raise ValueError(f"{folder} is not a checkpoint: it has no safetensors, .bin or .pt")
+
+
+@contextmanager
+def _safe_open(file: Path):
+    try:
+        with safe_open(file, framework="pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or not safetensors: {error}") from None
+
+
+def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
+    content = read_pickle(file, device)
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"{file} is not a checkpoint: it must hold tensors by name")
+    return content
+
+
+def read_pickle(file: Path, device: str = "cpu"):
+    """The tensors and plain values in a .bin or .pt. Raises ValueError, and runs nothing, if it holds anything else."""
+    try:
+        return torch.load(file, map_location=device, weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(f"{file} is damaged, or holds more than tensors, and pickles can run code: refused") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+class StrictFill:
+    """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
+
+    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]]):
+        """source: the checkpoint's name, for errors. parameters: tensor name -> (our tensor, first row, number of
+        rows)."""
+        self.source, self.parameters, self.missing = source, parameters, set(parameters)
+
+    def put(self, name: str, value: Tensor) -> bool:
+        """Copy a tensor to its place. False if the name is none of ours.
+
+        Raises ValueError for a wrong shape, or for a second tensor of the name."""
+        if name not in self.parameters:
+            return False
+        if name not in self.missing:
+            raise ValueError(f"{self.source}: the tensor {name} is there twice; remove the files that do not belong")
+        tensor, start, rows = self.parameters[name]
+        slot = tensor.detach()[start : start + rows]
+        if slot.shape != value.shape:
+            raise ValueError(
+                f"{self.source}: tensor {name} has shape {list(value.shape)}, the config asks for {list(slot.shape)}"
+            )
+        slot.copy_(value)
+        self.missing.discard(name)
+        return True
+
+    def finish(self) -> None:
+        """Raise ValueError if a tensor is missing."""
+        if self.missing:
+            rest = f" and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
+            raise ValueError(f"{self.source}: the checkpoint lacks the tensor {min(self.missing)}{rest}")
+
+
+def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tuple[Tensor, int, int]]:
+    """Tensor names of separate projections -> where their rows lie in one fused linear map."""
+    out, start = {}, 0
+    for name, count in zip(names, rows, strict=True):
+        out[f"{name}.weight"] = (linear.weight, start, count)
+        if linear.bias is not None:
+            out[f"{name}.bias"] = (linear.bias, start, count)
+        start += count
+    return out
+
+
+def whole(module: nn.Module, name: str) -> dict[str, tuple[Tensor, int, int]]:
+    """Tensor names of a module's parameters -> the parameters, each as a whole."""
+    return {f"{name}.{key}": (p, 0, p.shape[0]) for key, p in module.named_parameters()}
+
+
+def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
+    """The dtype that a name means; 'auto' is fp32 on the CPU, and elsewhere what the config states, or bf16."""
+    if dtype in DTYPES:
+        return DTYPES[dtype]
+    if dtype != "auto":
+        raise ValueError(f"dtype must be auto, fp32, fp16 or bf16, got {dtype!r}")
+    if device.type == "cpu":
+        return torch.float32
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return getattr(torch, stated, torch.bfloat16)
+
+
+def check_device(device: str) -> torch.device:
+    """The device of a name; ValueError if torch cannot use it here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+    return torch.device(device)
+
+
+def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors as one folder, whole or not at all. They replace older ones.
+
+    Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
+    """
+
+    def fill(aside: Path) -> None:
+        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
+        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+    replace_folder(Path(folder), fill, ("config.json", "model.safetensors"), "a drafter")

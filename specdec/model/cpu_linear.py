@@ -1,0 +1,165 @@
+"""Linear layers of few rows on the CPU, with weights packed once into faster layouts beside the parameters themselves.
+
+A round multiplies 1 to 60 rows, a token or a tree, with every weight of the target. Its time is the time of reading
+these weights. There are three ways, tried in this order; the shares are of the time of torch's `mm` over the demo's
+weights (docs/log.md).
+
+- FBGEMM multiplies fp32 rows with a weight in fp16, in fp32. It reads half as many bytes. It serves fp32 weights that
+  fp16 holds exactly after scaling by a power of two; weights from a checkpoint in bf16 or fp16 mostly are such. 0.2 to
+  0.4.
+- oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16. 0.3 to 0.6.
+- A single row of fp32 is multiplied with blocks of the weight as a batch. 0.4.
+
+In the first two ways, a row of the result has the same bits whatever rows are beside it. No other product of torch
+promises that.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
+BLOCKS = 4  # of a weight that is multiplied with a single row
+MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
+DTYPES = (torch.float32, torch.bfloat16)
+
+Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
+
+
+class Fp16Weight(NamedTuple):
+    """A weight of fp32 values, packed in fp16 for FBGEMM."""
+
+    packed: torch.ScriptObject  # weight / scale
+    scale: float  # a power of two
+
+
+# Packed weights by storage, so that a head which target and drafter share is packed once. They are freed with it.
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
+    the fastest way that this processor has."""
+    packed = pack(weight)
+    if isinstance(packed, Fp16Weight):
+        return _fp16_linear(packed, bias)
+    many = _plain_linear(weight, bias) if packed is None else _onednn_linear(packed, bias)
+    if not _can_be_blocked(weight):
+        return many
+    single = _single_row_linear(weight, bias)
+    return lambda x: single(x) if x.shape[0] == 1 else many(x)
+
+
+def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
+    transposed = weight.t()
+    return (lambda x: torch.mm(x, transposed)) if bias is None else (lambda x: torch.addmm(bias, x, transposed))
+
+
+def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
+    product = torch.ops.mkldnn._linear_pointwise.default._op  # the bare operator takes 1 us less than its wrapper
+    return lambda x: product(x, packed, bias, "none", [], "")
+
+
+def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
+    (packed, scale), product = weight, torch.ops.quantized.linear_dynamic_fp16.default._op
+    if bias is not None:
+        return lambda x: torch.add(bias, product(x, packed), alpha=scale)
+    if scale == 1:
+        return lambda x: product(x, packed)
+    return lambda x: product(x, packed).mul_(scale)
+
+
+def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:
+    """x [1,in] -> [1,out]. A batch runs on all threads, and MKL has a faster kernel for it than for one product."""
+    (rows, size), blocks = weight.shape, weight.unflatten(0, (BLOCKS, -1))
+
+    def product(x: Tensor) -> Tensor:
+        # Of the strides that describe x as a column, only those that `x.t()` gives are fast.
+        y = torch.bmm(blocks, x.t().expand(BLOCKS, size, 1)).view(1, rows)
+        return y if bias is None else y + bias
+
+    return product
+
+
+def _can_be_blocked(weight: Tensor) -> bool:
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+    return on_cpu and weight.is_contiguous() and weight.shape[0] % BLOCKS == 0 and not torch.is_autocast_enabled("cpu")
+
+
+def pack(weight: Tensor) -> Tensor | Fp16Weight | None:
+    """The weight [out,in] in fp16 or in oneDNN's layout, packed once for each version of its values.
+
+    None where packing has no use: on other devices, on processors without a fast product, and for weights that may
+    still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
+    the same memory.
+    """
+    if not _can_be_packed(weight):
+        return None
+    known, view = _packed.setdefault(weight.untyped_storage(), {}), _view_of(weight)
+    version, packed = known.get(view, (None, None))
+    if version != weight._version:
+        packed = _pack_fp16(weight.detach()) or _pack_onednn(weight.detach())
+        known[view] = weight._version, packed
+    return packed
+
+
+def bytes_read(weight: Tensor) -> int:
+    """Bytes that a product with the weight reads, in the layout that it is packed in so far."""
+    _, packed = _packed.get(weight.untyped_storage(), {}).get(_view_of(weight), (None, None))
+    return 2 * weight.numel() if isinstance(packed, Fp16Weight) else weight.nbytes
+
+
+def _view_of(weight: Tensor) -> tuple:
+    """What tells the views of one storage apart."""
+    return weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and type(weight) in (Tensor, nn.Parameter)  # no shards, no stand-ins
+        and weight.dtype in DTYPES
+        and not weight.requires_grad
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and not weight.is_inference()  # inference tensors have no version counter
+    )
+
+
+def _pack_fp16(weight: Tensor) -> Fp16Weight | None:
+    """None unless fp16 holds all values exactly."""
+    if weight.dtype != torch.float32 or torch.backends.quantized.engine not in ("x86", "fbgemm"):
+        return None
+    largest = weight.abs().max().item()
+    if not math.isfinite(largest):
+        return None
+    for scale in (1.0, 2.0 ** (math.frexp(largest)[1] - MAX_EXPONENT)):
+        scaled = weight / scale
+        if torch.equal(scaled.half().float() * scale, weight):
+            return Fp16Weight(torch.ops.quantized.linear_prepack_fp16(scaled.contiguous(), None), scale)
+    return None
+
+
+def _pack_onednn(weight: Tensor) -> Tensor | None:
+    """None where oneDNN has no fast product for the dtype."""
+    mkldnn = torch.backends.mkldnn
+    fast = mkldnn.is_available() and mkldnn.enabled and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if not fast or (weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return None
+    return torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_ROWS)
+
+
+def transpose_weights(model: nn.Module) -> None:
+    """Keep each weight of `nn.Linear` on the CPU transposed in memory, for modules that call `F.linear` themselves.
+
+    The product of 4 to 16 rows, a tree, with a transposed weight takes 0.4 to 0.7 of the time of the usual layout in
+    torch 2.13 (MKL), and that of one row takes the same (docs/log.md). Values and shapes do not change.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+            weight = module.weight.detach()
+            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

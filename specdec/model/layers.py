@@ -1,0 +1,244 @@
+"""The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.kernels import kernel_for
+from specdec.model.cpu_linear import linear
+
+
+class Freezable(nn.Module):
+    """A module whose `bind` gives what it computes as a plain function of its present weights.
+
+    A decoder calls tens of modules a token. At every call torch looks for hooks, parameters and submodules anew; for
+    the demo target that takes a seventh of the time of a token (docs/log.md). So the modules are bound once per
+    decoding, and then functions are called. The functions see the weights as they lay in memory when they were bound:
+    bind again after moving or casting the module.
+    """
+
+    frozen: Callable[..., Tensor] | None = None  # the function that calls take until `unfreeze`
+
+    def bind(self) -> Callable[..., Tensor]:
+        raise NotImplementedError
+
+    def __call__(self, *inputs) -> Tensor:
+        if self.frozen is None:
+            return super().__call__(*inputs)
+        return self.forward(*inputs)  # without a look for hooks
+
+    def forward(self, *inputs) -> Tensor:
+        return (self.frozen or self.bind())(*inputs)
+
+
+def freeze(model: nn.Module) -> None:
+    """Bind every part of a model once, for all calls until `unfreeze`. Its weights must stay as they are."""
+    for module in model.modules():
+        if isinstance(module, Freezable):
+            module.frozen = module.bind()
+
+
+def unfreeze(model: nn.Module) -> None:
+    """Let every part of a model see its present weights at each call again."""
+    for module in model.modules():
+        if isinstance(module, Freezable):
+            module.frozen = None
+
+
+@functools.cache
+def constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A scalar tensor on the CPU, made once: also for autograd, whoever asks first."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
+
+
+class RMSNorm(Freezable):
+    """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32, or finer, as transformers does."""
+
+    offset = False  # the weight is stored less 1
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        if kernel := kernel_for("rms_norm", self.weight):
+            return partial(kernel, weight=self.weight, eps=self.eps, offset=self.offset)
+        return self.bind_eager()
+
+    def bind_add(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(x, y) -> x + y, and its norm."""
+        if kernel := kernel_for("rms_norm", self.weight):
+            weight, eps, offset = self.weight, self.eps, self.offset
+            return lambda x, y: kernel(y, weight, eps, offset, residual=x)
+        norm = self.bind()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, norm(x)
+
+        return add_norm
+
+    def bind_eager(self) -> Callable[[Tensor], Tensor]:
+        weight, normalise = self.weight, self.bind_normalise()
+        return lambda x: normalise(x).to(x.dtype) * weight
+
+    def bind_normalise(self) -> Callable[[Tensor], Tensor]:
+        """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        device, share = self.weight.device, 1 / len(self.weight)
+        # On a GPU it is filled there, each time: a copy would synchronise, and a kept one might belong to a CUDA graph.
+        on_cpu = device.type == "cpu"
+        epsilon = constant(self.eps, wide) if on_cpu else torch.full((), self.eps, dtype=wide, device=device)
+
+        def normalise(x: Tensor) -> Tensor:
+            x = x.to(wide)
+            # On the CPU `F.rms_norm` is made of more operators than these.
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return x * torch.addcmul(epsilon, length, length, value=share).rsqrt_()
+
+        return normalise
+
+    def gain(self) -> Tensor:
+        """[size], what a normalised vector is multiplied by."""
+        return self.weight
+
+
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's RMSNorm: the weight is stored less 1, and applied before the result is rounded."""
+
+    offset = True
+
+    def __init__(self, size: int, eps: float):
+        super().__init__(size, eps)
+        nn.init.zeros_(self.weight)
+
+    def bind_eager(self) -> Callable[[Tensor], Tensor]:
+        gain, normalise = self.gain(), self.bind_normalise()
+        return lambda x: (normalise(x) * gain).to(x.dtype)
+
+    def gain(self) -> Tensor:
+        return 1 + self.weight.float()
+
+
+class LinearMap(Freezable):
+    """x weight.T + bias. Its bound function takes rows x [R,in] to [R,out] by the fastest product for few rows."""
+
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        return linear(self.weight, self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        return (self.frozen or self.bind())(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+
+class Linear(LinearMap, nn.Linear):
+    """nn.Linear, as a `LinearMap`."""
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+class GatedMLP(Freezable):
+    """down(act(gate(x)) * up(x)). Gate and up lie in one matrix, gate rows first. Bound, it takes rows [R,H]."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
+        super().__init__()
+        self.activation = activation
+        self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
+        self.down = Linear(intermediate, hidden, bias=bias)
+
+    def bind(self) -> Callable[[Tensor], Tensor]:
+        gate_up, down, activation = self.gate_up.bind(), self.down.bind(), ACTIVATIONS[self.activation]
+        if kernel := kernel_for("gated", self.gate_up.weight):
+            name = self.activation
+            return lambda x: down(kernel(gate_up(x), name))
+
+        halves = [self.down.in_features] * 2
+
+        def mlp(x: Tensor) -> Tensor:
+            gate, up = gate_up(x).split_with_sizes(halves, dim=-1)  # 4 us less than `chunk`
+            return down(activation(gate) * up)
+
+        return mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.frozen or self.bind())(x.flatten(0, -2)).view_as(x)
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of one model: what the checkpoint's config says about it.
+
+    `scaling` is 'default', 'linear' (positions divided by `factor`) or 'llama3' (Llama 3.1's frequency-dependent
+    interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between).
+    """
+
+    theta: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """[Dh/2] fp32, in radians per position."""
+        inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        if self.scaling == "linear":
+            return inv / self.factor
+        if self.scaling == "llama3":
+            wavelength = 2 * math.pi / inv
+            low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
+            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - ramp) * inv / self.factor + ramp * inv
+            return torch.where(wavelength > low, inv / self.factor, torch.where(wavelength < high, inv, blended))
+        return inv
+
+    def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [positions, Dh] fp32. The first half of sin is negated, so that one roll replaces `rotate_half`."""
+        angles = torch.outer(torch.arange(positions).float(), self.inverse_frequencies(head_dim))
+        sin = angles.sin()
+        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+class RopeTable(nn.Module):
+    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers."""
+
+    def __init__(self, rope: Rope, head_dim: int):
+        super().__init__()
+        self.rope, self.head_dim = rope, head_dim
+        self.register_buffer("cos", torch.empty(0, head_dim), persistent=False)
+        self.register_buffer("sin", torch.empty(0, head_dim), persistent=False)
+
+    def reserve(self, positions: int, like: Tensor) -> None:
+        if len(self.cos) < positions or self.cos.device != like.device or self.cos.dtype != like.dtype:
+            cos, sin = self.rope.tables(self.head_dim, max(positions, len(self.cos)))
+            # The tables are made in fp32 and rounded once, as transformers does.
+            self.cos, self.sin = cos.to(like), sin.to(like)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B,N] -> cos, sin [B,N,1,Dh]."""
+        return F.embedding(positions, self.cos).unsqueeze(2), F.embedding(positions, self.sin).unsqueeze(2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

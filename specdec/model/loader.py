@@ -1,0 +1,143 @@
+"""Load a target from Hugging Face files: a folder or a hub name, one safetensors file or shards."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from specdec.model.archs import ModelConfig, NotNative, read_config
+from specdec.model.archs.tensors import set_aside, text_name
+from specdec.model.checkpoint import (
+    StrictFill,
+    check_device,
+    choose_dtype,
+    fused,
+    read_json,
+    read_tensors,
+    resolve,
+    whole,
+)
+from specdec.model.target import Target
+
+if TYPE_CHECKING:
+    from specdec.model.hf_target import TransformersTarget
+
+
+def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
+    """Tensor names in the Llama layout, which all native families share -> where their rows lie in the target."""
+    config = target.config
+    out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
+    if not config.tied:
+        out |= whole(target.head, "lm_head")
+    for i, block in enumerate(target.blocks):
+        at = f"model.layers.{i}"
+        attention, mlp = block.attention, block.mlp
+        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+        out |= fused(attention.qkv, [f"{at}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
+        out |= whole(attention.o, f"{at}.self_attn.o_proj")
+        if config.qk_norm:
+            out |= whole(attention.q_norm, f"{at}.self_attn.q_norm") | whole(attention.k_norm, f"{at}.self_attn.k_norm")
+        out |= whole(block.input_norm, f"{at}.input_layernorm")
+        if config.sandwich_norms:
+            out |= whole(block.attention_norm, f"{at}.post_attention_layernorm")
+            out |= whole(block.post_norm, f"{at}.pre_feedforward_layernorm")
+            out |= whole(block.mlp_norm, f"{at}.post_feedforward_layernorm")
+        else:
+            out |= whole(block.post_norm, f"{at}.post_attention_layernorm")
+        out |= fused(mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [mlp.down.in_features] * 2)
+        out |= whole(mlp.down, f"{at}.mlp.down_proj")
+    return out
+
+
+def load_target(
+    path: str | os.PathLike,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    tokenizer: bool = True,
+    generic: bool = False,
+) -> "Target | TransformersTarget":
+    """A target from a checkpoint folder or hub name.
+
+    It is our own decoder; for a model that is not native, or if `generic`, it is transformers' modules behind the same
+    interface.
+
+    dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
+    tokenizer: load it too; without one the target decodes token ids only.
+    Raises ValueError, one sentence, for anything that does not fit.
+    """
+    folder = resolve(path)
+    raw = read_json(folder / "config.json")
+    place = check_device(device)
+    weights = choose_dtype(dtype, raw, place)
+    try:
+        config = read_config(raw, str(path))
+    except NotNative as reason:
+        note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
+    if config is None or generic:
+        from specdec.model.hf_target import (
+            TransformersTarget,  # imported here because transformers' models take seconds to import
+        )
+
+        target = TransformersTarget.load(folder, str(path), weights, place)
+        if config is None:
+            print(note, file=sys.stderr)
+    else:
+        target = load_native(folder, str(path), raw, config, weights, place)
+    target.eval().name = str(path)
+    target.eos = read_eos(folder, raw)
+    if tokenizer:
+        target.tokenizer = load_tokenizer(folder)
+    return target
+
+
+def load_native(
+    folder: Path, name: str, raw: dict, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Target:
+    """Our own decoder, filled with every tensor of the folder that is the target's.
+
+    Raises ValueError for a tensor that is missing, left over or of another shape."""
+    with torch.device("meta"):
+        target = Target(config).to(dtype)
+    target.to_empty(device=device)
+    fill = StrictFill(name, target_parameters(target))
+    spare_head = None
+    for tensor, value in read_tensors(folder):
+        key = text_name(tensor, raw)
+        if key == "lm_head.weight" and config.tied:
+            spare_head = value
+        elif not fill.put(key, value) and not set_aside(key, raw):
+            raise ValueError(
+                f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place"
+            )
+    fill.finish()
+    if config.tied:
+        if spare_head is not None and not torch.equal(spare_head.to(target.embed.weight), target.embed.weight):
+            raise ValueError(
+                f"{name}: lm_head.weight differs from the embedding, but the config says that they are tied"
+            )
+        target.head.weight = target.embed.weight
+    return target
+
+
+def read_eos(folder: Path, config: dict) -> frozenset[int]:
+    """End-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
+    generation = folder / "generation_config.json"
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer of a checkpoint folder; ValueError if it has none that loads."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises a bare Exception for a malformed file
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{folder} has no tokenizer that loads: {reason}") from None

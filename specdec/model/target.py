@@ -1,0 +1,264 @@
+"""The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from specdec.kernels import kernel_for
+from specdec.model.archs import ModelConfig
+from specdec.model.attention import CacheView, NoCache, document_mask, document_positions
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import Freezable, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
+
+Function = Callable[..., Tensor]
+
+
+def make_norm(size: int, config: ModelConfig) -> RMSNorm:
+    return (OffsetRMSNorm if config.norm_offset else RMSNorm)(size, config.eps)
+
+
+class Attention(Freezable):
+    """Grouped-query self-attention over x [B*N,H]; q, k and v rows lie in one matrix, in this order."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
+        self.o = Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
+        self.q_norm = make_norm(config.head_dim, config) if config.qk_norm else None
+        self.k_norm = make_norm(config.head_dim, config) if config.qk_norm else None
+
+    def bind(self) -> Callable[..., Tensor]:
+        qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
+        q_heads, kv_heads = self.heads, self.kv_heads
+        q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
+        write = self._bind_write()
+
+        def attention(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            heads = qkv(x).view(*rope[0].shape[:2], -1, dim)
+            if write is not None and isinstance(view, CacheView):
+                return o(view.attend_rows(layer, heads.flatten(0, 1), rope, write).flatten(0, 1))
+            if q_norm is None:
+                qk, v = heads.split_with_sizes([q_heads + kv_heads, kv_heads], dim=2)
+            else:
+                q, k, v = heads.split_with_sizes([q_heads, kv_heads, kv_heads], dim=2)
+                qk = torch.cat([q_norm(q), k_norm(k)], dim=2)
+            q, k = rotate(qk, *rope).split_with_sizes([q_heads, kv_heads], dim=2)
+            return o(view.attend(layer, q, k, v).flatten(0, 1))
+
+        return attention
+
+    def _bind_write(self) -> Callable[..., Tensor] | None:
+        """The kernel that norms and rotates q and k and stores k and v, or None."""
+        kernel = kernel_for("rope_write", self.qkv.weight)
+        if kernel is None or self.q_norm is None:
+            return kernel
+        gains = torch.stack([self.q_norm.weight, self.k_norm.weight])
+        return partial(kernel, gains=gains, eps=self.q_norm.eps, offset=self.q_norm.offset)
+
+
+class Block(Freezable):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_norm = make_norm(config.hidden, config)
+        self.attention = Attention(config)
+        self.post_norm = make_norm(config.hidden, config)
+        self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
+
+    def bind(self) -> Callable[..., Tensor]:
+        input_norm, attention, mlp = (part.bind() for part in (self.input_norm, self.attention, self.mlp))
+        add_norm = self.post_norm.bind_add()
+
+        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            x, normed = add_norm(x, attention(input_norm(x), rope, view, layer))
+            return x + mlp(normed)
+
+        return block
+
+
+class SandwichBlock(Block):
+    """Gemma's block: what attention and MLP add is normalised too; `post_norm` still stands before the MLP."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.attention_norm = make_norm(config.hidden, config)
+        self.mlp_norm = make_norm(config.hidden, config)
+
+    def bind(self) -> Callable[..., Tensor]:
+        input_norm, attention, attention_norm, mlp, mlp_norm = (
+            part.bind() for part in (self.input_norm, self.attention, self.attention_norm, self.mlp, self.mlp_norm)
+        )
+        add_norm = self.post_norm.bind_add()
+
+        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
+            x, normed = add_norm(x, attention_norm(attention(input_norm(x), rope, view, layer)))
+            return x + mlp_norm(mlp(normed))
+
+        return block
+
+
+class Target(nn.Module):
+    """A decoder-only language model whose every forward runs over a KVCache.
+
+    `name`, `tokenizer` and `eos` (a set of ids) are put there by the loader. Weights are frozen: the target is never
+    trained here.
+    """
+
+    name: str = ""
+    tokenizer = None
+    eos: frozenset[int] = frozenset()
+    capturable = True  # see `specdec.engine.graphs`
+    parts: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
+    groups: int  # query heads to a key head; like `parts`, set by `bind`
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab, config.hidden)
+        block = SandwichBlock if config.sandwich_norms else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.norm = make_norm(config.hidden, config)
+        self.head = Linear(config.hidden, config.vocab, bias=False)
+        # Layers are of one kind or of two, full and sliding; those of a kind share positions and view in a forward.
+        sliding = config.sliding or (False,) * config.layers
+        kinds = sorted(set(sliding))
+        self.kind_of = [kinds.index(slides) for slides in sliding]
+        self.windows = [config.window if slides else None for slides in kinds]
+        ropes = [config.local_rope if slides and config.local_rope else config.rope for slides in kinds]
+        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
+        self.requires_grad_(False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def vocab(self) -> int:
+        """V, the number of tokens."""
+        return self.config.vocab
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of a layer, as its module has them."""
+        return self.blocks[0].attention.heads
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        """(K, Dh) of a layer's keys and values, as its module has them."""
+        attention = self.blocks[0].attention
+        return attention.kv_heads, attention.head_dim
+
+    def bind(self) -> None:
+        """Bind every part to its present weights: see `layers.Freezable`."""
+        blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
+        self.parts = self._bind_embed(), blocks, self.norm.bind(), self._bind_head()
+        self.groups = self.query_heads // self.cache_shape[0]
+
+    def _bind_embed(self) -> Callable[[Tensor], Tensor]:
+        if self.config.embed_scale is None:
+            return self.embed
+        scale = torch.tensor(self.config.embed_scale).to(self.device, self.dtype)  # rounded as transformers does
+        return lambda tokens: self.embed(tokens) * scale
+
+    def _bind_head(self) -> Callable[[Tensor], Tensor]:
+        head, cap = self.head.bind(), self.config.logit_softcap
+        if cap is None:
+            return head
+        return lambda x: torch.tanh(head(x) / cap) * cap
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the head makes of hidden states behind the final norm: [...,H] -> [...,V]."""
+        return self._bind_head()(hidden)
+
+    def final_scale(self) -> Tensor:
+        """Root mean square of a hidden state behind the final norm, as its weights set it."""
+        return self.norm.gain().square().mean().sqrt()
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""
+        self.bind()
+        for rope in self.ropes:
+            rope.reserve(slots, self.norm.weight)
+        return KVCache(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        """What `new_cache` will take."""
+        return cache_bytes(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache | None,
+        *,
+        depth: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        taps: Sequence[int] = (),
+        last: Tensor | None = None,
+        logits: bool = True,
+        documents: Tensor | None = None,
+        prefill: bool = False,
+        offset: int = 0,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
+
+        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is kept.
+
+        depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
+        ancestors [B,N,offset+N] bool: which scratch slots each token sees, its own included; None for causal.
+        offset: the tokens take the scratch slots behind so many, which an earlier forward has filled.
+        taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
+        last [B]: compute logits at this position of each row only.
+        prefill: the rows of the cache are empty, and the tokens are whole prompts, right-padded.
+        documents [B,N], without a cache: rows hold several texts, equal numbers stand together. No text sees another,
+        and positions count in each.
+
+        Returns logits [B,N,V] (or [B,1,V]; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
+        """
+        b, n = tokens.shape
+        if depth is None:
+            depth = torch.arange(n, device=tokens.device).expand(b, n)
+        if cache is None:
+            positions, views = self._place_texts(depth, documents)
+        else:
+            scale, positions = self.config.attention_scale, cache.lens[:, None] + depth
+            where = {"offset": offset, "prefill": prefill, "depth": depth, "scale": scale}
+            views = [CacheView(cache, n, ancestors, self.groups, window=window, **where) for window in self.windows]
+        kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
+        embed, blocks, norm, head = self.parts
+        x = embed(tokens.flatten())  # [B*N,H]
+        states = {0: x} if 0 in taps else {}
+        for layer, (block, kind) in enumerate(blocks):
+            x = block(x, *kinds[kind], layer)
+            if layer + 1 in taps:
+                states[layer + 1] = x
+        x = norm(x)
+        states[len(blocks)] = x
+        feats = torch.cat([states[tap] for tap in taps], dim=-1).view(b, n, -1) if taps else None
+        if not logits:
+            return None, feats
+        if last is not None:
+            x = x[torch.arange(b, device=x.device) * n + last]
+        return head(x).view(b, -1, self.vocab), feats
+
+    def _place_texts(self, depth: Tensor, documents: Tensor | None) -> tuple[Tensor, list[NoCache]]:
+        """Positions [B,N] of whole texts, and the view of each kind of layer, for a forward without a cache."""
+        self.bind()
+        for rope in self.ropes:
+            rope.reserve(depth.shape[1], self.norm.weight)
+        positions = depth if documents is None else document_positions(documents)
+        mask = None if documents is None else document_mask(documents)
+        return positions, [NoCache(window, self.config.attention_scale, mask) for window in self.windows]
+
+
+def check_taps(taps: Sequence[int], layers: int) -> None:
+    """Raise ValueError unless every tap is an index into the target's hidden_states."""
+    bad = [tap for tap in taps if not 0 <= tap <= layers]
+    if bad:
+        raise ValueError(f"the drafter taps hidden state {bad[0]}, but the target has hidden states 0 to {layers} only")

@@ -1,0 +1,1 @@
+"""From logits to a token: penalties, temperature and filters, draws (docs/sampling.md)."""

@@ -1,0 +1,69 @@
+"""The target's distribution after temperature and filters."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.types import Sampling, SamplingBatch
+
+
+def settings_of(samplings: Sequence[Sampling], device: torch.device) -> Sampling | SamplingBatch:
+    """The settings of a batch's rows: the one that all share, or a table."""
+    return samplings[0] if len(set(samplings)) == 1 else SamplingBatch(samplings, device)
+
+
+def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
+    """logits [..., V] -> probabilities [..., V] in fp32 after temperature, top-k, top-p and min-p, in this order.
+    Penalties are not applied here but before (`penalties.Penalties`).
+
+    Filters as transformers' logits warpers do: top-k keeps ties of the k-th logit; top-p keeps the smallest set of most
+    likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's probability.
+    At temperature 0 the most likely token has all the probability.
+    """
+    if isinstance(sampling, SamplingBatch):
+        return _filtered_by_row(logits, sampling)
+    if sampling.greedy:
+        return _certain(logits)
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -torch.inf)
+    if sampling.top_p < 1:
+        ascending, order = scores.sort(dim=-1)
+        drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
+        drop[..., -1] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    probs = scores.softmax(-1)
+    if sampling.min_p > 0:
+        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def _filtered_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The same for rows that differ, logits [B, ..., V]. A filter that is off in a row drops nothing there."""
+
+    def column(values: Tensor) -> Tensor:
+        return values.view(-1, *[1] * (logits.ndim - 1))
+
+    vocab = logits.shape[-1]
+    scores = logits.float() / column(sampling.temperature)
+    if sampling.any_cut:
+        ascending, order = scores.sort(dim=-1)
+        top_k = torch.where(sampling.top_k == 0, vocab, sampling.top_k.clamp(max=vocab))
+        least = ascending.gather(-1, column(vocab - top_k).expand(*scores.shape[:-1], 1))
+        ascending = ascending.masked_fill(ascending < least, -torch.inf)
+        drop = ascending.softmax(-1).cumsum(-1) <= column(sampling.tail)
+        drop[..., -1] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
+    probs = scores.softmax(-1)
+    if sampling.any_min_p:
+        probs = probs.masked_fill(probs < column(sampling.min_p) * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return torch.where(column(sampling.greedy), _certain(logits), probs)
+
+
+def _certain(logits: Tensor) -> Tensor:
+    """All probability to the most likely token."""
+    best = logits.max(-1, keepdim=True).indices
+    return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)

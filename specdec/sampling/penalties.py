@@ -1,0 +1,81 @@
+"""Penalties for tokens that a text holds already; each node of a tree is held to the text of its own path.
+
+    m      how often the output holds the token so far        seen   prompt or output holds it
+    x    = logit / repetition if logit > 0 else logit * repetition      where seen
+    x   -= frequency * m + presence * [m > 0]
+
+Repetition is transformers' `RepetitionPenaltyLogitsProcessor` (CTRL, arXiv 1909.05858), presence and frequency are
+OpenAI's; that the first looks at prompt and output, the other two at the output only, and that they come in this order
+and before the temperature, is vLLM's `apply_penalties`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.types import DraftTree, Sampling
+
+
+class Penalties:
+    """The tokens of each row of a batch, counted on the device, and the penalties that they bring."""
+
+    def __init__(
+        self,
+        samplings: Sequence[Sampling],
+        prompts: Sequence[Sequence[int]],
+        vocab: int,
+        device: torch.device,
+        outputs: Sequence[Sequence[int]] | None = None,
+    ):
+        """One row for each sampling. outputs: what the rows have written so far; nothing if not given."""
+
+        def column(name: str) -> Tensor:
+            return torch.tensor([float(getattr(s, name)) for s in samplings], device=device)[:, None, None]
+
+        self.repetition, self.presence, self.frequency = map(
+            column, ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        )
+        self.prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
+        for row, prompt in zip(self.prompt, prompts, strict=True):
+            row[torch.tensor(prompt, device=device)] = True
+        self.counts = torch.zeros(len(prompts), vocab, dtype=torch.int32, device=device)  # of the output
+        for row, output in zip(self.counts, outputs or (), strict=False):
+            row += torch.tensor(output, dtype=torch.int64, device=device).bincount(minlength=vocab)
+
+    def add(self, tokens: Tensor, n: Tensor) -> None:
+        """The first n [B] of tokens [B,P] are output from now on."""
+        emitted = torch.arange(tokens.shape[1], device=tokens.device) < n[:, None]
+        self.counts.scatter_add_(1, tokens, emitted.to(self.counts.dtype))
+
+    def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'] only."""
+        for name, value in vars(self).items():
+            setattr(self, name, value[index])
+
+    def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
+        """logits [B,N,V] -> the same in fp32, penalised. Node i of the tree, whose root is output already, is held to
+        what is output and to the tokens on its path behind the root; without a tree all N to what is output.
+
+        No count for each node and token of the vocabulary is kept: what is output is taken off all nodes alike, and
+        the few tokens of the tree are then written anew with their counts on each path."""
+        logits = logits.float()
+        penalised = self._penalise(logits, self.prompt[:, None], self.counts[:, None])
+        if tree is None:
+            return penalised
+        below = tree.ancestors.clone()
+        below[..., 0] = False
+        same = tree.tokens[:, :, None] == tree.tokens[:, None]
+        on_path = below.float() @ same.float()  # [B,N,N]: how often the path of node i holds the token of node j
+        counts = self.counts.gather(1, tree.tokens)[:, None] + on_path
+        prompt = self.prompt.gather(1, tree.tokens)[:, None]
+        tokens = tree.tokens[:, None].expand_as(on_path)
+        # Nodes of one token write the same value, so their order does not matter.
+        return penalised.scatter_(2, tokens, self._penalise(logits.gather(2, tokens), prompt, counts))
+
+    def _penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
+        """logits [B,N,X] of X tokens: in the prompt or not, and so often in the output, each [B,1|N,X]."""
+        present = counts > 0
+        factor = torch.where(prompt | present, self.repetition, 1.0)
+        offset = self.frequency * counts + self.presence * present
+        return torch.where(logits > 0, logits / factor, logits * factor) - offset

@@ -1,0 +1,87 @@
+"""The bundled pair: small enough, trained, and lossless in every way of decoding it."""
+
+import pytest
+
+import specdec
+from specdec.engine.engine import Engine
+from specdec.text import encode_prompt
+
+PROMPTS = [
+    "What are some good ways to learn a new language?",
+    "Tom has 5 apples and buys 7 more. How many apples does he have now?",
+    "I would like to find a restaurant in San Jose, please.",
+    "Explain why the sky is blue, in simple words that a child can understand.",
+    "Write a Python function that adds two numbers.",
+    "Hi",
+    "Name three animals that live in the sea, and say what each of them eats.",
+    "Is a tomato a fruit or a vegetable? Give a reason for your answer.",
+]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = specdec.load_target(specdec.DEMO_TARGET)
+    return target, specdec.load_drafter(specdec.DEMO_DRAFTER, target)
+
+
+@pytest.fixture(scope="module")
+def plain(pair):
+    target, _ = pair
+    ids = [encode_prompt(target, p) for p in PROMPTS]
+    return [Engine(target).generate([i], max_new_tokens=64).rows[0].tokens for i in ids]
+
+
+def test_it_may_be_shipped():
+    folder = specdec.DEMO_TARGET.parent
+    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 24 * 2**20
+    assert (folder / "README.md").is_file()
+
+
+@pytest.mark.parametrize("shape", [(4, 5, 16), (10, 8, 60), (2, 3, 6), (1, 5, 6)], ids=str)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_greedy_text_is_the_targets(pair, plain, shape, batch):
+    target, drafter = pair
+    tree = specdec.make_tree(*shape)
+    got = []
+    for start in range(0, len(PROMPTS), batch):
+        out = specdec.generate(target, PROMPTS[start : start + batch], drafter, tree=tree, max_new_tokens=64)
+        got += [row.tokens for row in out.rows]
+    assert got == plain
+
+
+DEMO = specdec.DEMO_TARGET.parent
+OTHERS = {
+    "eagle2": {"draft": DEMO / "eagle2"},
+    "eagle2 with the FR-Spec map": {"draft": DEMO / "eagle2", "token_map": DEMO / "frspec_4096.json"},
+    "mtp": {"draft": DEMO / "mtp"},
+    "medusa": {"draft": DEMO / "medusa"},
+    "ngram": {"draft": "ngram"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
+    target, _ = pair
+    settings = dict(OTHERS[name])
+    drafter = specdec.load_drafter(settings.pop("draft"), target, **settings)
+    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS]
+    assert [o.rows[0].tokens for o in out] == plain
+    assert sum(o.num_tokens - 1 for o in out) / sum(o.rounds for o in out) > 1.3
+
+
+def test_the_drafter_was_trained(pair):
+    """An untrained drafter emits little more than 1 token a round, and none of depth 3 and more."""
+    target, drafter = pair
+    out = specdec.generate(target, PROMPTS, drafter, tree=specdec.make_tree(4, 5, 16), max_new_tokens=64)
+    assert out.tau > 2.0
+    assert out.acceptance_by_depth[2] > 0.2
+
+
+def test_sampling_with_a_seed_repeats_itself(pair):
+    target, drafter = pair
+    sampling = specdec.Sampling(temperature=0.8, top_p=0.9)
+    runs = [
+        specdec.generate(target, PROMPTS[:2], drafter, sampling=sampling, seed=seed, max_new_tokens=24).text
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]

@@ -1,0 +1,93 @@
+"""One entry: `specdec` lists its commands without loading them, and every one of them explains itself."""
+
+import subprocess
+import sys
+import tomllib
+from contextlib import suppress
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import specdec
+from specdec import __main__ as entry
+from specdec import api, registry
+
+ROOT = Path(__file__).parents[2]
+
+
+def shown(argv: list[str], capsys) -> str:
+    """What the command prints, wherever it ends."""
+    with suppress(SystemExit):
+        entry.main(argv)
+    return capsys.readouterr().out
+
+
+def test_the_overview_fits_a_screen_and_names_every_command(capsys):
+    lines = shown(["--help"], capsys).splitlines()
+    assert lines == shown([], capsys).splitlines()
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    for name in entry.COMMANDS:
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+
+
+def test_the_overview_loads_no_command():
+    program = "import sys; from specdec.__main__ import main; main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("name", entry.COMMANDS)
+def test_every_command_explains_itself(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    monkeypatch.setenv("COLUMNS", "100")
+    lines = shown([name, "--help"], capsys).splitlines()
+    assert lines[0].startswith(f"usage: specdec {name} ")
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert "python -m" not in lines[0]
+
+
+@pytest.mark.parametrize("command", ["inspect", "check", "convert", "export"])
+def test_the_doctor_explains_each_of_its_commands(command, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    assert shown(["doctor", command, "--help"], capsys).startswith(f"usage: specdec doctor {command} ")
+
+
+def test_what_was_a_module_still_is_one():
+    for name in ("specdec.generate", "training.train", "training.regenerate", "training.cache", "drafters.formats"):
+        assert find_spec(name) is not None
+
+
+def test_a_command_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as stop:
+        entry.main(["generat"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: there is no command 'generat'; specdec --help lists all\n"
+
+
+def test_the_version(capsys):
+    assert shown(["--version"], capsys) == f"{specdec.__version__}\n"
+
+
+def test_everything_is_installed():
+    """pip takes folders with an __init__.py, and of other files what package-data names."""
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    for package in ("specdec", "drafters", "trees", "training", "lab", "conf"):
+        files = [f for f in (ROOT / package).rglob("*") if f.is_file() and f.suffix != ".pyc"]
+        named = {f for pattern in data.get(package, ()) for f in (ROOT / package).glob(pattern)}
+        for file in files:
+            assert file in named or (file.suffix == ".py" and (file.parent / "__init__.py").is_file()), file
+
+
+def test_the_interface_is_named_in_both_places():
+    assert set(api.__all__) == specdec.INTERFACE
+    assert specdec.TreeSpec is api.TreeSpec
+
+
+def test_the_target_node_of_hydra_has_the_fields_of_the_flags():
+    node, of_flags = registry.settings("target", "demo"), {f.name: f.default for f in fields(api.ModelSettings)}
+    assert node.pop("path") == of_flags["target"]
+    assert node == {"dtype": of_flags["dtype"]}

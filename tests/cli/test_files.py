@@ -1,0 +1,149 @@
+"""Files and folders are there whole or not at all, and one module alone writes aside and renames."""
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.cli.files import output_folder, partial_path, put_in_place, replace_folder, write_text, write_whole
+
+ROOT = Path(__file__).parents[2]
+
+
+class Killed(BaseException):
+    """Ends the process as SIGKILL would: nothing of ours catches it."""
+
+
+def full(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def killed(*_, **__):
+    raise Killed
+
+
+def filler(text: str):
+    return lambda aside: (aside / "a").write_text(text)
+
+
+def replace(folder: Path, text: str) -> None:
+    replace_folder(folder, filler(text), ("a",), "a thing")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_a_file_appears_when_it_is_whole(tmp_path):
+    def look(aside: Path) -> None:
+        assert names(tmp_path) == []
+        aside.write_text("x")
+        assert aside == partial_path(tmp_path / "a")
+
+    write_whole(tmp_path / "a", look)
+    write_text(tmp_path / "b", "ü")
+    partial_path(tmp_path / "c").write_text("z")
+    put_in_place(tmp_path / "c")
+    assert [(tmp_path / name).read_bytes() for name in names(tmp_path)] == [b"x", "ü".encode(), b"z"]
+
+
+@pytest.mark.parametrize("what", ["fill", "fsync", "replace"])
+def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkeypatch, what):
+    write_text(tmp_path / "a", "old")
+    if what != "fill":
+        monkeypatch.setattr(os, what, full)
+    with pytest.raises(ValueError, match=r"^cannot write .*/a: No space left on device$"):
+        write_whole(tmp_path / "a", lambda aside: full() if what == "fill" else aside.write_text("new"))
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), TypeError("a bug")])
+def test_what_is_not_the_disks_fault_is_told_as_it_is_and_leaves_nothing(tmp_path, error):
+    def fill(aside: Path) -> None:
+        aside.write_text("half")
+        raise error
+
+    with pytest.raises(type(error)):
+        write_whole(tmp_path / "a", fill)
+    assert names(tmp_path) == []
+
+
+def test_torchs_writer_names_the_systems_reason(tmp_path):
+    """torch raises a RuntimeError of its own in place of the system's error."""
+
+    class Full:
+        def write(self, data) -> int:
+            return full()
+
+    with pytest.raises(ValueError, match="No space left on device"):
+        write_whole(tmp_path / "a", lambda aside: torch.save({"x": torch.zeros(300_000)}, Full()))
+
+
+def test_a_folder_is_replaced_whole(tmp_path):
+    folder = tmp_path / "new" / "thing"
+    replace(folder, "old")
+    replace(folder, "new")
+    assert (folder / "a").read_text() == "new"
+    assert names(folder.parent) == ["thing"]
+    (folder / "mine").write_text("")
+    with pytest.raises(ValueError, match=r"thing holds mine, which is not of a thing; choose another folder"):
+        replace(folder, "newer")
+    with pytest.raises(ValueError, match=r"is a file; choose a folder"):
+        replace(folder / "mine", "newer")
+
+
+@pytest.mark.parametrize("what", ["fill", "first rename", "second rename"])
+@pytest.mark.parametrize("end", [full, killed])
+def test_a_folder_that_cannot_be_written_is_not_lost(tmp_path, monkeypatch, what, end):
+    """An error leaves the old folder and nothing else; a kill leaves what the next write puts right."""
+    folder, rename, calls = tmp_path / "thing", Path.rename, []
+    replace(folder, "old")
+
+    def failing(self, target):
+        calls.append(target)
+        return end() if len(calls) == (2 if what == "second rename" else 1) else rename(self, target)
+
+    with monkeypatch.context() as patch:
+        if what != "fill":
+            patch.setattr(Path, "rename", failing)
+        with pytest.raises(ValueError if end is full else Killed):
+            replace_folder(folder, end if what == "fill" else filler("new"), ("a",), "a thing")
+    if end is full:
+        assert names(tmp_path) == ["thing"]
+        assert (folder / "a").read_text() == "old"
+    with pytest.raises(ValueError, match="No space left"):  # and the next write fails too
+        replace_folder(folder, full, ("a",), "a thing")
+    assert names(tmp_path) == ["thing"]
+    assert (folder / "a").read_text() == "old"
+    replace(folder, "newest")
+    assert names(tmp_path) == ["thing"]
+    assert (folder / "a").read_text() == "newest"
+
+
+def test_a_results_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^cannot write to .*file: File exists$"):
+        output_folder(tmp_path / "file")
+    assert output_folder(tmp_path / "a" / "b").is_dir()
+
+
+def renames(source: str) -> list[int]:
+    """Lines that rename: `os.replace`, `shutil.move`, and `replace` or `rename` of one argument, which is Path's."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of = node.func.value.id if isinstance(node.func.value, ast.Name) else None
+            whole = (of, node.func.attr) in {("os", "replace"), ("os", "rename"), ("shutil", "move")}
+            if whole or (node.func.attr in ("rename", "replace") and len(node.args) == 1 and not node.keywords):
+                found.append(node.lineno)
+    return found
+
+
+def test_nobody_else_renames():
+    places = [path for room in ("specdec", "drafters", "trees", "training", "lab", "scripts")
+              for path in (ROOT / room).rglob("*.py") if renames(path.read_text(encoding="utf-8"))]  # fmt: skip
+    assert places == [ROOT / "specdec" / "cli" / "files.py"]

@@ -1,0 +1,144 @@
+"""Settings files: what `generate --settings` takes, what overrides it, and what is refused."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from specdec.api import ModelSettings
+from specdec.cli import generate as command
+from specdec.cli.settings import KINDS, parse_with_settings, read_settings
+from specdec.types import Sampling
+from specdec.verify import VerifierSettings
+from trees.spec import TreeSettings
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """(the file's text, flags) -> what the command sees."""
+
+    def call(text: str, *flags: str) -> argparse.Namespace:
+        (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
+        return parse_with_settings(command.parser(), ["--settings", str(tmp_path / "s.yaml"), *flags])
+
+    return call
+
+
+TREE = "topk: 2\nsteps: 3\nnum_draft_tokens: 6\ndraft: ngram\nverifier: match\nreport: {predicted: 1.5, any: [thing]}\n"
+
+
+def shape(args: argparse.Namespace) -> tuple:
+    return args.topk, args.steps, args.num_draft_tokens
+
+
+def test_a_file_stands_for_its_flags(parse):
+    args = parse(TREE, "--prompt", "x")
+    typed = [
+        "--topk",
+        "2",
+        "--steps",
+        "3",
+        "--num-draft-tokens",
+        "6",
+        "--draft",
+        "ngram",
+        "--verifier",
+        "match",
+        "--prompt",
+        "x",
+    ]
+    assert vars(args) | {"settings": None} == vars(command.parser().parse_args(typed))
+
+
+def test_without_a_file_nothing_changes():
+    assert parse_with_settings(command.parser(), ["--topk", "2"]) == command.parser().parse_args(["--topk", "2"])
+
+
+def test_the_command_line_overrides(parse):
+    args = parse(TREE, "--steps", "2", "--draft", "elsewhere")
+    assert shape(args) == (2, 2, 6)
+    assert args.draft == "elsewhere"
+
+
+def test_a_default_that_is_typed_overrides_too(parse):
+    assert parse("dtype: bf16\n", "--dtype", "auto").dtype == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "expected"),
+    [
+        ("tree: t.yaml\ndraft: d\n", ["--topk", "2"], {"tree": None, "topk": 2, "draft": "d"}),
+        (TREE, ["--tree", "t.yaml"], {"topk": None, "steps": None, "num_draft_tokens": None, "draft": "ngram"}),
+        (TREE, ["--no-draft"], {"no_draft": True, "topk": None, "draft": None, "verifier": None}),
+        ("no_draft: true\n", ["--topk", "2"], {"no_draft": False, "topk": 2}),
+        ("no_draft: true\n", [], {"no_draft": True}),
+        ("no_draft: false\ntopk: 2\n", [], {"no_draft": False, "topk": 2}),
+        ("draft: d\ntoken_map: m.json\nsteps: 2\n", ["--draft", "e"], {"draft": "e", "token_map": None, "steps": 2}),
+        ("draft: d\ndraft_dtype: bf16\n", ["--steps", "3"], {"draft": "d", "draft_dtype": "bf16", "steps": 3}),
+    ],
+)
+def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expected):
+    args = vars(parse(text, *flags))
+    assert {key: args[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("topk: 2\nwidth: 3\n", "unknown setting 'width'; known are target, draft,"),
+        ("topk: four\n", "topk takes a whole number, and not 'four'"),
+        ("topk: true\n", "topk takes a whole number, and not True"),
+        ("min_p: much\n", "min_p takes a number, and not 'much'"),
+        ("top_p: true\n", "top_p takes a number, and not True"),
+        ("no_draft: 1\n", "no_draft takes true or false, and not 1"),
+        ("draft: [a, b]\n", "draft takes a text, and not ['a', 'b']"),
+        ("- topk\n", "holds no settings"),
+        ("topk: [\n", "is not a YAML file"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, text, message):
+    (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--settings", str(tmp_path / "s.yaml"), "--prompt", "x"])
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_sampling_and_penalties(parse):
+    text = "temperature: 1\ntop_k: 5\nmin_p: 0.1\nrepetition_penalty: 1.1\npresence_penalty: -0.5\n"
+    args = vars(parse(text, "--temperature", "0.5", "--frequency-penalty", "0.2"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [args[name] for name in names] == [0.5, 5, 1.0, 0.1, 1.1, -0.5, 0.2]
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(ValueError, match="no such settings file: nowhere"):
+        read_settings("nowhere.yaml")
+
+
+def test_decoding_with_a_file(target_path, drafter_path, tmp_path, capsys):
+    """The same as with the flags typed: rounds, text, verifier."""
+    file = tmp_path / "s.yaml"
+    file.write_text(f"target: {target_path}\ndraft: {drafter_path}\ntopk: 2\nsteps: 2\nnum_draft_tokens: 5\n")
+    flags = ["--prompt", "The quick", "--max-new-tokens", "12", "--json"]
+    command.main(["--settings", str(file), *flags])
+    typed = ["--target", target_path, "--draft", drafter_path, "--topk", 2, "--steps", 2, "--num-draft-tokens", 5]
+    command.main([*map(str, typed), *flags])
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    same = '"text"', '"rounds"', '"acceptance_by_depth"'
+    assert all(key in first for key in same)
+    assert first.split('"tokens_per_second"')[0] == second.split('"tokens_per_second"')[0]
+
+
+@pytest.mark.parametrize("part", [Sampling, ModelSettings, TreeSettings, VerifierSettings])
+def test_a_field_is_a_flag_and_a_key_of_a_file(part):
+    """With its type, default and help."""
+    typed = {action.dest: action for action in command.parser()._actions}
+    for field in fields(part):
+        assert typed[field.name].default == field.default
+        assert typed[field.name].help == field.metadata["help"]
+        assert KINDS[field.name] in (bool, int, float, str, Path)
+    assert {field.name: KINDS[field.name] for field in fields(Sampling)} == {f.name: f.type for f in fields(Sampling)}

@@ -1,0 +1,131 @@
+"""A small model as drafter: its own positions and cache, recognition on disk, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from helpers import save_hf, tiny_target
+
+from drafters import draft_model
+from drafters.draft_model import DraftModel
+from drafters.formats import load_drafter
+from specdec.engine.engine import Engine
+from specdec.model.loader import load_target
+from trees import Chain, DynamicTree, StaticTree
+
+NONE = frozenset()
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1]]
+
+
+def test_the_target_as_its_own_drafter_is_always_right():
+    """Any slip of position, slot or mask would cost acceptance. Rows are ragged, and one of a single token."""
+    target = tiny_target()
+    bushy = StaticTree([[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
+    check_always_right(target, (Chain(4), bushy))
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sliding windows"])
+def test_other_kinds_of_models_are_always_right_too(kind, target_path, tmp_path):
+    """As targets and drafters at once: through transformers' modules, and with windows shorter than the text."""
+    if kind == "transformers":
+        model = load_target(target_path, generic=True, tokenizer=False)
+    else:
+        save_hf(tmp_path / "model", "gemma3_text", head_dim=8, sliding_window=16, layer_types=LAYERS, vocab_size=17)
+        model = load_target(tmp_path / "model", tokenizer=False)
+    check_always_right(model, (Chain(4), StaticTree([[1], [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1, 0]])))
+
+
+def check_always_right(target, policies):
+    for policy in policies:
+        rows = Engine(target, DraftModel(target), policy).generate(PROMPTS, max_new_tokens=41, eos=NONE).rows
+        assert all(accepted == 4 for row in rows for accepted in row.trace.accepted)
+        (row,) = Engine(target, DraftModel(target), policy).generate(PROMPTS[1:2], max_new_tokens=41, eos=NONE).rows
+        assert row.trace.accepted == [4] * 8
+
+
+@torch.inference_mode()
+def test_every_node_is_scored_as_after_its_own_path():
+    """Two levels of a tree, in rows of different lengths, against the model over the whole text of each path."""
+    target, model = tiny_target(), tiny_target(seed=3, layers=2)
+    drafter = DraftModel(model)
+    texts = [[3, 5, 7, 2], [1, 9], [2, 4, 6, 8, 10, 12]]
+    padded = torch.tensor([t + [0] * (6 - len(t)) for t in texts])
+    lens = torch.tensor([len(t) for t in texts])
+    drafter.reset(3, 32)
+    states = [drafter.admit(0, padded[:, 0], None, padded[:, 1:], lens - 1)]
+    first = torch.tensor([[1, 2], [3, 4], [5, 6]])
+    second = torch.tensor([[7, 8], [9, 10], [11, 12]])
+    own = torch.eye(2, dtype=torch.bool).expand(3, 2, 2)
+    crossed = own.flip(-1)  # node 0 of level 2 descends from node 1 of level 1
+    states.append(drafter.step(first, states[0].hidden.expand(-1, 2, -1), 1, own))
+    states.append(drafter.step(second, states[1].hidden, 2, torch.cat([crossed, own], 2)))
+    assert target.config.vocab == model.config.vocab
+    for row, text in enumerate(texts):
+        for node in range(2):
+            a, b = first[row, node].item(), second[row, 1 - node].item()
+            logits = model(torch.tensor([[*text, a, b]]), None)[0][0, -3:]
+            got = [states[0].logits[row, 0], states[1].logits[row, node], states[2].logits[row, 1 - node]]
+            torch.testing.assert_close(torch.stack(got), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def target(target_path):
+    return load_target(target_path)
+
+
+def test_a_language_model_on_disk_is_recognised(target, target_path, tmp_path):
+    """With the target's tokenizer, with none, and for a target that has none."""
+    save_hf(tmp_path / "small", "qwen3", vocab_size=target.config.vocab, num_hidden_layers=1, head_dim=8)
+    drafter = load_drafter(tmp_path / "small", target)
+    assert isinstance(drafter, DraftModel)
+    assert len(drafter.model.blocks) == 1
+    assert isinstance(load_drafter(target_path, target), DraftModel)
+    assert isinstance(load_drafter(target_path, load_target(target_path, tokenizer=False)), DraftModel)
+    prompt = target.tokenizer("The quick brown")["input_ids"]
+    fast = Engine(target, drafter, DynamicTree()).generate([prompt], max_new_tokens=30).rows[0].tokens
+    assert fast == Engine(target).generate([prompt], max_new_tokens=30).rows[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensor", "is_one"),
+    [
+        ("Qwen2ForCausalLM", "model.embed_tokens.weight", True),
+        ("LlamaForCausalLM", "embed_tokens.weight", False),  # EAGLE-1/2
+        ("LlamaForCausalLMEagle3", "model.embed_tokens.weight", False),
+        ("LlamaModel", "model.embed_tokens.weight", False),
+    ],
+)
+def test_heads_are_not_taken_for_language_models(architecture, tensor, is_one):
+    config, tensors = {"architectures": [architecture]}, {tensor: torch.zeros(1)}
+    assert draft_model.is_language_model(config, tensors) == is_one
+
+
+def test_it_takes_the_targets_dtype(target_path):
+    target = load_target(target_path, dtype="bf16")
+    drafter = load_drafter(target_path, target)
+    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
+
+
+def test_no_checkpoint_is_refused(target):
+    with pytest.raises(ValueError, match="a checkpoint of its own: give its folder or hub name"):
+        draft_model.create(target, path=None)
+
+
+def test_another_vocabulary_is_refused(target, tmp_path):
+    save_hf(tmp_path / "other", "llama", vocab_size=target.config.vocab + 1)
+    with pytest.raises(ValueError, match=r"a vocabulary of \d+, the target one of \d+; they must be the same"):
+        load_drafter(tmp_path / "other", target)
+
+
+def test_another_tokenizer_is_refused(target, target_path, tmp_path):
+    shutil.copytree(target_path, tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    a, b = [token for token, i in vocab.items() if i in (100, 101)]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="tokenizer names tokens differently from the target's"):
+        load_drafter(tmp_path / "other", target)

@@ -1,0 +1,82 @@
+"""FR-Spec: any drafter with a head proposes only the tokens of a map, and decodes as exactly as before."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import LEARNERS, tiny_drafter, tiny_target
+
+from drafters.layers import restrict
+from specdec.engine.engine import Engine
+from trees import Chain, DynamicTree
+
+MAP = torch.tensor([12, 3, 0, 7, 16, 5, 9, 1])  # by frequency, not by id
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("own_vocab", [None, 8])
+@torch.inference_mode()
+def test_restricted_logits_are_columns_of_the_full_ones(kind, own_vocab):
+    target = tiny_target()
+    full, part = (tiny_drafter(target, kind=kind, draft_vocab=own_vocab) for _ in range(2))
+    restrict(part, MAP)
+    known = range(17) if own_vocab is None else full.vocab.ids.tolist()
+    expected = [i for i in MAP.tolist() if i in known]
+    assert part.vocab.to_target(torch.arange(part.vocab.size)).tolist() == expected
+    feats = torch.randn(1, 5, len(full.taps) * 32)
+    logits = []
+    for drafter in (full, part):
+        drafter.reset(1, 32)
+        first, tokens = torch.zeros(1, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
+        logits.append(drafter.admit(0, first, feats, tokens, torch.tensor([5])).logits[0, 0])
+    columns = [list(known).index(i) for i in expected]
+    torch.testing.assert_close(logits[1], logits[0][columns], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tree", [Chain(4), DynamicTree(3, 3, 10)])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa"])
+def test_output_does_not_change(kind, tree):
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind=kind)
+    restrict(drafter, MAP)
+    prompts = [[3, 5, 7], [1, 2]]
+    plain = Engine(target).generate(prompts, max_new_tokens=40)
+    fast = Engine(target, drafter, tree).generate(prompts, max_new_tokens=40)
+    assert [r.tokens for r in fast.rows] == [r.tokens for r in plain.rows]
+
+
+def test_a_map_of_strangers_is_refused():
+    drafter = tiny_drafter(tiny_target(), draft_vocab=3)  # tokens 0, 2, 4
+    with pytest.raises(ValueError, match="no token in common"):
+        restrict(drafter, torch.tensor([1, 3]))
+
+
+def test_count_tokens(tmp_path):
+    """The command counts what it says: answers of conversations and whole texts, the end of text always kept."""
+    text = tmp_path / "a.txt"
+    text.write_text("the cat and the dog and the cow. " * 20)
+    out = tmp_path / "map.json"
+    command = [
+        sys.executable,
+        "-m",
+        "training.count",
+        "--text",
+        str(text),
+        "--size",
+        "12",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    report = json.loads(done.stdout.splitlines()[-1])
+    ids = json.loads(out.read_text())
+    assert len(ids) == len(set(ids)) == report["size"] == 12
+    assert report["coverage"] == 1.0
+    assert 1 in ids  # the demo's end of text
+    done = subprocess.run(
+        [*command[:-1], str(tmp_path / "no" / "map.json")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr

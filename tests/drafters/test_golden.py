@@ -1,0 +1,73 @@
+"""Our EAGLE drafters against outputs of the EAGLE authors' own code (tests/golden/README.md)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafters.formats import eagle3, recognise
+from specdec.model.archs import ModelConfig
+from specdec.model.layers import Rope
+from specdec.model.target import Target
+from training.objectives.eagle3 import Eagle3Objective
+from trees import DynamicTree
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ("eagle2", "eagle3")
+
+
+def golden_drafter(name: str):
+    """The golden head on a stand-in target: only its embedding, its head, its size and its depth matter here."""
+    reference = load_file(GOLDEN / name / "reference.safetensors")
+    config = ModelConfig(
+        layers=8, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
+        context=512, tied=False,
+    )  # fmt: skip
+    target = Target(config)
+    target.embed.weight.copy_(reference["embed_tokens.weight"])
+    target.head.weight.copy_(reference["lm_head.weight"])
+    config = json.loads((GOLDEN / name / "config.json").read_text())
+    tensors = load_file(GOLDEN / name / "model.safetensors")
+    family, layout = recognise(config, tensors, name)
+    return family.construct(*layout.read(config, tensors, name), target, name), reference
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_both_drafting_steps_match(name):
+    drafter, reference = golden_drafter(name)
+    policy = DynamicTree(topk=5, steps=5, num_draft_tokens=24)
+    drafter.reset(1, 64)
+    absorbed = 0
+    for step in ("step0", "step1"):
+        feats, ids = reference[f"{step}_features"], reference[f"{step}_ids"]
+        new = feats.shape[1]
+        absorbed += new
+        part = feats, ids[:, -new:], torch.tensor([new])
+        state = drafter.admit(0, ids[:, 0], *part) if step == "step0" else drafter.extend(*part, absorbed)
+        tree = policy.grow(drafter, ids[:, -1], state)
+        assert tree.tokens.tolist() == reference[f"{step}_draft_tokens"].tolist()
+        assert tree.depth[0].tolist() == reference[f"{step}_positions"].tolist()
+        assert torch.equal(tree.ancestors[0], reference[f"{step}_tree_mask"][0, 0].bool())
+
+
+def test_training_pass_matches():
+    drafter, _ = golden_drafter("eagle3")
+    golden = load_file(GOLDEN / "eagle3" / "ttt_reference.safetensors")
+    objective = Eagle3Objective(steps=7, decay=0.8, mean="all")
+    loss, metrics = objective(
+        drafter,
+        feats=golden["features"],
+        tokens=golden["input_ids"],
+        teacher_logits=golden["target_logits"],
+        loss_mask=golden["loss_mask"],
+    )
+    torch.testing.assert_close(metrics["losses"], golden["ploss"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(loss, golden["total_loss"][0], rtol=0, atol=1e-5)
+    loss.backward()
+    for name, (parameter, start, rows) in eagle3.parameters(drafter).items():
+        expected = golden[f"grad.{name}"]
+        difference = (parameter.grad[start : start + rows] - expected).norm() / expected.norm()
+        assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"

@@ -1,0 +1,259 @@
+"""MTP heads against independent statements of their formulas, and against transformers' own."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import save_hf
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextDecoderLayer,
+    Qwen3NextRMSNorm,
+    Qwen3NextRotaryEmbedding,
+)
+
+from drafters.formats import load_drafter, mtp_inside
+from specdec.engine.engine import Engine
+from specdec.model.layers import Rope
+from specdec.model.loader import load_target
+from trees import Chain, DynamicTree
+
+H, V, LAYERS = 48, 61, 2
+CONFIG = {
+    "hidden_size": H, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8,
+    "rms_norm_eps": 1e-5, "vocab_size": V, "num_hidden_layers": LAYERS, "rope_theta": 10000.0,
+}  # fmt: skip
+
+
+def stand_in(embed: torch.Tensor, head: torch.Tensor):
+    """Of the target an MTP head needs its size, its embedding and its head only."""
+    config = SimpleNamespace(layers=LAYERS, hidden=H, vocab=V, rope=Rope())
+    embed, head = (SimpleNamespace(weight=w.detach()) for w in (embed, head))
+    return SimpleNamespace(config=config, embed=embed, head=head, vocab=V, device=embed.weight.device)
+
+
+def build(config: dict, tensors: dict[str, torch.Tensor], target):
+    """The MTP heads that a target's checkpoint holds."""
+    return mtp_inside.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
+
+
+def block_tensors(prefix: str, scale: float = 0.3) -> dict[str, torch.Tensor]:
+    q, kv, width = 6 * 8, 2 * 8, 80
+    shapes = {
+        "self_attn.q_proj.weight": (q, H), "self_attn.q_proj.bias": (q,), "self_attn.k_proj.weight": (kv, H),
+        "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.weight": (kv, H), "self_attn.v_proj.bias": (kv,),
+        "self_attn.o_proj.weight": (H, q), "mlp.gate_proj.weight": (width, H), "mlp.up_proj.weight": (width, H),
+        "mlp.down_proj.weight": (H, width), "input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,),
+    }  # fmt: skip
+    return {f"{prefix}.{name}": torch.randn(shape) * scale + (len(shape) == 1) for name, shape in shapes.items()}
+
+
+def restated_mimo(w: dict[str, torch.Tensor], embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """MiMo's head over a whole text [T,H], straight from its formula: nothing shared, nothing fused, no cache."""
+
+    def norm(x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[name]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def rotate(x):  # [T,heads,Dh]
+        angle = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+        a, b = x[..., :4], x[..., 4:]
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = torch.cat([norm(hidden, "hidden_layernorm.weight"), norm(embeds, "token_layernorm.weight")], -1)
+    x = x @ w["input_proj.weight"].T
+    y = norm(x, "input_layernorm.weight")
+    q, k = (rotate(linear(y, f"self_attn.{n}_proj").view(len(y), -1, 8)) for n in "qk")
+    v = linear(y, "self_attn.v_proj").view(len(y), -1, 8)
+    k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+    scores = torch.einsum("thd,shd->hts", q, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(len(y), len(y)).triu(1).bool(), -torch.inf)
+    x = x + linear(torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1), "self_attn.o_proj")
+    y = norm(x, "post_attention_layernorm.weight")
+    x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+    return norm(x, "final_layernorm.weight")
+
+
+@torch.no_grad()
+def test_mimo_head_equals_its_formula():
+    torch.manual_seed(0)
+    extra = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in extra.items()}
+    tensors["model.mtp_layers.0.input_proj.weight"] = torch.randn(H, 2 * H) * 0.2
+    embed, head = torch.randn(V, H), torch.randn(V, H)
+    drafter = build(CONFIG, tensors, stand_in(embed, head))
+    feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
+    weights = {name.removeprefix("model.mtp_layers.0."): w for name, w in tensors.items()}
+    expected = restated_mimo(weights, embed[tokens[0]], feats[0])
+    drafter.reset(1, 32)
+    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
+    torch.testing.assert_close(state.hidden[0, 0], expected[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state.logits[0, 0], expected[-1] @ head.T, rtol=1e-4, atol=1e-4)
+    swapped = build(CONFIG | {}, tensors, stand_in(embed, head))
+    swapped.blocks[0].hidden_first = False  # the order of everybody else
+    swapped.reset(1, 32)
+    wrong = swapped.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
+    assert (wrong.hidden - state.hidden).abs().max() > 0.1
+
+
+def glm():
+    fields = CONFIG | {
+        "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+        "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True,
+        "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**fields))
+
+
+def qwen2():
+    model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in CONFIG.items() if k != "head_dim"}))
+    model.config.num_mtp_layers = 1
+    model.config.mtp_layer_types = ["full_attention"]
+    return model
+
+
+def published(model: MtpModel) -> dict[str, torch.Tensor]:
+    """The head's tensors under the names of a GLM-4.5 checkpoint."""
+    out = {}
+    for name, value in model.layers[0].state_dict().items():
+        name = f"model.layers.{LAYERS}.{name.removeprefix('mtp_block.')}".replace("post_norm.", "shared_head.norm.")
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(value):
+                gate, up = expert.chunk(2)
+                stem = name.removesuffix("gate_up_proj") + str(i)
+                out |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            out |= {name.removesuffix("down_proj") + f"{i}.down_proj.weight": w for i, w in enumerate(value)}
+        else:
+            out[name] = value
+    return out
+
+
+@pytest.mark.parametrize("make", [glm, qwen2])
+@torch.no_grad()
+def test_drafts_equal_those_of_transformers(make):
+    """Prefill and three more rounds of a growing text: the same logits, so the same drafted token."""
+    torch.manual_seed(0)
+    main = make().eval()
+    theirs = MtpModel(main, 1).eval()
+    for name, parameter in theirs.layers.named_parameters():
+        parameter.copy_(torch.rand_like(parameter) + 0.5 if parameter.ndim == 1 else torch.randn_like(parameter) * 0.3)
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    for name, buffer in theirs.layers.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.3)
+    target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
+    drafter = build(main.config.to_dict(), published(theirs), target).eval()
+    feats, tokens = torch.randn(1, 14, H), torch.randint(V, (1, 14))
+    cache = MtpCache(config=main.config.get_mtp_config())
+    drafter.reset(1, 32)
+    done = 0
+    for count in (7, 3, 1, 3):
+        piece = slice(done, done + count)
+        positions = torch.arange(done + 1, done + count + 1)[None]
+        drafted, logits, _ = theirs(tokens[:, piece], feats[:, piece], None, positions, cache)
+        part = feats[:, piece], tokens[:, piece], torch.tensor([count])
+        state = drafter.extend(*part, done + count) if done else drafter.admit(0, tokens[:, 0], *part)
+        done += count
+        torch.testing.assert_close(state.logits, logits, rtol=1e-4, atol=1e-4)
+        assert Chain(2).grow(drafter, tokens[:, done - 1], state).tokens[0, 1] == drafted[0, 0]
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@torch.no_grad()
+def test_qwen3_next_head_equals_its_layer(dense):
+    """Zero-centred norms, an output gate, a quarter of each head rotated, a gated shared expert."""
+    torch.manual_seed(0)
+    config = Qwen3NextConfig(
+        **CONFIG | {"num_hidden_layers": 1}, partial_rotary_factor=0.5, layer_types=["full_attention"], num_experts=6,
+        num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=24, norm_topk_prob=True,
+        mlp_only_layers=[0] if dense else [], decoder_sparse_step=1, attn_implementation="eager",
+    )  # fmt: skip
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    head = nn.ModuleDict({name: Qwen3NextRMSNorm(H, eps=1e-5) for name in names})
+    head["fc"] = nn.Linear(2 * H, H, bias=False)
+    head["layers"] = nn.ModuleList([Qwen3NextDecoderLayer(config, 0)])
+    for parameter in head.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.3)
+    tensors = {}
+    for name, value in head.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for i, expert in enumerate(value):
+                stem = f"mtp.{name.removesuffix('gate_up_proj')}{i}"
+                tensors |= dict(
+                    zip([f"{stem}.gate_proj.weight", f"{stem}.up_proj.weight"], expert.chunk(2), strict=True)
+                )
+        elif name.endswith("experts.down_proj"):
+            tensors |= {f"mtp.{name.removesuffix('down_proj')}{i}.down_proj.weight": w for i, w in enumerate(value)}
+        else:
+            tensors[f"mtp.{name}"] = value
+    embed = torch.randn(V, H)
+    drafter = build(config.to_dict() | CONFIG, tensors, stand_in(embed, torch.randn(V, H)))
+    feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
+    x = [head["pre_fc_norm_embedding"](embed[tokens]), head["pre_fc_norm_hidden"](feats)]
+    rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
+    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
+    expected = head["norm"](head["layers"][0](head["fc"](torch.cat(x, -1)), rope, attention_mask=mask))
+    drafter.reset(1, 32)
+    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
+    torch.testing.assert_close(state.hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def mimo_folder(folder):
+    """A small target of MiMo's family with its head, as one checkpoint."""
+    save_hf(folder, "qwen2", hidden_size=H, vocab_size=V, num_hidden_layers=LAYERS)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    head = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
+    head["input_proj"] = torch.randn(H, 2 * H) * 0.2
+    tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in head.items()}
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+
+
+def glm_folder(folder):
+    """A small GLM-4.5, whose target runs through transformers' modules, with its head."""
+    main = glm()
+    main.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors") | published(MtpModel(main, 1))
+    copies = {name: value.contiguous().clone() for name, value in tensors.items()}
+    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("feedback", [None, "pre"])
+@pytest.mark.parametrize("make", [mimo_folder, glm_folder])
+def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
+    """One folder is target and drafter, and the text is plain decoding's."""
+    torch.manual_seed(0)
+    make(tmp_path / "model")
+    target = load_target(tmp_path / "model", tokenizer=False)
+    drafter = load_drafter(tmp_path / "model", target, feedback=feedback)
+    assert drafter.switches.feedback == (feedback or "post")
+    assert drafter.switches.hidden_first == (make is mimo_folder)
+    prompts = [[3, 5, 7], [1, 2]]
+    plain = Engine(target).generate(prompts, max_new_tokens=30)
+    for tree in (Chain(3), DynamicTree(3, 3, 9)):
+        fast = Engine(target, drafter, tree).generate(prompts, max_new_tokens=30)
+        assert [row.tokens for row in fast.rows] == [row.tokens for row in plain.rows]
+
+
+def test_layers_that_read_each_other_are_refused():
+    tensors = block_tensors("model.mtp_layers.0") | block_tensors("model.mtp_layers.1")
+    with pytest.raises(ValueError, match="it has 2 MTP layers, each trained on the output of the one before"):
+        build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)))
+
+
+def test_latent_attention_is_refused_by_name():
+    tensors = {f"model.layers.{LAYERS}.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, H)}
+    with pytest.raises(ValueError, match="MLA"):
+        build(CONFIG, tensors, stand_in(torch.zeros(V, H), torch.zeros(V, H)))

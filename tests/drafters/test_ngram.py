@@ -1,0 +1,144 @@
+"""The n-gram drafter against its definition in plain Python, and against transformers' prompt lookup."""
+
+import math
+
+import pytest
+import torch
+from helpers import tiny_target
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from drafters import ngram
+from drafters.formats import load_drafter
+from drafters.vocab import DraftVocab
+from specdec.engine.engine import Engine
+from trees import Chain, DynamicTree
+
+V = 5
+
+
+def match_length(text: list[int], drafted: list[int], place: int, cap: int) -> int:
+    """Longest common suffix of text + drafted and text[: place + 1], counting at most `cap` tokens of the text."""
+    whole, n = text + drafted, 0
+    while n <= place and n < len(drafted) + cap and text[place - n] == whole[-1 - n]:
+        n += 1
+    return n
+
+
+def distribution(text: list[int], drafted: list[int], mode: str, cap: int, least: int):
+    """Probabilities [V] of the next token, by the definition in the drafter's docstring."""
+    weights: list[list[float]] = [[] for _ in range(V)]
+    for place in range(len(text) - 1):
+        n = match_length(text, drafted, place, cap)
+        if n >= least:
+            earlier = place / len(text) if mode == "lookup" else 0
+            weights[text[place + 1]].append(ngram.BASE ** (n - earlier))
+    total = [1 / V + ((max if mode == "lookup" else sum)(w) if w else 0.0) for w in weights]
+    return torch.tensor([t / sum(total) for t in total])
+
+
+def random_texts(seed: int, lengths: list[int]) -> list[list[int]]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, (n,), generator=g).tolist() for n in lengths]
+
+
+def absorb(drafter, texts: list[list[int]]):
+    """Prefill ragged texts, the last token of each being the root."""
+    longest = max(map(len, texts))
+    padded = torch.tensor([t + [4] * (longest - len(t)) for t in texts])
+    lens = torch.tensor([len(t) for t in texts])
+    drafter.reset(len(texts), longest + 20)
+    return drafter.admit(0, padded[:, 0], None, padded[:, 1:], lens - 1)
+
+
+@pytest.mark.parametrize("mode", ["lookup", "suffix"])
+@pytest.mark.parametrize(("cap", "least"), [(1, 1), (3, 1), (4, 2), (30, 1)])
+def test_distribution_is_the_definition(mode, cap, least):
+    """At the root and along drafted paths, for several nodes at once, in rows of different lengths; then once more
+    after a round in which one row stood still."""
+    drafter = ngram.create(tiny_target(V), mode=mode, max_ngram=cap, min_ngram=least)
+    texts = random_texts(0, [40, 2, 17])
+    state = absorb(drafter, texts)
+    committed = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 1], [1, 0, 0, 2]])
+    for kept in ([3, 0, 2], [1, 4, 4]):
+        paths = [[[a, b] for a, b in ((0, 1), (1, 1), (2, 0))] for _ in texts]
+        states = [state]
+        for level in (1, 2):
+            tokens = torch.tensor([[path[level - 1] for path in row] for row in paths])
+            hidden = states[-1].hidden.expand(-1, 3, -1)
+            states.append(drafter.step(tokens, hidden, level, torch.ones(3, 3, 3 * level, dtype=torch.bool)))
+        for row, text in enumerate(texts):
+            for level, at in enumerate(states):
+                for node in range(at.logits.shape[1]):
+                    expected = distribution(text, paths[row][node][:level], mode, cap, least)
+                    torch.testing.assert_close(at.logits[row, node].softmax(-1), expected)
+        texts = [text + committed[row, : kept[row]].tolist() for row, text in enumerate(texts)]
+        state = drafter.extend(None, committed, torch.tensor(kept), max(map(len, texts)) + 1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("cap", [1, 2, 3])
+def test_a_chain_is_transformers_prompt_lookup(seed, cap):
+    """Its candidates end where the text ends; ours go on."""
+    (text,) = random_texts(seed, [25])
+    steps = 6
+    peer = PromptLookupCandidateGenerator(num_output_tokens=steps, max_matching_ngram_size=cap, max_length=1000)
+    wanted = peer.get_candidates(torch.tensor([text]))[0][0, len(text) :].tolist()
+    drafter = ngram.create(tiny_target(V), mode="lookup", max_ngram=cap)
+    tree = Chain(steps).grow(drafter, torch.tensor(text[-1:]), absorb(drafter, [text]))
+    assert wanted
+    assert tree.tokens[0, 1 : 1 + len(wanted)].tolist() == wanted
+
+
+def test_without_a_match_the_draft_is_uniform():
+    drafter = ngram.create(tiny_target(V))
+    state = absorb(drafter, [[0, 1, 2, 3]])
+    torch.testing.assert_close(state.logits.softmax(-1), torch.full((1, 1, V), 1 / V))
+
+
+def test_long_matches_neither_overflow_nor_lose_the_rest():
+    drafter = ngram.create(tiny_target(V), mode="suffix", max_ngram=300)
+    state = absorb(drafter, [[0, 1] * 400])
+    assert state.logits.isfinite().all()
+    assert state.logits.argmax() == 0
+    assert not math.isnan(state.logits.softmax(-1).sum())
+
+
+def test_a_draft_vocabulary_takes_its_columns():
+    texts = random_texts(3, [30])
+    whole = absorb(ngram.create(tiny_target(V)), texts).logits
+    part = absorb(ngram.create(tiny_target(V), vocab=DraftVocab(V, torch.tensor([0, 2]))), texts).logits
+    assert torch.equal(part, whole[..., [0, 2]])
+
+
+def test_a_repeating_target_is_drafted_in_full():
+    """A target that only repeats a cycle of three: after one cycle every draft is right."""
+    target = tiny_target(V)
+    engine = Engine(target, load_drafter("ngram:suffix", target), DynamicTree(2, 4, 8))
+    drafter = engine.drafter
+    state = absorb(drafter, [[0, 1, 2] * 4])
+    tree = engine.policy.grow(drafter, torch.tensor([2]), state)
+    chain = [0]
+    for _ in range(4):
+        chain.append(next(i for i in range(8) if tree.parents[0, i] == chain[-1] and i not in chain))
+    assert tree.tokens[0, chain].tolist() == [2, 0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"mode": "guess"}, "mode must be one of lookup, suffix, got 'guess'"),
+        ({"min_ngram": 0}, "min_ngram must lie between 1 and max_ngram, got 0 and 3"),
+        ({"min_ngram": 4}, "got 4 and 3"),
+    ],
+)
+def test_nonsense_is_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ngram.create(tiny_target(V), **settings)
+
+
+def test_names():
+    target = tiny_target(V)
+    assert load_drafter("ngram", target).mode == "lookup"
+    assert load_drafter("ngram:suffix", target).mode == "suffix"
+    with pytest.raises(ValueError, match="mode must be one of lookup, suffix, got 'x'"):
+        load_drafter("ngram:x", target)

@@ -1,0 +1,76 @@
+"""Step j of the training-time test and level j of the decoder are the same numbers."""
+
+import pytest
+import torch
+from helpers import LEARNERS, tiny_drafter, tiny_target
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("prefix", [1, 4, 9])
+def test_unrolled_step_equals_decoding_level(prefix, kind):
+    """Decode a chain whose tokens are the text itself: level j behind prefix t then sees what row t of step j sees."""
+    steps, length = 5, 16
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
+    torch.manual_seed(0)
+    feats = torch.randn(2, length, len(drafter.taps) * target.config.hidden)
+    tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
+    with torch.no_grad():
+        unrolled = list(drafter.unroll(feats, tokens, steps))
+        drafter.reset(2, 64)
+        n = torch.full((2,), prefix)
+        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats[:, :prefix], tokens[:, :prefix], n)
+        for j, expected in enumerate(unrolled):
+            torch.testing.assert_close(state.logits[:, 0], expected.logits[:, prefix - 1], rtol=0, atol=1e-5)
+            torch.testing.assert_close(state.hidden[:, 0], expected.hidden[:, prefix - 1], rtol=0, atol=1e-5)
+            sees_all = torch.ones(2, 1, j + 1, dtype=torch.bool)
+            if j + 1 == steps:
+                break
+            state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+@torch.no_grad()
+def test_extending_in_pieces_equals_extending_at_once(kind):
+    """Ragged pieces of committed positions leave the same cache as one prefill; drafted entries leave no trace."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind=kind)
+    torch.manual_seed(0)
+    feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
+    drafter.reset(1, 64)
+    whole = drafter.admit(0, torch.zeros(1, dtype=torch.int64), feats, tokens, torch.tensor([9]))
+    drafter.reset(1, 64)
+    done = 0
+    for count in (4, 1, 4):
+        padded = slice(done, min(done + 5, 9))  # more than is absorbed: the rest is scratch
+        piece = feats[:, padded], tokens[:, padded], torch.tensor([count])
+        state = drafter.extend(*piece, done + 5) if done else drafter.admit(0, tokens[:, 0], *piece)
+        done += count
+        drafter.step(tokens[:, :1].expand(1, 2), state.hidden.expand(1, 2, -1), 1, torch.eye(2, dtype=torch.bool)[None])
+    torch.testing.assert_close(state.logits, whole.logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_unrolling_only_the_needed_rows_changes_nothing_of_them(kind, recompute, documents):
+    steps, shape = 4, (3, 11)
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
+    drafter.recompute = recompute
+    drafter.documents = (torch.arange(11) >= 5).long().expand(shape) if documents else None
+    torch.manual_seed(0)
+    feats, tokens = torch.randn(*shape, len(drafter.taps) * target.config.hidden), torch.randint(17, shape)
+    needed = torch.rand(shape) < 0.4
+    needed[1] = False  # a text of which nothing is learnt
+
+    def states_and_gradients(*given: torch.Tensor) -> tuple[list, list]:
+        drafter.zero_grad()
+        states = list(drafter.unroll(feats, tokens, steps, *given))
+        readouts = [states[0].readout, *(s.readout[needed] for s in states[1:])]
+        sum(x.sin().sum() for x in readouts).backward()
+        hidden = [states[0].hidden, *(s.hidden[needed] for s in states[1:])]
+        return readouts + hidden, [p.grad for p in drafter.parameters() if p.grad is not None]
+
+    for ours, expected in zip(states_and_gradients(needed), states_and_gradients(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,356 @@
+"""Rows of a batch: each as if it were alone, with its own settings, penalties, stop strings and log-probabilities."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+
+from drafters.draft_model import DraftModel
+from scripts import batch_chart
+from specdec.api import DEMO_TARGET, generate
+from specdec.engine.engine import Engine
+from specdec.model.loader import load_target
+from specdec.sampling.draws import sample
+from specdec.sampling.filters import filtered_probs
+from specdec.sampling.penalties import Penalties
+from specdec.text import StopStrings, TextStream
+from specdec.types import DraftTree, Sampling, SamplingBatch
+from specdec.verify import VERIFIERS, make_verifier
+from trees import Chain, DynamicTree, SampledTree
+from trees.ancestors import ancestors_of
+
+CPU = torch.device("cpu")
+HEAVY = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)
+TREES = {"chain": Chain(4), "dynamic": DynamicTree(3, 3, 10), "sampled": SampledTree((3, 2, 1))}
+
+
+def ragged(rows: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 1 to 12 tokens, and limits of 1 to 25 new ones."""
+    r = random.Random(rows)
+    prompts = [[r.randrange(1, 17) for _ in range(r.randint(1, 12))] for _ in range(rows)]
+    return prompts, [r.randint(1, 25) for _ in range(rows)]
+
+
+# Rows against their solo runs
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HEAVY], ids=["greedy", "penalties"])
+@pytest.mark.parametrize("rows", [2, 7, 32])
+def test_every_row_equals_its_solo_run(rows, sampling):
+    """Greedy, fp32; rows end at different times, by eos or by a limit of their own."""
+    target = tiny_target()
+    prompts, limits = ragged(rows)
+    eos = frozenset([11])
+    how = {"eos": eos, "sampling": sampling}
+    alone = [
+        Engine(target).generate([p], max_new_tokens=limit, **how).rows[0]
+        for p, limit in zip(prompts, limits, strict=True)
+    ]
+    assert len({len(row.tokens) for row in alone}) > 1
+    engines = [Engine(target)] + [Engine(target, tiny_drafter(target, draft_vocab=8), tree) for tree in TREES.values()]
+    for engine in engines:
+        together = engine.generate(prompts, max_new_tokens=limits, **how).rows
+        assert [(row.tokens, row.finish) for row in together] == [(row.tokens, row.finish) for row in alone]
+
+
+def test_rows_that_have_ended_are_not_waited_for():
+    """Attention looks as far back as the longest row that still decodes, and not further."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2))
+    lengths, bounds, inner = [], [], engine.round.play
+
+    def spy(root, state, cache, active, *how):
+        bounds.append(cache.max_len)
+        lengths.append(int(cache.lens[active].max()))
+        return inner(root, state, cache, active, *how)
+
+    engine.round.play = spy
+    engine.generate([[3] * 60, [5]], max_new_tokens=[3, 20])
+    assert bounds == lengths
+    assert bounds[0] >= 60 > bounds[-1]
+
+
+# Settings of each row
+
+
+FILTERED = Sampling(0.8, top_k=6, top_p=0.9, min_p=0.05)
+SETTINGS = [Sampling(), FILTERED, Sampling(1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)]
+
+
+@torch.inference_mode()
+def test_one_table_of_settings_filters_as_each_setting_does():
+    g = torch.Generator().manual_seed(0)
+    settings = [*SETTINGS, Sampling(0.5, top_k=3), Sampling(1.5, top_p=0.3), Sampling(0.9, min_p=0.3), Sampling(1.0)]
+    settings.append(Sampling(1.0, top_k=500))  # more than there are
+    for shape in ((29,), (4, 29)):
+        logits = torch.randn(len(settings), *shape, generator=g) * 3
+        batched = filtered_probs(logits, SamplingBatch(settings, CPU))
+        alone = torch.stack([filtered_probs(x, s) for x, s in zip(logits, settings, strict=True)])
+        assert torch.equal(batched > 0, alone > 0)
+        torch.testing.assert_close(batched, alone, rtol=0, atol=1e-6)
+        drawn = sample(logits, SamplingBatch(settings, CPU), g)
+        assert drawn.shape == logits.shape[:-1]
+        assert torch.equal(drawn[0], logits[0].argmax(-1)), "the first row is greedy"
+        assert (batched.gather(-1, drawn[..., None]) > 0).all()
+
+
+@pytest.mark.parametrize("verifier", [name for name in VERIFIERS if make_verifier(name).lossless])
+def test_mixed_rows_follow_their_own_laws(verifier):
+    """Greedy, filtered and penalised rows by turns in one batch, 700 of each kind: greedy ones are plain text, others
+    follow the exact joint law of tokens 2 and 3. By chance a p-value fails once in a thousand; the draws are seeded."""
+    target, rule, kinds = tiny_target(vocab=11), VERIFIERS[verifier](), len(SETTINGS)
+    tree = SampledTree((1, 1, 1) if rule.chains_only else (3, 2, 1)) if rule.needs_q else DynamicTree(3, 3, 10)
+    engine = Engine(target, tiny_drafter(target, draft_vocab=8), tree, rule)
+    rows = engine.generate([[3, 1, 4]] * 700 * kinds, max_new_tokens=3, sampling=SETTINGS * 700, seed=3).rows
+    plain = Engine(target).generate([[3, 1, 4]], max_new_tokens=3).rows[0].tokens
+    assert all(row.tokens == plain for row in rows[::kinds])
+    for kind in range(1, kinds):
+        assert rows[kind].sampling == SETTINGS[kind]
+        own = SimpleNamespace(rows=rows[kind::kinds])
+        assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[kind], own) > 1e-3
+
+
+def test_the_law_of_another_setting_is_found_out():
+    target = tiny_target(vocab=11)
+    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES["dynamic"])
+    result = engine.generate([[3, 1, 4]] * 700, max_new_tokens=3, sampling=Sampling(1.0, presence_penalty=0.5), seed=3)
+    assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[2], result) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sampling": [Sampling()]}, "sampling has 1 values, and there are 2 prompts"),
+        ({"max_new_tokens": [3, 4, 5]}, "max_new_tokens has 3 values, and there are 2 prompts"),
+        ({"max_new_tokens": [3, 0]}, "max_new_tokens must be at least 1, got 0"),
+        ({"stop": [None]}, "stop has 1 values, and there are 2 prompts"),
+    ],
+)
+def test_each_row_needs_its_own(how, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(tiny_target()).generate([[1], [2]], **how)
+
+
+# Penalties
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -3},
+        {"frequency_penalty": float("nan")},
+    ],
+)
+def test_penalties_out_of_range_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+@torch.inference_mode()
+def test_every_node_is_held_to_its_own_path():
+    """A tree of 15 nodes over 6 tokens: they recur on paths, across branches, and in prompt and output."""
+    g = torch.Generator().manual_seed(2)
+    b, n, vocab = 3, 15, 6
+    prompts = [[1, 1, 4], [2], [0, 5]]
+    settings = [HEAVY, Sampling(repetition_penalty=0.7), Sampling(0.9, presence_penalty=-1.0, frequency_penalty=1.5)]
+    output = torch.randint(vocab, (b, 4), generator=g)
+    kept = [4, 2, 3]  # the last of them is the root
+    penalties = Penalties(settings, prompts, vocab, CPU)
+    penalties.add(output[:, :2], torch.tensor([2, 2, 2]))
+    penalties.add(output[:, 2:], torch.tensor(kept) - 2)
+    parents = torch.stack([torch.tensor([0] + [int(torch.randint(i, (), generator=g)) for i in range(1, n)])] * b)
+    tokens = torch.randint(vocab, (b, n), generator=g)
+    tokens[:, 0] = torch.tensor([output[row, k - 1] for row, k in enumerate(kept)])
+    ancestors = ancestors_of(parents, n)
+    depth = ancestors.sum(-1) - 1
+    logits = torch.randn(b, n, vocab, generator=g) * 2
+    found = penalties(logits, DraftTree(tokens, parents, depth, ancestors, steps=n))
+    plain = penalties(logits[:, :1])
+    for row in range(b):
+        own = output[row, : kept[row]]
+        root = penalised(logits[row, :1], prompts[row], own[None], settings[row])
+        torch.testing.assert_close(plain[row].double(), root, rtol=0, atol=1e-5)
+        for node in range(n):
+            path = torch.cat([own, tokens[row, 1:][ancestors[row, node, 1:]]])
+            expected = penalised(logits[row, node][None], prompts[row], path[None], settings[row])[0]
+            torch.testing.assert_close(found[row, node].double(), expected, rtol=0, atol=1e-5)
+    assert torch.equal(plain[:, 0], found[:, 0]), "plain and speculative decoding would not agree bit for bit"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a native target, and one through the adapter
+def test_greedy_text_under_a_repetition_penalty_is_that_of_transformers(family, tmp_path):
+    model = save_hf(tmp_path, family, head=8.0)
+    target, prompts = load_target(tmp_path, tokenizer=False), [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
+    texts = {}
+    for penalty in (1.0, 1.25):
+        expected = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            how = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": -1, "pad_token_id": 0}
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
+            expected.append(out[0, len(prompt) :].tolist())
+        sampling = Sampling(repetition_penalty=penalty)
+        for engine in (Engine(target), Engine(target, DraftModel(target), DynamicTree(3, 3, 9))):
+            rows = engine.generate(prompts, max_new_tokens=40, eos=frozenset(), sampling=sampling).rows
+            assert [row.tokens for row in rows] == expected
+        assert sum(sum(row.trace.accepted) for row in rows) > 0, "nothing was accepted: the test shows nothing"
+        texts[penalty] = expected
+    assert texts[1.0] != texts[1.25]
+
+
+# Stop strings
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return load_target(target_path)
+
+
+def feed(tokenizer, text: str, stops: list[str]) -> tuple[str, int | None]:
+    """What a stream shows of a text, and after how many tokens it stops."""
+    stream, watch = TextStream(tokenizer, stops), StopStrings(tokenizer, stops)
+    shown, stopped = "", None
+    for count, token in enumerate(tokenizer(text)["input_ids"], 1):
+        shown += stream.feed([token])
+        ended = watch.add(token)
+        assert ended == stream.stopped
+        if ended and stopped is None:
+            stopped = count
+    return shown + stream.end(), stopped
+
+
+@pytest.mark.parametrize(
+    ("stops", "shown"),
+    [
+        (["日本語"], "Café "),
+        (["本"], "Café 日"),
+        (["🎉"], "Café 日本語 "),
+        (["é 日"], "Caf"),
+        (["語 🎉 end", "nowhere"], "Café 日本"),
+        (["never", "Cafés"], "Café 日本語 🎉 end"),
+        (["end of it"], "Café 日本語 🎉 end"),  # held back as its beginning until nothing more comes
+        (["本語", "日本語"], "Café "),  # both are complete with one token: the text ends before the earlier
+    ],
+)
+def test_text_ends_before_a_stop_string_and_tokens_with_it(target, stops, shown):
+    text, tokenizer = "Café 日本語 🎉 end", target.tokenizer
+    assert feed(tokenizer, text, stops)[0] == shown
+    _, count = feed(tokenizer, text, stops)
+    ids = tokenizer(text)["input_ids"]
+    assert (count is None) == (shown == text)
+    if count is not None:
+        assert any(stop in tokenizer.decode(ids[:count]) for stop in stops)
+        assert not any(stop in tokenizer.decode(ids[: count - 1]) for stop in stops)
+
+
+def test_a_stop_within_an_accepted_path_ends_the_row_there():
+    """The bundled target drafts for itself, so every round accepts all four tokens; strings end on each place of it."""
+    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Write a poem.", "Tell me of the sea."]
+    drafter, chain = DraftModel(target), Chain(4)
+    decode = target.tokenizer.decode
+    plain = generate(target, prompts, max_new_tokens=16)
+    assert all(len(row.tokens) > 7 for row in plain.rows)
+    places = set()
+    for end in range(3, 8):
+        stops = [decode(row.tokens[:end])[-4:] for row in plain.rows]  # its last token completes it, if no earlier one
+        own = [[stop] for stop in stops]
+        slow = generate(target, prompts, max_new_tokens=16, stop=own)
+        fast = generate(target, prompts, drafter, tree=chain, max_new_tokens=16, stop=own)
+        assert [(r.tokens, r.finish) for r in fast.rows] == [(r.tokens, r.finish) for r in slow.rows]
+        assert fast.text == slow.text
+        for row, text, stop, whole in zip(fast.rows, fast.text, stops, plain.rows, strict=True):
+            assert row.finish == "stop"
+            assert row.tokens == whole.tokens[: len(row.tokens)]
+            assert stop in decode(row.tokens)
+            assert stop not in decode(row.tokens[:-1])
+            assert text == decode(row.tokens)[: decode(row.tokens).index(stop)]
+            places.add((len(row.tokens) - 1) % 5)  # the first token comes from the prefill
+    assert places == set(range(5))
+
+
+def test_rows_stop_at_strings_of_their_own(target):
+    plain = generate(target, ["The quick", "The quick"], max_new_tokens=24)
+    text = plain.text[0]
+    stop = next(text[i : i + 2] for i in range(2, len(text) - 2) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 2])
+    out = generate(target, ["The quick", "The quick"], max_new_tokens=24, stop=[[stop], []])
+    assert [row.finish for row in out.rows] == ["stop", plain.rows[1].finish]
+    assert out.text == [text[: text.index(stop)], text]
+
+
+class After:
+    """Stops a row at its n-th token."""
+
+    def __init__(self, n: int):
+        self.left = n
+
+    def add(self, token: int) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def test_what_comes_first_ends_the_row():
+    """On the same token eos goes before a stop, and a stop before the limit."""
+    engine = Engine(tiny_target())
+    tokens = engine.generate([[3, 5]], max_new_tokens=9).rows[0].tokens
+    eos = frozenset([next(t for t in tokens if tokens.index(t) >= 2)])
+    first = tokens.index(*eos) + 1
+    for at, limit, ends, expected in (
+        (first, 9, eos, "eos"),
+        (first - 1, 9, eos, "stop"),
+        (4, 4, frozenset(), "stop"),
+        (5, 4, frozenset(), "length"),
+    ):
+        row = engine.generate([[3, 5]], max_new_tokens=limit, eos=ends, stop=[After(at)]).rows[0]
+        assert row.finish == expected
+        assert len(row.tokens) == min(at, limit, first if ends else 9)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [["a"], [3]]])
+def test_what_is_no_stop_string(target, stop):
+    with pytest.raises(ValueError, match="a stop string needs at least one character"):
+        generate(target, ["x", "y"], stop=stop)
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), HEAVY, Sampling(0.8, top_k=5)], ids=["greedy", "penalties", "drawn"])
+@torch.inference_mode()
+def test_logprobs_are_the_target_s_own(sampling):
+    """Before penalties, temperature and filters: those of one forward over the whole text, within rounding."""
+    target, (prompts, limits) = tiny_target(), ragged(5)
+    for engine in [Engine(target), *(Engine(target, tiny_drafter(target), tree) for tree in TREES.values())]:
+        rows = engine.generate(prompts, max_new_tokens=limits, sampling=sampling, logprobs=True).rows
+        for row in rows:
+            logits, _ = target(torch.tensor([row.prompt + row.tokens]), None)
+            own = logits[0, len(row.prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(row.tokens)[:, None])
+            torch.testing.assert_close(torch.tensor(row.logprobs), own[:, 0], rtol=0, atol=1e-5)
+        without = engine.generate(prompts, max_new_tokens=limits, sampling=sampling).rows
+        assert [row.tokens for row in without] == [row.tokens for row in rows]
+        assert all(row.logprobs is None for row in without)
+
+
+# The chart
+
+
+def test_the_chart_of_throughput(target_path, drafter_path, tmp_path, capsys):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("The quick\nfox\n12 + 30\n")
+    flags = ["--target", target_path, "--draft", drafter_path, "--prompt-file", prompts, "--batch-sizes", "1,2"]
+    batch_chart.main([*map(str, flags), "--max-new-tokens", "6", "--trials", "1", "--out", str(tmp_path / "out")])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == told
+    assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
+    assert [(p["how"], p["batch"]) for p in told["points"]] == [
+        ("plain", 1), ("speculative", 1), ("plain", 2), ("speculative", 2)
+    ]  # fmt: skip
+    assert all((p["tokens"], p["same_as_alone"], p["rows"]) == (18, 3, 3) for p in told["points"])
+    with pytest.raises(SystemExit):
+        batch_chart.main([*map(str, flags), "--trials", "0"])
+    assert "must be at least 1, got 32 and 0" in capsys.readouterr().err

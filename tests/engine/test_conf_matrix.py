@@ -1,0 +1,97 @@
+"""Every drafter x tree x verifier x sampling of conf/ that fits together decodes losslessly: a new YAML is tested
+without writing a test."""
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from drafters.vocab import DraftVocab
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
+from specdec.verify import TwoThresholds
+
+CONF = Path(__file__).parents[2] / "conf"
+NAMES = {
+    group: sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+    for group in ("drafter", "tree", "sampling", "verifier")
+}
+PROMPTS, ROWS = [[3, 5, 7], [1, 2]], 1000
+
+
+def load(group: str, name: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+
+
+def fresh_drafter(name: str, target, draft_vocab: int | None = 8):
+    """The drafter that a YAML describes, random, for a tiny target; its vocabulary leaves some tokens out."""
+    settings = load("drafter", name)
+    if settings.pop("draft_vocab_size", None) is None:
+        draft_vocab = None
+    torch.manual_seed(1)
+    vocab = DraftVocab(target.config.vocab, None if draft_vocab is None else torch.arange(1, draft_vocab + 1))
+    if settings.get("path", "none needed") is not None:
+        return instantiate(settings, target=target, vocab=vocab).eval()
+    with tempfile.TemporaryDirectory() as folder:  # a drafter that is a model of its own: any that has the vocabulary
+        save_hf(folder, "llama", vocab_size=target.config.vocab, max_position_embeddings=256, head=8.0)
+        return instantiate(settings | {"path": folder}, target=target, vocab=vocab).eval()
+
+
+def fits(tree: str, verifier: str) -> bool:
+    policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+    return (policy.samples or not rule.needs_q) and (policy.topk == 1 or not rule.chains_only)
+
+
+PAIRS = [pair for pair in itertools.product(NAMES["tree"], NAMES["verifier"]) if fits(*pair)]
+CASES = [
+    (tree, verifier, sampling)
+    for (tree, verifier), sampling in itertools.product(PAIRS, NAMES["sampling"])
+    if instantiate(load("verifier", verifier)).lossless or instantiate(load("sampling", sampling)).greedy
+]
+
+
+@functools.cache
+def plain_text(sampling: Sampling) -> list[list[int]]:
+    rows = Engine(tiny_target(vocab=11)).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
+    return [row.tokens for row in rows]
+
+
+@pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
+@pytest.mark.parametrize("drafter", NAMES["drafter"])
+def test_fitting(drafter, tree, verifier, sampling):
+    """Greedy: the text of plain decoding, with lossy rules too. Sampled, with the lossless ones: tokens 2 and 3, which
+    trees decide, follow their exact joint distribution; 1000 rows with independent noise in one batch, seeded. How far
+    lossy ones go is measured in test_verify_laws.py."""
+    setting: Sampling = instantiate(load("sampling", sampling))
+    target = tiny_target(vocab=11)
+    policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+    engine = Engine(target, fresh_drafter(drafter, target), policy, rule)
+    if setting.greedy:
+        rows = engine.generate(PROMPTS, max_new_tokens=20, sampling=setting).rows
+        assert [row.tokens for row in rows] == plain_text(setting)
+        return
+    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
+    assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) > 1e-3
+
+
+@pytest.mark.parametrize("tree", NAMES["tree"])
+def test_so_few_rows_find_a_lossy_rule_out(tree):
+    target, setting = tiny_target(vocab=11), instantiate(load("sampling", "temperature"))
+    policy, lossy = instantiate(load("tree", tree)), TwoThresholds(threshold_acc=0.5)
+    engine = Engine(target, fresh_drafter("eagle3", target), policy, lossy)
+    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
+    assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) < 1e-6
+
+
+def test_what_does_not_fit_is_refused():
+    target = tiny_target()
+    for tree, verifier in set(itertools.product(NAMES["tree"], NAMES["verifier"])) - set(PAIRS):
+        policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+        with pytest.raises(ValueError, match=r"does not draw them|verifies chains only"):
+            Engine(target, tiny_drafter(target), policy, rule)

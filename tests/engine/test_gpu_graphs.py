@@ -1,0 +1,143 @@
+"""On a GPU: replayed rounds emit what launched ones do, never wait for the device, and take no memory twice."""
+
+from functools import partial
+
+import pytest
+import test_gpu
+import torch
+from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
+from test_overlap import SAMPLED, assert_same, outcome
+
+from specdec.engine import graphs, overlap, static_batch
+from specdec.engine.engine import Engine
+from specdec.engine.memory import Request, plan
+from specdec.types import Sampling
+from specdec.verify import VERIFIERS, make_verifier
+from trees import DynamicTree, SampledTree
+
+pytestmark = test_gpu.pytestmark
+launching = partial(Engine, graphs=False, compact=False)  # rows that have ended are carried along, as in replays
+POLICIES = test_gpu.POLICIES | {"sampled": SampledTree((2, 2))}
+
+
+def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:
+    target = tiny_target().to("cuda")
+    return (target, DRAFTERS[drafter](target).to("cuda"), POLICIES[policy]) if drafter else (target,)
+
+
+@pytest.mark.parametrize("drafter", [*LEARNERS, "draft-model"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_as_without_graphs(drafter, policy, sampling):
+    """With the same seed also where numbers are drawn: a replay takes those that the round would have taken."""
+    pair = parts(drafter, policy)
+    replayed, launched = Engine(*pair), launching(*pair)
+    assert replayed.graphs is not None
+    for seed in (0, 1):  # captures, and replays from the beginning
+        told = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, launched)]
+        assert_same(*told)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_plain_decoding(rows, sampling):
+    how = {"prompts": [[3, 5, 7], [1], [2, 2]][:rows], "max_new_tokens": 30, "sampling": sampling}
+    assert_same(outcome(Engine(*parts(None)), **how), outcome(launching(*parts(None)), **how))
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_rule(verifier):
+    rule = make_verifier(verifier)
+    target, drafter, _ = parts()
+    policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
+    told = [outcome(make(target, drafter, policy, rule), sampling=SAMPLED) for make in (Engine, launching)]
+    assert_same(*told)
+
+
+def test_penalties_and_rows_that_differ():
+    pair = parts()
+    replayed, launched = Engine(*pair), launching(*pair)
+    for penalty in (1.5, 2.0):
+        mixed = [Sampling(0.5, repetition_penalty=penalty), SAMPLED, Sampling(frequency_penalty=penalty)]
+        assert_same(*(outcome(engine, sampling=mixed, logprobs=True) for engine in (replayed, launched)))
+
+
+def test_every_bucket(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
+    monkeypatch.setattr(graphs, "STEP", 8)
+    pair = parts()
+    replayed = Engine(*pair)
+    how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
+    assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
+    assert {key[0] for key in replayed.graphs.batch.graphs} == {8, 16, 32, 48}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_replays_do_not_synchronise(monkeypatch, sampling):
+    """Launching and starting the copy, that is all that stands between two readings."""
+    engine = Engine(*parts())
+    how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 20, "sampling": sampling}
+    engine.generate(**how)
+
+    def guard(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def guarded(*inputs):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return function(*inputs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        monkeypatch.setattr(owner, name, guarded)
+
+    guard(static_batch.StaticBatch, "launch")
+    guard(overlap.Reader, "start")
+    engine.generate(**how)
+
+
+def test_memory_stays_flat():
+    engine = Engine(*parts())
+    held = []
+    for seed in range(6):
+        engine.generate([[3, 5, 7], [1]], max_new_tokens=30 + seed, sampling=SAMPLED, seed=seed)
+        torch.cuda.synchronize()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(set(held[1:])) == 1
+    assert len(engine.graphs.batch.graphs) == 1
+
+
+def test_weights_that_change_are_seen():
+    target, drafter, policy = parts()
+    engine = Engine(target, drafter, policy)
+    before = outcome(engine)
+    with torch.no_grad():
+        target.head.weight.mul_(-1)
+    after = outcome(engine)
+    assert_same(after, outcome(launching(target, drafter, policy)))
+    assert before[0] != after[0]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_the_plan_bounds_what_is_taken(sampling):
+    target = tiny_target(vocab=20_000, context=2048).to("cuda")
+    drafter = tiny_drafter(target).to("cuda")
+    tree = DynamicTree(4, 4, 24)
+    engine = Engine(target, drafter, tree)
+    engine.generate([[1, 2]], max_new_tokens=20, sampling=sampling)  # libraries take their workspaces
+    engine = Engine(target, drafter, tree)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    prompts = [[1 + i % 9 for i in range(700)], [3] * 400]
+    engine.generate(prompts, max_new_tokens=40, sampling=sampling)
+    wanted = plan(target, drafter, tree, Request(2, 700, 768, sampling.greedy), graphs=True)
+    assert torch.cuda.max_memory_allocated() - before <= wanted.needed
+
+
+def test_what_cannot_fit_is_refused():
+    engine = Engine(tiny_target(context=100_000).to("cuda"))  # 37 MB of cache for a row
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(ValueError, match=r"this request does not fit: it needs .* GiB are free"):
+        engine.generate([[1, 2, 3]] * 20_000, max_new_tokens=99_000)
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,247 @@
+"""Rounds as recorded functions of static tensors: the tape of `tape.py` stands in for a CUDA graph."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
+from tape import Tape
+from test_overlap import SAMPLED, assert_same, outcome
+
+from drafters import ngram
+from specdec import kernels
+from specdec.cli import generate as command
+from specdec.cli import session
+from specdec.contracts import Drafter
+from specdec.engine import graphs, static_batch
+from specdec.engine.engine import Engine
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import read_trace, write_trace
+from specdec.model.hf_target import TransformersTarget
+from specdec.model.target import Target
+from specdec.types import Sampling
+from specdec.verify import VERIFIERS, make_verifier
+from trees import Chain, DynamicTree, SampledTree, StaticTree
+
+POLICIES = {
+    "chain": Chain(3),
+    "dynamic": DynamicTree(3, 3, 9),
+    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
+    "sampled": SampledTree((2, 2)),
+}
+CAPTURABLE = [*LEARNERS, "draft-model"]
+launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
+SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
+
+
+def parts(drafter: str = "eagle3", policy: str = "dynamic"):
+    target = tiny_target()
+    return target, DRAFTERS[drafter](target), POLICIES[policy]
+
+
+@pytest.mark.parametrize("drafter", CAPTURABLE)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_replay_does_what_the_round_does(policy, drafter):
+    """Greedy on a tree of each kind, sampled on the two whose rounds draw more than one sort of number."""
+    target, drafter, policy = parts(drafter, policy)
+    sampling = SAMPLED if policy.samples or policy.topk == 1 else Sampling()
+    recorded = Engine(target, drafter, policy, graphs=Tape())
+    assert_same(
+        outcome(recorded, sampling=sampling, **SHORT),
+        outcome(launching(target, drafter, policy), **SHORT, sampling=sampling),
+    )
+    tape = recorded.graphs.backend
+    assert tape.captures == 1
+    assert tape.replays > 4
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_every_rule(verifier):
+    target, rule = tiny_target(), make_verifier(verifier)
+    policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
+    drafter = tiny_drafter(target, draft_vocab=8)
+    parts_ = target, drafter, policy, rule
+    told = [outcome(make(*parts_), sampling=SAMPLED, **SHORT) for make in (partial(Engine, graphs=Tape()), launching)]
+    assert_same(*told)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_plain_decoding(rows, sampling):
+    """One row alone too, whose attention takes the bound for its length without graphs."""
+    how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling}
+    target = tiny_target()
+    assert_same(outcome(Engine(target, graphs=Tape()), **how), outcome(launching(target), **how))
+
+
+def test_windows():
+    """Layers of two kinds, one of which sees four positions only."""
+    plain = tiny_target()
+    target = Target(replace(plain.config, sliding=(True, False, True), window=4)).eval()
+    target.load_state_dict(plain.state_dict())
+    drafter = tiny_drafter(target)
+    how = {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 30, "eos": frozenset()}
+    expected = outcome(launching(target, drafter, POLICIES["dynamic"]), **how)
+    assert_same(outcome(Engine(target, drafter, POLICIES["dynamic"], graphs=Tape()), **how), expected)
+    assert expected[0] != outcome(launching(plain, drafter, POLICIES["dynamic"]), **how)[0]
+
+
+def test_one_call_after_another_on_the_same_graph():
+    """Other prompts, limits, ends, seeds and noise go into the same tensors, and nothing that rounds keep moves."""
+    target, drafter, policy = parts()
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
+    outcome(recorded, sampling=SAMPLED, **SHORT)
+    rounds = recorded.graphs.batch
+    places = [x.data_ptr() for x in static_tensors(recorded)]
+    for seed, prompts in enumerate(([[1, 2], [6, 7, 8, 9, 10]], [[16], [0]])):
+        how = {"prompts": prompts, "max_new_tokens": [20, 4 + seed], "sampling": SAMPLED, "seed": seed}
+        assert_same(outcome(recorded, **how), outcome(plain, **how))
+    assert recorded.graphs.batch is rounds
+    outcome(recorded, **how)
+    assert drafter.cache is rounds.draft_cache
+    assert [x.data_ptr() for x in static_tensors(recorded)] == places
+    assert recorded.graphs.backend.captures == 1
+    assert_same(outcome(recorded, **SHORT), outcome(plain, **SHORT))  # greedy is another program
+    assert recorded.graphs.backend.captures == 2
+
+
+def static_tensors(engine: Engine) -> list[torch.Tensor]:
+    rounds = engine.graphs.batch
+    caches = [rounds.cache, rounds.draft_cache]
+    kept = [rounds.root, rounds.state.readout, rounds.state.hidden, rounds.progress.active, rounds.progress.left]
+    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + rounds.made.to_read()
+
+
+def test_penalties_and_rows_that_differ_are_inputs_too():
+    target, drafter, policy = parts()
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
+    for prompts, penalty in (([[3, 5], [1]], 1.5), ([[2, 2], [9, 1]], 3.0)):
+        samplings = [Sampling(0.5, repetition_penalty=penalty), Sampling(1.0, frequency_penalty=penalty / 2)]
+        how = {"prompts": prompts, "max_new_tokens": 12, "sampling": samplings, "logprobs": True}
+        assert_same(outcome(recorded, **how), outcome(plain, **how))
+    assert recorded.graphs.backend.captures == 1
+
+
+def test_a_graph_for_each_length(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
+    monkeypatch.setattr(graphs, "STEP", 8)
+    assert static_batch.buckets(5) == [5]
+    assert static_batch.buckets(8) == [8]
+    assert static_batch.buckets(50) == [8, 16, 32, 50]
+    target, drafter, policy = parts()
+    recorded = Engine(target, drafter, policy, graphs=Tape())
+    how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
+    assert_same(outcome(recorded, **how), outcome(launching(target, drafter, policy), **how))
+    assert recorded.graphs.batch.buckets == [8, 16, 32, 48]
+    assert {key[0] for key in recorded.graphs.batch.graphs} == {8, 16, 32, 48}
+
+
+def test_what_no_longer_fits_is_made_anew():
+    """More rows; weights that have changed, or been replaced; another choice of kernels."""
+    target, drafter, policy = parts()
+    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
+
+    def captures_for(**how) -> int:
+        before = recorded.graphs.backend.captures
+        assert_same(outcome(recorded, **(SHORT | how)), outcome(plain, **(SHORT | how)))
+        return recorded.graphs.backend.captures - before
+
+    assert captures_for() == 1
+    assert captures_for() == 0
+    assert captures_for(prompts=[[3], [5], [7]], max_new_tokens=6) == 1
+    with torch.no_grad():
+        drafter.fc.weight.mul_(0.5)
+    assert captures_for() == 1
+    target.norm.weight = torch.nn.Parameter(target.norm.weight.detach() * 1.5)
+    assert captures_for() == 1
+    try:
+        kernels.use("torch", "commit")
+        assert captures_for() == 1
+    finally:
+        kernels.use("auto")
+
+
+def test_longer_texts_than_there_was_room_for():
+    target = tiny_target(context=600)
+    recorded = Engine(target, graphs=Tape())
+    for length, room, captures in ((10, 256, 1), (300, 512, 2), (10, 512, 3)):
+        how = {"prompts": [[3] * length], "max_new_tokens": 4}
+        assert_same(outcome(recorded, **how), outcome(launching(target), **how))
+        assert (recorded.graphs.batch.room, recorded.graphs.backend.captures) == (room, captures)
+
+
+class Forgetful(type(tiny_drafter(tiny_target()))):
+    """A drafter whose lengths are another tensor after every round: what graphs must not meet."""
+
+    def extend(self, *inputs):
+        state = super().extend(*inputs)
+        self.cache.lens = self.cache.lens.clone()
+        return state
+
+
+def test_the_tape_tells_a_round_that_is_no_function_of_static_tensors():
+    target, drafter, policy = parts()
+    expected = outcome(launching(target, drafter, policy), **SHORT)
+    drafter.__class__ = Forgetful
+    assert_same(outcome(launching(target, drafter, policy), **SHORT), expected)
+    with pytest.raises(AssertionError):
+        assert_same(outcome(Engine(target, drafter, policy, graphs=Tape()), **SHORT), expected)
+
+
+def test_what_cannot_be_captured_is_said_or_left_alone():
+    target = tiny_target()
+    lookup = ngram.create(target)
+    with pytest.raises(ValueError, match=r"CUDA graphs need a GPU, and the target is on the cpu; decode without"):
+        Engine(target, graphs=True)
+    with pytest.raises(ValueError, match=r"NGram cannot be captured: .* round to round; decode without graphs"):
+        Engine(target, lookup, Chain(3), graphs=Tape())
+    with pytest.raises(ValueError, match=r"read late: overlap=False needs graphs=False"):
+        Engine(target, graphs=Tape(), overlap=False)
+    for parts_ in ((target,), (target, lookup, Chain(3))):
+        assert Engine(*parts_).graphs is None
+        assert not Engine(*parts_).overlap
+    assert graphs.obstacle(target, None) is None
+    assert not TransformersTarget.capturable
+    assert "no drafter of ours" in graphs.obstacle(target, type("no drafter of ours", (Drafter,), {})())
+
+
+def test_the_command_can_do_without(monkeypatch):
+    told = []
+    monkeypatch.setattr(session, "Engine", lambda *parts, graphs: told.append(graphs))
+    for flags in ([], ["--no-graphs"]):
+        session.Session(command.parser().parse_args(["--prompt", "one", *flags]))
+    assert told == [None, None, False, False]
+
+
+def test_a_recorded_run_is_traced(tmp_path):
+    target, drafter, policy = parts()
+    told = []
+    for backend in (Tape(), None):
+        recorder = Recorder()
+        Engine(target, drafter, policy, graphs=backend).generate([[3, 5, 7], [1]], max_new_tokens=12, observer=recorder)
+        write_trace(recorder.trace, tmp_path / "trace")
+        told.append(
+            [
+                (r.path, r.emitted, r.tree.tokens.tolist())
+                for row in read_trace(tmp_path / "trace").rows
+                for r in row.rounds
+            ]
+        )
+    assert told[0] == told[1]
+
+
+def test_engines_that_are_dropped_leave_nothing():
+    import gc
+    import weakref
+
+    target, drafter, policy = parts()
+    engine = Engine(target, drafter, policy, graphs=Tape())
+    engine.generate([[3]], max_new_tokens=4)
+    cache = weakref.ref(engine.graphs.batch.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()

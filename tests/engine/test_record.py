@@ -1,0 +1,276 @@
+"""Traces: what the recorder keeps is what happened, it changes nothing, and a file is whole or refused."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+from lab.trace import metrics
+from specdec.cli import generate as command
+from specdec.engine import recorder as record
+from specdec.engine import trace_files
+from specdec.engine.engine import Engine
+from specdec.engine.recorder import Recorder, Trace
+from specdec.engine.trace_files import read_trace, write_trace
+from specdec.sampling.filters import filtered_probs
+from specdec.types import Sampling
+from trees import Chain, DynamicTree, SampledTree
+
+PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
+SAMPLED = Sampling(0.8, 7, 0.95)
+HOW = {"max_new_tokens": 25, "seed": 3, "eos": frozenset({4})}
+TREES = {"chain": Chain(3), "dynamic": DynamicTree(3, 3, 9), "sampled": SampledTree((2, 1))}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def recorded(engine, sampling=None, recorder=None):
+    """A result, its recorder, and the reports with trees and verdicts as another observer saw them."""
+    recorder, reports = recorder or Recorder(), []
+
+    def observer(report):
+        reports.append(report)
+        recorder(report)
+
+    return engine.generate(PROMPTS, sampling=sampling, observer=observer, **HOW), recorder, reports
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_trace_is_what_happened(target, tree, sampling):
+    engine = Engine(target, tiny_drafter(target), TREES[tree])
+    result, recorder, reports = recorded(engine, sampling)
+    rows = recorder.trace.rows
+    assert [row.tokens for row in rows] == [row.tokens for row in result.rows]
+    assert [row.trace for row in rows] == [row.trace for row in result.rows]
+    assert [row.finish for row in rows] == [row.finish for row in result.rows]
+    assert len({len(row.rounds) for row in rows}) > 1, "no row ended before another: the test shows too little"
+    assert metrics.tau(rows) > 1, "nothing was accepted: the test shows nothing"
+    for i, row in enumerate(rows):
+        assert (row.prompt, row.steps, row.sampling) == (PROMPTS[i], engine.policy.steps, sampling)
+        context = len(PROMPTS[i]) + 1
+        for number, r in enumerate(row.rounds):
+            report = reports[number + 1]
+            place = report.rows.index(result.rows[i])
+            assert r.context == context
+            assert torch.equal(r.tree.tokens, report.tree.tokens[place].int())
+            assert torch.equal(r.tree.parents, report.tree.parents[place].int())
+            assert torch.equal(r.tree.logq, report.tree.logq[place])
+            assert r.path == report.verdict.path[place, : len(r.path)].tolist()
+            accepted = r.tree.tokens[r.path[1:]].tolist()
+            assert r.emitted[: len(accepted)] == accepted[: len(r.emitted)]
+            context += len(r.emitted)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@torch.inference_mode()
+def test_probabilities_are_the_target_s(target, sampling):
+    """Of every node, from the plain text up to it, without cache or tree."""
+    _, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["dynamic"]), sampling)
+    for row in recorder.trace.rows:
+        text, context = row.prompt + row.tokens, len(row.prompt) + 1
+        for r in row.rounds[:4]:
+            assert (r.tree.logp[0], r.tree.p[0]) == (0, 1)
+            for node in range(1, len(r.tree.tokens)):
+                above, branch = int(r.tree.parents[node]), []
+                while above:
+                    branch.insert(0, int(r.tree.tokens[above]))
+                    above = int(r.tree.parents[above])
+                logits = target(torch.tensor([text[:context] + branch]), None)[0][0, -1]
+                token = r.tree.tokens[node]
+                torch.testing.assert_close(r.tree.logp[node], logits.log_softmax(-1)[token], rtol=0, atol=1e-4)
+                torch.testing.assert_close(r.tree.p[node], filtered_probs(logits, sampling)[token], rtol=0, atol=1e-4)
+            context += len(r.emitted)
+
+
+def test_recording_changes_nothing(target):
+    engine = Engine(target, tiny_drafter(target), TREES["dynamic"])
+    with_recorder, _, reports = recorded(engine, SAMPLED)
+    without = engine.generate(PROMPTS, sampling=SAMPLED, **HOW)
+    assert [row.tokens for row in with_recorder.rows] == [row.tokens for row in without.rows]
+    assert all(report.logits is None for report in reports), "the engine holds logits beyond their round"
+
+
+def test_seconds_are_the_engine_s(target):
+    result, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["chain"]))
+    longest = max((row.rounds for row in recorder.trace.rows), key=len)
+    for part in ("draft", "verify", "commit", "host"):
+        assert sum(r.seconds[part] for r in longest) == pytest.approx(result.parts[part], rel=1e-9)
+    assert recorder.trace.rows[0].prefill_seconds == pytest.approx(result.parts["prefill"], rel=1e-9)
+    assert all("output" not in r.seconds for r in longest)
+
+
+def test_plain_decoding(target, tmp_path):
+    result, recorder, _ = recorded(Engine(target))
+    write_trace(recorder.trace, tmp_path / "t")
+    rows = read_trace(tmp_path / "t").rows
+    assert [row.tokens for row in rows] == [row.tokens for row in result.rows]
+    assert {(r.path[0], r.drafted, r.tree) for row in rows for r in row.rounds} == {(0, 0, None)}
+    assert metrics.tau(rows) == 1
+    assert math.isnan(metrics.vllm_mean_acceptance_length(rows))
+
+
+def test_several_calls_and_names(target):
+    engine, recorder = Engine(target, tiny_drafter(target), TREES["chain"]), Recorder()
+    recorder.name(["q1", "q1", "q2"], ["math", "math", None])
+    for _ in range(2):
+        recorded(engine, recorder=recorder)
+    rows = recorder.trace.rows
+    assert [row.call for row in rows] == [0, 0, 0, 1, 1, 1]
+    assert [row.question for row in rows] == ["q1", "q1", "q2", "3", "4", "5"]
+    assert [row.category for row in rows[:3]] == ["math", "math", None]
+    assert rows[0].trace == rows[3].trace
+    recorder.name(["q1"])
+    with pytest.raises(ValueError, match="1 questions were named, but 3 prompts"):
+        recorded(engine, recorder=recorder)
+
+
+def test_settings_that_are_not_json_are_refused_before_the_run():
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        Recorder({"target": object()})
+
+
+# Files
+
+
+def same(a: Trace, b: Trace) -> bool:
+    def tensors(trace):
+        return [getattr(r.tree, f) for row in trace.rows for r in row.rounds if r.tree for f in record.NODE_FIELDS]
+
+    def rest(trace):
+        rows = [asdict(row) for row in trace.rows]
+        for row in rows:
+            for r in row["rounds"]:
+                r["tree"] = r["tree"] is None
+        return trace.settings, trace.versions, rows
+
+    pairs = list(zip(tensors(a), tensors(b), strict=True))
+    return rest(a) == rest(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    _, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["dynamic"]), SAMPLED, Recorder({"seed": 3}))
+    recorder.name(["ein Straßenname", "日本語", "x\ny"])
+    _, recorder, _ = recorded(Engine(target), recorder=recorder)
+    write_trace(recorder.trace, tmp_path / "trace")
+    folder = tmp_path / "trace"
+    assert same(read_trace(folder), recorder.trace)
+    return folder
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def edit_header(**fields):
+    def change(folder):
+        header = json.loads((folder / "trace.json").read_text())
+        (folder / "trace.json").write_text(json.dumps(header | fields))
+
+    return change
+
+
+DAMAGE = {
+    "rows": (lambda f: flip(f / "rows.jsonl"), "rows.jsonl is damaged"),
+    "rounds": (lambda f: flip(f / "rounds.jsonl"), "rounds.jsonl is damaged"),
+    "nodes": (lambda f: flip(f / "nodes.safetensors"), "nodes.safetensors is damaged"),
+    "cut short": (lambda f: (f / "rounds.jsonl").write_text(""), "rounds.jsonl is damaged"),
+    "a file less": (lambda f: (f / "nodes.safetensors").unlink(), "nodes.safetensors is missing"),
+    "no header": (lambda f: (f / "trace.json").unlink(), "is not a trace: it has no trace.json"),
+    "no JSON": (lambda f: (f / "trace.json").write_text('{"format'), "trace.json is not valid JSON"),
+    "another file": (edit_header(format="report"), "is not the header of a trace"),
+    "another version": (edit_header(version=2), "is a trace of version 2, and this program reads version 1"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_traces_are_refused(folder, case):
+    change, message = DAMAGE[case]
+    change(folder)
+    with pytest.raises(ValueError, match=message):
+        read_trace(folder)
+
+
+def test_nothing_and_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="is not a trace"):
+        read_trace(tmp_path / "nowhere")
+    write_trace(Trace({}, {}, []), tmp_path / "empty")
+    assert read_trace(tmp_path / "empty") == Trace({}, {}, [])
+
+
+def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
+    before = read_trace(folder)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace_files, "save_file", full)
+    with pytest.raises(ValueError, match=r"cannot write .*: No space left"):
+        write_trace(Trace({}, {}, []), folder)
+    assert same(read_trace(folder), before)
+    monkeypatch.undo()
+    write_trace(Trace({}, {}, []), folder)
+    assert read_trace(folder).rows == []
+    assert [p.name for p in folder.parent.iterdir()] == ["trace"], "what the failure left is still there"
+
+
+def test_a_folder_of_other_things_is_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes.txt, which is not of a trace"):
+        write_trace(Trace({}, {}, []), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+# The command
+
+
+def run(capsys, *args) -> str:
+    command.main([*map(str, args)])
+    return capsys.readouterr().out
+
+
+def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("The quick brown\nWhat is 12?\nfox")
+    flags = ("--target", target_path, "--draft", drafter_path, "--prompt-file", tmp_path / "prompts.txt")
+    flags += ("--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2, "--trace", tmp_path / "trace")
+    told = json.loads(run(capsys, *flags).splitlines()[-1])
+    trace = read_trace(tmp_path / "trace")
+    assert [row.tokens for row in trace.rows] == told["token_ids"], "plain decoding for --compare is not recorded"
+    assert metrics.tau(trace.rows) == told["tau"]
+    assert metrics.vllm_per_position_rates(trace.rows) == told["acceptance_by_depth"]
+    assert [row.call for row in trace.rows] == [0, 0, 1]
+    assert trace.settings["flags"]["max_new_tokens"] == 16
+    assert trace.settings["tree"] == {"class": "DynamicTree", "steps": 5, "topk": 4, "num_draft_tokens": 16}
+    assert trace.settings["drafter"]["family"] == "EAGLE-3"
+    assert trace.versions["torch"] == torch.__version__
+
+
+def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, monkeypatch):
+    flags = ("--target", target_path, "--no-draft", "--max-new-tokens", 4, "--trace", tmp_path / "trace")
+    run(capsys, *flags, "--prompt", "fox")
+    assert len(read_trace(tmp_path / "trace").rows) == 1
+    lines = ["The quick", "brown fox"]
+    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0) if lines else exec("raise EOFError"))
+    run(capsys, *flags, "--chat")
+    first, second = read_trace(tmp_path / "trace").rows
+    assert first.tokens != []
+    assert second.prompt[: len(first.prompt)] == first.prompt, "the history is part of the second prompt"
+
+
+def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
+    for place in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(SystemExit) as stop:
+            command.main(["--prompt", "x", "--trace", str(place)])
+        assert stop.value.code == 2
+        assert "choose" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""The doctor tells a checkpoint that is declared wrongly from one that is not, on the demo pair, which was trained."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import LEARNERS, tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
+
+import specdec
+from drafters import eagle3
+from drafters.formats import __main__ as command
+from drafters.formats import check, open_checkpoint, save_drafter
+from drafters.formats.eagle3 import PROJECTIONS
+from drafters.vocab import DraftVocab
+from specdec.engine.engine import Engine
+from specdec.model.checkpoint import read_tensors
+from specdec.text import encode_prompt
+from specdec.types import Sampling
+from trees import Chain
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """The demo target and its own answers, on which all readings are compared."""
+    target = specdec.load_target(specdec.DEMO_TARGET)
+    answers = check.answer(target, check.PROMPTS, 32)
+    outcomes = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
+    folder, tau = specdec.DEMO_DRAFTER, outcomes[0].tau
+    return SimpleNamespace(target=target, answers=answers, folder=folder, outcomes=outcomes, tau=tau)
+
+
+@pytest.fixture(scope="module")
+def plain(demo, tmp_path_factory):
+    """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
+    folder = tmp_path_factory.mktemp("plain") / "eagle3"
+    save_drafter(learn(demo.target, demo.answers, rounds=50), folder, demo.target)
+    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return SimpleNamespace(**vars(demo) | {"folder": folder, "outcomes": outcomes, "tau": outcomes[0].tau})
+
+
+def learn(target, answers, rounds):
+    torch.manual_seed(0)
+    known = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
+    vocab = DraftVocab(target.config.vocab, known)
+    drafter = eagle3.create(target, vocab=vocab, taps=(2, 5, 8), intermediate_size=256)
+    for norm, gain in ((drafter.embed_norm, 3.0), (drafter.hidden_norm, 0.3)):
+        norm.requires_grad_(False).weight.fill_(gain)  # as those of heads that have learnt for long, they are not alike
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    for answer in answers * rounds:
+        with torch.no_grad():
+            _, feats = target(answer.tokens[None, :-1], None, taps=drafter.taps, logits=False)
+        following, loss = answer.tokens[1:], 0.0
+        for j, state in enumerate(drafter.unroll(feats, following[None], 5)):
+            true = drafter.vocab.from_target(following[1 + j :])
+            loss = loss + F.cross_entropy(state.logits[0, : len(true)], true)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter
+
+
+@pytest.fixture
+def falsified(tmp_path):
+    """falsified(change of tensors, folder, config fields) -> the drafter's folder with lies in it."""
+
+    def make(tensors=None, folder=specdec.DEMO_DRAFTER, **fields):
+        config = json.loads((folder / "config.json").read_text())
+        found = load_file(folder / "model.safetensors")
+        if tensors:
+            tensors(found)
+        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        save_file(found, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return make
+
+
+def best(demo, folder):
+    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return check.as_json(outcomes)["better_reading"], outcomes
+
+
+def swap_halves(tensors):
+    for name in PROJECTIONS:
+        weight = tensors[f"{name}.weight"]
+        tensors[f"{name}.weight"] = torch.cat(weight.chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+def exchange_norms(tensors):
+    a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
+    tensors[a], tensors[b] = tensors[b], tensors[a]
+
+
+def absolute_ids(tensors):
+    tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+
+
+HARMFUL = {
+    "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
+    "absolute ids": ({}, absolute_ids, "d2t as target ids"),
+}
+# Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
+# neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
+LIES = {
+    "demo": HARMFUL | {
+        "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
+    },
+    "plain": HARMFUL | {
+        "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
+        "the list read as inputs": (
+            {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
+        ),
+        "post-norm feedback": (
+            {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
+        ),
+        "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
+        "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("head", "lie"), [(head, lie) for head in LIES for lie in LIES[head]])
+def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
+    (fields, change, expected), truth = LIES[head][lie], request.getfixturevalue(head)
+    reading, outcomes = best(truth, falsified(change, truth.folder, **fields))
+    assert reading is not None
+    assert reading.startswith(expected)
+    assert next(o for o in outcomes if o.name == reading).tau == truth.tau
+    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < truth.tau
+
+
+def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
+    """Two readings normalise the state again: after the layer, or where the residual starts."""
+    reading, outcomes = best(demo, falsified(norm_output=False))
+    assert reading in ("norm_before_residual True", "feedback after the final norm")
+    assert outcomes[0].tau < demo.tau
+
+
+@pytest.mark.parametrize("which", ["demo", "plain"])
+def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
+    truth = request.getfixturevalue(which)
+    assert check.as_json(truth.outcomes)["better_reading"] is None
+    assert truth.tau > 2
+    assert {o.refused for o in truth.outcomes} == {None}
+
+
+def test_tau_is_that_of_decoding_with_a_chain(demo):
+    drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, demo.target)
+    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4)[0]
+    ids = [encode_prompt(demo.target, prompt, False) for prompt in check.PROMPTS]
+    rows = [Engine(demo.target, drafter, Chain(4)).generate([i], max_new_tokens=32).rows[0] for i in ids]
+    rounds = sum(row.trace.rounds for row in rows)
+    assert outcome.tau == sum(sum(row.trace.emitted) for row in rows) / rounds
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_every_family_has_readings_that_load(kind, tmp_path):
+    target = tiny_target(layers=8, vocab=40)
+    drafter = tiny_drafter(target, kind=kind)
+    save_drafter(drafter, tmp_path / "it", target)
+    rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=12, sampling=Sampling()).rows
+    answers = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
+    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3)
+    assert len(outcomes) > 1
+    assert all(outcome.tau >= 1 for outcome in outcomes)
+    report = command.inspect.inspect(tmp_path / "it")
+    assert report["problems"] == []
+    assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
+
+
+# The command
+
+
+@pytest.fixture
+def run(capsys):
+    """run(*arguments) -> exit code, standard output, standard error."""
+
+    def call(*arguments):
+        try:
+            command.main([str(a) for a in arguments])
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+def test_inspect_tells_conventions_and_problems(run, falsified):
+    code, out, _ = run("inspect", specdec.DEMO_DRAFTER, "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert report["taps"] == "hidden_states[2], hidden_states[5], hidden_states[8]"
+    assert report["rope"] == "theta 10000"
+    assert report["vocabulary"].startswith("4096 of 8192 target tokens (50.0%); d2t holds offsets")
+    folder = falsified(lambda t: (t.pop("norm.weight"), t.update(extra=torch.ones(1)), absolute_ids(t)))
+    code, out, _ = run("inspect", folder)
+    assert code == 0
+    assert "norm.weight is missing; extra is left over" in out
+    assert "BROKEN" in out
+
+
+def test_inspect_reads_headers_only(run, monkeypatch):
+    def only_maps(folder, only):
+        assert set(only) == {"d2t", "t2d"}
+        return read_tensors(folder, only)
+
+    monkeypatch.setattr("drafters.formats.read_tensors", only_maps)
+    code, out, _ = run("inspect", specdec.DEMO_DRAFTER)
+    assert code == 0
+    assert "2.36 M" in out
+
+
+def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
+    prompts = tmp_path.parent / "prompts.txt"
+    prompts.write_text(check.PROMPTS[0] + "\n" + check.PROMPTS[2] + "\n")
+    arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
+    code, out, _ = run("check", "--draft", falsified(None, plain.folder, norm_before_residual=True), *arguments)
+    assert code == 0
+    assert "Another reading does better: 'norm_before_residual False'" in out
+    code, out, _ = run("check", "--draft", specdec.DEMO_DRAFTER, *arguments, "--json")
+    assert json.loads(out)["better_reading"] is None
+    code, _, err = run("check", "--draft", tmp_path / "nowhere", *arguments)
+    assert code == 2
+    assert err.count("\n") == 1
+
+
+def test_convert_and_export(run, tmp_path):
+    code, out, _ = run("convert", "--to", "speculators", specdec.DEMO_DRAFTER, tmp_path / "there")
+    assert code == 0
+    assert "-> speculators" in out
+    assert run("convert", "--to", "specdec", tmp_path / "there", tmp_path / "back")[0] == 0
+    before, after = (load_file(f / "model.safetensors") for f in (specdec.DEMO_DRAFTER, tmp_path / "back"))
+    assert set(before) == set(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    code, _, err = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, specdec.DEMO_DRAFTER, tmp_path / "x")
+    assert code == 2
+    assert "hidden state 8, after the final norm" in err

@@ -1,0 +1,148 @@
+"""The files behind a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
+
+import argparse
+import json
+
+import huggingface_hub
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
+
+from drafters.formats import load_drafter, open_checkpoint, save_drafter
+from drafters.formats.inspect import inspect
+from drafters.formats.token_map import read_token_map
+
+
+@pytest.fixture
+def target():
+    return tiny_target()
+
+
+@pytest.fixture
+def folder(target, tmp_path):
+    """An EAGLE-3 drafter in one safetensors file."""
+    save_drafter(tiny_drafter(target, draft_vocab=8), tmp_path / "draft", target)
+    return tmp_path / "draft"
+
+
+def same_as(folder, target, original: dict) -> bool:
+    tensors = open_checkpoint(folder).tensors
+    load_drafter(folder, target)
+    headers = open_checkpoint(folder, headers=True).tensors
+    assert {n: (t.shape, t.dtype) for n, t in headers.items()} == {n: (t.shape, t.dtype) for n, t in original.items()}
+    return set(tensors) == set(original) and all(torch.equal(tensors[name], original[name]) for name in original)
+
+
+def split(tensors: dict) -> list[dict]:
+    names = sorted(tensors)
+    return [{n: tensors[n] for n in half} for half in (names[::2], names[1::2])]
+
+
+@pytest.mark.parametrize("kind", ["shards", "bin", "bin shards", "pt"])
+def test_shards_and_pickles_hold_the_same(kind, folder, target):
+    original = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    stem, write = ("pytorch_model", torch.save) if "bin" in kind else ("model", save_file)
+    suffix = "bin" if "bin" in kind else "safetensors"
+    if "shards" in kind:
+        names = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
+        for name, part in zip(names, split(original), strict=True):
+            write(part, folder / name)
+        index = {key: name for name, part in zip(names, split(original), strict=True) for key in part}
+        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        torch.save(original, folder / ("pytorch_model.bin" if kind == "bin" else "head.pt"))
+    torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map that lies beside the weights is no weight
+    assert same_as(folder, target, original)
+
+
+def test_a_shard_that_is_missing_is_named(folder, target):
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"fc.weight": "part-2.safetensors"}})
+    )
+    with pytest.raises(ValueError, match=r"lacks the shard part-2.safetensors"):
+        load_drafter(folder, target)
+
+
+def test_a_tensor_that_two_files_hold_is_an_error(folder, target):
+    save_file({"norm.weight": torch.ones(32)}, folder / "old.safetensors")
+    with pytest.raises(ValueError, match=r"norm.weight is there twice"):
+        load_drafter(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(argparse.Namespace(), "holds more than tensors"), ({"a": 1}, "tensors by name"), ([1], "tensors by name")],
+)
+def test_pickles_of_other_things_are_refused(content, message, folder, target):
+    (folder / "model.safetensors").unlink()
+    torch.save(content, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        load_drafter(folder, target)
+
+
+def test_a_hub_name_is_found_in_the_cache_without_a_network(folder, target, tmp_path, monkeypatch):
+    repository = tmp_path / "cache" / "models--somebody--drafter"
+    snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert inspect("somebody/drafter")["problems"] == []
+    assert load_drafter("somebody/drafter", target).vocab.size == 8
+
+
+# Token maps (FR-Spec)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".json"])
+def test_a_token_map_keeps_its_order_and_drops_repetitions(suffix, tmp_path):
+    path = tmp_path / f"freq_4{suffix}"
+    ids = [7, 3, 16, 3, 0, 7]  # FR-Spec's script adds the end-of-sequence token once more
+    if suffix == ".pt":
+        torch.save(ids, path)
+    else:
+        path.write_text(json.dumps(ids))
+    assert read_token_map(path, 17).ids.tolist() == [7, 3, 16, 0]
+    with pytest.raises(ValueError, match="holds token 16"):
+        read_token_map(path, 16)
+
+
+@pytest.mark.parametrize("content", [[], {"a": 1}, [1.5], [True], "text", [-1]])
+def test_what_is_no_token_map_is_refused(content, tmp_path):
+    (tmp_path / "map.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"map.json"):
+        read_token_map(tmp_path / "map.json", 17)
+
+
+def test_a_drafter_proposes_the_tokens_of_its_map_only(folder, target, tmp_path):
+    (tmp_path / "map.json").write_text("[6, 5, 2, 4]")
+    drafter = load_drafter(folder, target, token_map=tmp_path / "map.json")
+    assert drafter.vocab.ids.tolist() == [6, 2, 4]  # 5 is not in its own vocabulary
+    full = load_drafter(folder, target)
+    assert torch.equal(drafter.head.weight, full.head.weight[torch.tensor([3, 1, 2])])
+
+
+# MTP heads inside a target's checkpoint
+
+
+def test_heads_inside_a_target_are_found_among_its_weights(target, tmp_path):
+    made = tiny_drafter(target, kind="mtp-pre-norm-feedback")
+    save_drafter(made, tmp_path / "alone", target)
+    config = json.loads((tmp_path / "alone" / "config.json").read_text())
+    del config["mtp"]
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / "config.json").write_text(json.dumps(config | {"num_hidden_layers": target.config.layers}))
+    others = {"model.embed_tokens.weight": target.embed.weight, "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
+    save_file(load_file(tmp_path / "alone" / "model.safetensors") | others, inside / "model.safetensors")
+    drafter = load_drafter(inside, target, feedback="pre")
+    assert drafter.switches == made.switches
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), drafter.parameters(), strict=True))
+    assert drafter.conventions["feedback"] == "the hidden state before the final norm"
+    assert load_drafter(inside, target).switches.feedback == "post"
+    with pytest.raises(ValueError, match="its own config says"):
+        load_drafter(tmp_path / "alone", target, feedback="pre")

@@ -1,0 +1,81 @@
+"""Compile every kernel for compute capability 9.0, without a GPU, at the sizes of an 8B model; one JSON line each.
+
+    python tests/kernels/kernel_compile.py
+
+Registers and stack (bytes that did not fit into registers) are those of a thread, shared memory is that of a program,
+in bytes. The launches are those of `launch_all` in each test file of the kernels. Triton's launcher runs as usual, with
+a driver that knows only its target, and a `run` that stops before the launch.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HERE = Path(__file__).parent
+
+
+class TargetOnly:
+    """A driver for a device that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_only(run):
+    def instead(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel.asm["cubin"])
+            file.flush()
+            tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+            usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+        module, ptx = self.fn.__module__.rsplit(".", 1)[1], kernel.asm["ptx"]
+        line = {
+            "kernel": f"{module}.{self.fn.__name__}",
+            "registers": registers,
+            "stack": stack,
+            "shared": kernel.metadata.shared,
+            "tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
+        }
+        print(json.dumps(line), flush=True)
+
+    return instead
+
+
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def main() -> None:
+    sys.path.insert(0, str(HERE.parent))
+    driver.set_active(TargetOnly())
+    JITFunction.run = compile_only(JITFunction.run)
+    for path in sorted(HERE.glob("test_kernels_*.py")):
+        tests = importlib.import_module(path.stem)
+        if "launch_all" in vars(tests):
+            tests.launch_all(bf16, ints)
+
+
+if __name__ == "__main__":
+    main()

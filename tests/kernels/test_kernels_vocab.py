@@ -1,0 +1,102 @@
+"""The kernels over a vocabulary: the head's best tokens, filtered draws."""
+
+import pytest
+import torch
+from helpers import merge_rare_cells
+from kernel_cases import close, in_dtypes, on_devices, sums
+from scipy import stats
+
+from specdec.kernels import filtered_sampling, head_topk
+from specdec.sampling.filters import filtered_probs
+from specdec.types import Sampling
+
+pytestmark = on_devices
+
+
+def launch_all(bf16, ints) -> None:
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
+    head_topk.launch(bf16(10, 4096), bf16(32000, 4096), 10)
+    filtered_sampling.launch(bf16(60, 128256), 0.7, 50, 0.9, 0.01)
+
+
+@in_dtypes
+@pytest.mark.parametrize(
+    ("rows", "size", "vocab", "k"), [(1, 32, 128, 1), (3, 96, 129, 4), (17, 40, 500, 10), (2, 64, 7, 7)]
+)
+def test_head_topk(device, dtype, rows, size, vocab, k):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, size).to(dtype), torch.randn(vocab, size).to(dtype)
+    logp, ids = (x.cpu() for x in head_topk.launch(hidden.to(device), weight.to(device), k))
+    whole = (hidden.double() @ weight.double().T).log_softmax(-1)
+    error = 2 * sums(size) * (hidden.double().abs() @ weight.double().abs().T).max() + sums(vocab)
+    close(logp, head_topk.reference(hidden.double(), weight.double(), k)[0], error)
+    close(logp, whole.gather(1, ids), error)
+    assert all(len(set(row)) == k for row in ids.tolist())
+
+
+def test_head_topk_breaks_ties_by_index(device):
+    hidden, weight = torch.ones(2, 16, device=device), torch.ones(300, 16, device=device)
+    _, ids = head_topk.launch(hidden, weight, 5)
+    assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+FILTERS = [
+    (0.7, 20, 1.0, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.05),
+    (0.7, 20, 0.9, 0.02),
+    (1.5, 2100, 0.99, 0.0),  # more than a tile: nothing bounds the threshold from below
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 1e-6, 0.0),  # the likeliest alone
+    (1.0, 0, 1.0, 1.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.9, 10_000, 0.5, 0.0),  # top-k beyond the vocabulary
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab", [5, 2200])
+def test_filters_keep_what_sorting_keeps(device, vocab, filters):
+    torch.manual_seed(0)
+    logits = torch.randn(2, vocab) * 3
+    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters))
+    kept = logits / filters[0] >= least[:, None]
+    assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
+    assert torch.equal(kept, filtered_probs(logits, Sampling(*filters)) > 0)
+    assert kept.gather(1, tokens[:, None]).all()
+
+
+@pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0)], ids=str)
+def test_filters_keep_ties(device, filters):
+    """bf16 logits have many ties. All that equal the threshold are kept, as transformers' top-k keeps them."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3000).bfloat16()
+    _, least = filtered_sampling.launch(logits.to(device), *filters)
+    kept = logits.float() / filters[0] >= least.cpu()[:, None]
+    assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
+
+
+@pytest.mark.parametrize(
+    ("filters", "draws"),  # the interpreter takes its time over thresholds
+    [((1.0, 0, 1.0, 0.0), 250), ((1.2, 0, 1.0, 0.05), 250), ((0.8, 5, 0.9, 0.0), 25)],
+    ids=str,
+)
+def test_draws_have_the_filtered_distribution(device, filters, draws):
+    torch.manual_seed(0)
+    logits, draws = torch.randn(11) * 1.5, draws if device == "cpu" else 20_000
+    rows = logits.expand(draws, -1).contiguous().to(device)
+    tokens, _ = filtered_sampling.launch(rows, *filters, torch.Generator(device).manual_seed(3))
+    seen, expected = tokens.cpu().bincount(minlength=11).double(), filtered_probs(logits, Sampling(*filters)).double()
+    assert (seen[expected == 0] == 0).all()
+    seen, expected = merge_rare_cells(seen[expected > 0], expected[expected > 0] * draws)
+    assert stats.chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue > 1e-3
+
+
+def test_draws_follow_the_generator(device):
+    logits = torch.zeros(4, 300, device=device)
+    draws = [
+        filtered_sampling.launch(logits, 1.0, generator=torch.Generator(device).manual_seed(seed))[0].tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0] == draws[1] != draws[2]
+    assert len(set(draws[0])) > 1, "rows share their noise"

@@ -1,0 +1,330 @@
+"""The benchmark: its numbers by hand on runs made up for it, its contenders on a small model, the script as a whole."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+from helpers import save_hf, tiny_drafter, tiny_target
+
+from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
+from lab.bench.bench_command import main
+from lab.bench.contenders import NotAvailable, Ours, TimedRun, of_transformers_by_name
+from lab.bench.table import print_rows, remarks
+from lab.cost.memory import bandwidth, read_bytes
+from lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.engine.engine import Engine
+from specdec.engine.memory import weight_bytes
+from specdec.model.loader import load_target
+from specdec.types import Sampling
+from trees import Chain
+
+PLAIN = Configuration("short", prompt=4, new=5)
+
+
+class Scripted:
+    """A contender that says what its runs took."""
+
+    weights, drafts = 1000, False
+
+    def __init__(self, seconds: list[float], ours: bool = False, text: int = 7, drafts: bool = False):
+        self.seconds, self.ours, self.text, self.drafts, self.calls = seconds, ours, text, drafts, 0
+
+    def __call__(self, prompt, new, sampling, seed) -> TimedRun:
+        taken = self.seconds[self.calls % len(self.seconds)]
+        self.calls += 1
+        return TimedRun([self.text] * new, taken, taken / 5, [taken / 5] * (new - 1), 64)
+
+
+def bench(target=None, **contenders) -> Bench:
+    settings = {name: contenders.pop(name) for name in ("budget", "random_weights", "warmups") if name in contenders}
+    make = {name: (lambda value=value: value) for name, value in contenders.items()}
+    target = target or tiny_target()
+    return Bench(target, make, random_prompts(17, 1, 0), ceiling=1e9, **({"warmups": 0} | settings))
+
+
+def by_name(rows: list[dict]) -> dict[str, dict]:
+    return {row["contender"]: row for row in rows}
+
+
+# Numbers
+
+
+def test_a_row_by_hand():
+    target = tiny_target()  # fp32, not tied
+    plain = Scripted([9.0, 2.0, 1.0], ours=True)  # the median of the trials is 2
+    row = by_name(bench(target, plain=plain, sdpa=Scripted([4.0])).run(PLAIN))["plain"]
+    assert row["tokens_per_second"] == 5 / 2
+    assert row["decode_tokens_per_second"] == pytest.approx(4 / (4 * 2 / 5))
+    assert row["time_to_first_token_ms"] == pytest.approx(400)
+    assert row["prefill_tokens_per_second"] == pytest.approx(4 / 0.4)
+    assert row["step_ms"] == {"p50": pytest.approx(400), "p95": pytest.approx(1800)}
+    assert row["tokens_per_step"] == 1
+    head = 4 * 17 * 32  # the embedding is as large, and not read
+    keys = 2 * 3 * 2 * 8 * 4 * (4 + 5 / 2)  # of three layers at the mean context
+    moved = weight_bytes(target) - head + keys
+    assert row["share_of_bandwidth"] == pytest.approx(2.5 * moved / 1e9)
+    assert (row["to_transformers"], row["fastest_of_transformers"], row["to_plain"]) == (2, "sdpa", 1)
+    assert row["trials"] == 3
+    assert row["same_text_as_plain"] == "3 of 3"
+
+
+def test_texts_are_compared_where_they_can_be():
+    contenders = {"plain": Scripted([1.0], ours=True), "other": Scripted([1.0], text=8)}
+    assert by_name(bench(**contenders).run(PLAIN))["other"]["same_text_as_plain"] == "0 of 3"
+    random = by_name(bench(**contenders, random_weights=True).run(PLAIN))
+    assert "same_text_as_plain" not in random["other"]
+    sampled = Configuration("sampled", 4, 5, {"temperature": 0.8})
+    assert "same_text_as_plain" not in by_name(bench(**contenders).run(sampled))["plain"]
+
+
+def test_what_random_weights_accept_is_no_reference():
+    fast = Scripted([0.1], drafts=True)
+    rows = by_name(
+        bench(plain=Scripted([1.0], ours=True), sdpa=Scripted([2.0]), lookup=fast, random_weights=True).run(PLAIN)
+    )
+    assert "means nothing" in rows["lookup"]["note"]
+    assert rows["plain"]["fastest_of_transformers"] == "sdpa"
+    assert "note" not in rows["sdpa"]
+    trained = by_name(bench(plain=Scripted([1.0], ours=True), sdpa=Scripted([2.0]), lookup=fast).run(PLAIN))
+    assert trained["plain"]["fastest_of_transformers"] == "lookup"
+
+
+def test_a_prompt_alone_has_no_decoding():
+    row = bench(plain=Scripted([1.0], ours=True)).run(Configuration("pp512", 4, 1))[0]
+    assert "decode_tokens_per_second" not in row
+    assert row["prefill_tokens_per_second"] == 20
+
+
+def test_what_plain_decoding_reads():
+    target = tiny_target()
+    assert read_bytes(target, 0) == weight_bytes(target) - 4 * 17 * 32
+    assert read_bytes(target, 10) - read_bytes(target, 0) == 10 * 2 * 3 * 2 * 8 * 4
+    target.head.weight = target.embed.weight
+    assert weight_bytes(target) == read_bytes(tiny_target(), 0)
+    assert bandwidth(torch.device("cpu"), 1 << 20) > 0
+
+
+# What goes wrong is a row
+
+
+def test_a_contender_that_fails_is_told_and_the_others_go_on():
+    class Fails(Scripted):
+        def __call__(self, *args):
+            if self.calls == 2:
+                raise RuntimeError("out of paper\nsecond line")
+            return super().__call__(*args)
+
+    def absent():
+        raise NotAvailable("no such thing")
+
+    class Short(Scripted):
+        def __call__(self, prompt, new, *rest):
+            return super().__call__(prompt, new - 1, *rest)
+
+    job = bench(plain=Scripted([1.0], ours=True), fails=Fails([1.0]), short=Short([1.0]))
+    job.contenders["absent"] = absent
+    rows = by_name(job.run(PLAIN))
+    assert rows["fails"]["failed"] == "RuntimeError: out of paper"
+    assert rows["absent"]["skipped"] == "no such thing"
+    assert rows["short"]["failed"] == "it made 4 tokens instead of 5"
+    assert rows["plain"]["trials"] == 3
+    assert "tokens_per_second" not in rows["fails"]
+    assert remarks(list(rows.values()))["absent, skipped: no such thing"] == ["short"]
+    print_rows(list(rows.values()), "title")
+
+
+@pytest.mark.parametrize(
+    ("configuration", "reason"),
+    [
+        (Configuration("long", 200, 100), "300 tokens are needed, the target's context holds 256"),
+        (Configuration("odd", 4, 4, {"temperature": 1.0, "magic": 2}), "not available: decoding has no magic here"),
+        (Configuration("odd", 4, 4, {"temperature": -1.0}), "temperature must be 0"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_skipped(configuration, reason):
+    (row,) = bench(plain=Scripted([1.0], ours=True)).run(configuration)
+    assert row["contender"] == "all"
+    assert reason in row["skipped"]
+
+
+def test_nothing_begins_after_the_budget():
+    class Slow(Scripted):
+        def __call__(self, *args):
+            time.sleep(0.3)
+            return super().__call__(*args)
+
+    rows = by_name(bench(slow=Slow([1.0]), late=Scripted([1.0]), budget=0.2, warmups=1).run(PLAIN))
+    assert rows["slow"]["trials"] == 1  # it had been warmed up
+    assert rows["late"]["skipped"] == "the budget of 0.2 s is used up"
+
+
+@pytest.mark.parametrize("settings", [{"warmups": -1}, {"budget": 0}])
+def test_settings_that_cannot_be(settings):
+    with pytest.raises(ValueError, match="must be"):
+        bench(plain=Scripted([1.0]), **settings)
+
+
+# Prompts
+
+
+def test_prompts_have_their_length():
+    prompts = text_prompts([[1, 2], [3, 4, 5]], questions=2)
+    assert prompts(0, 3) == [[5, 1, 2], [3, 4, 5]]  # what is short has the ones before it in front
+    assert prompts(0, 6)[0] == [2, 3, 4, 5, 1, 2]
+    assert prompts(1, 2) == [[1, 2], [4, 5]]
+    draw = random_prompts(17, 2, seed=3)
+    assert draw(0, 50) == draw(0, 50) != draw(1, 50)
+    assert [len(p) for p in draw(0, 50)] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    ("known", "chosen", "message"),
+    [
+        ({"a": {"prompt": 1, "new": 1}}, ["b"], "there is no configuration 'b': there are a"),
+        ({"a": {"prompt": 0, "new": 1}}, ["a"], "configurations.a.prompt must be a positive whole number, got 0"),
+        ({"a": {"prompt": 1}}, ["a"], "configurations.a: missing 1 required positional argument: 'new'"),
+        ({"a": {"prompt": 1, "new": 1, "odd": 1}}, ["a"], "configurations.a: got an unexpected keyword argument 'odd'"),
+    ],
+)
+def test_configurations_that_cannot_be(known, chosen, message):
+    with pytest.raises(ValueError, match=message):
+        read_configurations(known, chosen)
+
+
+# Contenders
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The same weights here and in transformers."""
+    path = tmp_path_factory.mktemp("bench") / "target"
+    model = save_hf(path, "llama", head=8.0)
+    return load_target(path, tokenizer=False), model
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "prompt-lookup", "assisted"])
+def test_transformers_says_the_same_and_ends_at_no_token(both, name):
+    target, model = both
+    prompt, new = [5, 6, 7, 5, 6], 60
+    ours = Ours(target)(prompt, new, Sampling(), 0)
+    first_end = ours.tokens[2]
+    model.generation_config.eos_token_id = first_end  # as if this were the end of the text
+    theirs = of_transformers_by_name(lambda: model, lambda: model)[name]()(prompt, new, Sampling(), 0)
+    assert theirs.tokens == ours.tokens
+    assert len(ours.steps) == new - 1
+    assert len(theirs.steps) <= new - 1
+    for run in (ours, theirs):
+        assert run.prefill_seconds + sum(run.steps) <= run.seconds
+        tokens = run.cache_bytes / (3 * 2 * 2 * 8 * 4)  # layers, keys and values, heads, head size, fp32
+        assert len(prompt) + new - 1 <= tokens <= len(prompt) + new + 64
+
+
+def test_penalties_are_the_same_in_transformers_or_not_there(both):
+    target, model = both
+    theirs, prompt = of_transformers_by_name(lambda: model, None)["sdpa"](), [5, 6, 7]
+    penalised = Sampling(repetition_penalty=1.5)
+    text = theirs(prompt, 30, penalised, 0).tokens
+    assert text == Ours(target)(prompt, 30, penalised, 0).tokens
+    assert text != theirs(prompt, 30, Sampling(), 0).tokens
+    with pytest.raises(NotAvailable, match="frequency"):
+        theirs(prompt, 30, Sampling(frequency_penalty=1.0), 0)
+
+
+def test_sampled_transformers_depends_on_the_seed(both):
+    run = of_transformers_by_name(lambda: both[1], None)["sdpa"]()
+    texts = [run([5, 6, 7], 20, Sampling(0.8, 50, 0.9), seed).tokens for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_ours_counts_the_drafters_weights_and_cache():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    plain, fast = Ours(target), Ours(target, drafter, Chain(2), SimulatedTau(2))
+    assert fast.weights == weight_bytes(target, drafter)
+    assert plain.weights == weight_bytes(target) < fast.weights
+    assert plain([1, 2], 9, Sampling(), 0).cache_bytes < fast([1, 2], 9, Sampling(), 0).cache_bytes
+    assert len(fast([1, 2], 9, Sampling(), 0).steps) == 4
+    hooks = target._forward_pre_hooks
+    assert not hooks
+    assert plain([1, 2], 9, Sampling(), 0).tokens == Engine(target).generate([[1, 2]], max_new_tokens=9).rows[0].tokens
+
+
+def test_assisted_generation_needs_an_assistant():
+    with pytest.raises(NotAvailable, match="assistant=MODEL"):
+        of_transformers_by_name(lambda: None, None)["assisted"]()
+
+
+# The script
+
+
+def script(monkeypatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", *words])
+    main()
+
+
+QUICK = [
+    "suite.warmups=0",
+    "suite.trials=1",
+    "configurations.short={prompt: 8, new: 6}",
+    "suite.configurations=[short]",
+]
+
+
+def test_a_shape_with_a_simulated_tau(monkeypatch, tmp_path, capsys):
+    out = tmp_path / "a.json"
+    words = [f"out={out}", "shape=tiny", "steps=3", "num_draft_tokens=8", "simulate_tau=2.5", *QUICK]
+    script(monkeypatch, *words, "suite.contenders=[plain,speculative,sdpa,assisted]")
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    rows = by_name(result["rows"])
+    name = f"speculative, {MARK} tau 2.5"
+    assert list(rows) == ["plain", name, "sdpa", "assisted"]
+    assert rows[name]["simulated"]
+    assert rows[name]["tokens_per_step"] == pytest.approx(5 / 2)  # rounds of 2 and 3
+    assert result["simulated"]
+    assert result["benchmark"].startswith(MARK)
+    assert result["weights"] == "random: only speed means anything"
+    assert {"machine", "versions", "revision", "command", "bandwidth_bytes_per_second", "settings"} <= set(result)
+    assert printed.count(MARK) >= 3  # the title, the row, the last line
+    last = json.loads(printed.strip().splitlines()[-1])
+    assert last["benchmark"].startswith(MARK)
+    assert last["tokens_per_second"]["short: assisted"] is None
+
+
+def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path):
+    out, prompts = tmp_path / "a.json", tmp_path / "prompts.txt"
+    prompts.write_text("The quick brown fox\nWhat is 12 + 30?\n")
+    words = [f"out={out}", f"target.path={target_path}", f"draft={drafter_path}", f"prompts={prompts}", "questions=2"]
+    script(monkeypatch, *words, *QUICK, "suite.contenders=[plain,speculative,eager]")
+    result = json.loads(out.read_text())
+    assert not result["simulated"]
+    assert [row["same_text_as_plain"] for row in result["rows"]] == ["2 of 2"] * 3
+    assert result["weights"] == str(target_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shape=tiny", "simulate_tau=9"], "a simulated tau of 9 needs trees of at least 8 levels, this one has 5"),
+        (["shape=tiny", "simulate_tau=0.5"], "a simulated tau must be at least 1"),
+        (["shape=tiny", "suite.contenders=[vllm]"], "there is no contender 'vllm': there are plain"),
+        (["shape=tiny", "suite.configurations=[huge]"], "there is no configuration 'huge'"),
+        (["shape=tiny", "target.path=x"], "a shape has random weights"),
+        (["shape=tiny", "questions=0"], "questions must be at least 1, got 0"),
+        (["shape=tiny", "device=abacus"], "device 'abacus' cannot be used here"),
+        (["shape=tiny", "out=/no/such/folder/a.json"], "there is no folder /no/such/folder"),
+        (["shape=tiny", "budget_s=-1"], "budget_s must be a positive number"),
+        (["shape=huge"], "In 'bench': Could not find 'shape/huge'"),
+        ([], "give prompts=FILE, or a shape="),
+    ],
+)
+def test_mistakes_are_one_sentence(monkeypatch, tmp_path, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        script(monkeypatch, "out=a.json", *words)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip().splitlines()
+    assert error[-1].startswith("error: ")
+    assert message in error[-1]
+    assert not (tmp_path / "a.json").exists()

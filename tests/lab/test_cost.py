@@ -1,0 +1,230 @@
+"""The cost model: known functions are found again, real rounds are timed where they say, measurements are kept."""
+
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+from lab.cost import kept
+from lab.cost.kept import cache_file, identity, load_costs, measured_costs, save_costs
+from lab.cost.model import CostModel, hats
+from lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
+from specdec.api import make_tree
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
+from trees.spec import TreeSpec
+
+FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
+TEXT = [3, 5, 7, 9, 11]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_target()
+    return target, tiny_drafter(target)
+
+
+# The functions
+
+
+def known(setting: TreeSpec | None, context: float, batch: float = 1) -> dict[str, float]:
+    """Seconds by part in the form that the module states; f(N) bends at 8."""
+    if setting is None:
+        return {"verify": batch * (2.0 + 1e-3 * context), "host": 0.05}
+    w, d, n = setting.topk, setting.steps, setting.num_draft_tokens
+    nodes = 0 if w == 1 else n
+    parts = {
+        "grow": 0.1 * w + 0.3 * w * (d - 1) + 0.01 * nodes + 1e-4 * context * (d - 1),
+        "verify": 2.0 + 0.02 * n + 0.3 * max(n - 8, 0) + 0.01 * d + (1e-3 + 1e-5 * n) * context,
+        "commit": 0.05 + 0.01 * d,
+        "extend": 0.5 + 0.02 * d + 1e-4 * context,
+        "host": 0.1,
+    }
+    return {part: batch * seconds for part, seconds in parts.items()}
+
+
+def known_points(batches=(1,)) -> list[RoundCost]:
+    settings = [None, *probes((1, 2, 4), 6, (2, 4, 8, 16, 32))]
+    return [RoundCost(s, c, b, known(s, c, b)) for s in settings for c in (32, 128, 384) for b in batches]
+
+
+def test_known_functions_are_found_again():
+    model = CostModel(known_points())
+    assert max(model.errors()) < 1e-6
+    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 12, 16, 24, 32)):  # most were not measured; 12 and 24 never
+        for part, seconds in model.parts(setting, 200.0).items():
+            assert seconds == pytest.approx(known(setting, 200.0)[part], rel=1e-6), (setting, part)
+    assert model.plain(np.array([10, 500])) == pytest.approx([2.06, 2.55])
+    assert model.round(TreeSpec(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
+
+
+def test_noise_makes_no_time_negative():
+    """Rounds that were disturbed at short contexts do not make long contexts free."""
+    points = [p for p in known_points() if p.context == 128]
+    disturbed = [RoundCost(p.tree, 32, 1, {part: 3 * s for part, s in p.seconds.items()}) for p in points]
+    model = CostModel([*points, *disturbed])
+    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 16, 32)):
+        near, far = model.round(setting, 100.0), model.round(setting, 100_000.0)
+        assert 0 < near <= far
+
+
+def test_between_widths_and_batch_sizes_it_is_linear():
+    model = CostModel(known_points(batches=(1, 4)))
+    setting, between = TreeSpec(2, 3, 8), TreeSpec(3, 3, 8)
+    two, three, four = (model.parts(TreeSpec(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
+    assert three == pytest.approx((two + four) / 2)
+    assert model.round(setting, 50.0, 2) == pytest.approx(2 * sum(known(setting, 50.0).values()))
+    assert model.plain(50.0, 3) == pytest.approx(3 * (2.05) + 0.05)
+    assert model.parts(between, 50.0)["verify"] == pytest.approx(known(between, 50.0)["verify"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "batch", "message"),
+    [
+        (TreeSpec(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
+        (TreeSpec(4, 4, 64), 1, "num_draft_tokens 64 lies outside"),
+        (TreeSpec(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
+    ],
+)
+def test_nothing_is_told_beyond_what_was_measured(setting, batch, message):
+    with pytest.raises(ValueError, match=message):
+        CostModel(known_points()).round(setting, 50.0, batch)
+
+
+def test_hats_are_the_weights_of_interpolation():
+    assert hats([1, 2, 4], 3) == [0, 0.5, 0.5]
+    assert hats([1, 2, 4], 9) == [0, 0, 1]
+
+
+def test_the_grid_holds_every_tree_that_can_be_made_once():
+    settings = useful_trees((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
+    assert len(set(settings)) == len(settings)
+    for s in settings:
+        tree = make_tree(s.topk, s.steps, s.num_draft_tokens)
+        assert (tree.topk, tree.steps, tree.num_draft_tokens) == (s.topk, s.steps, s.num_draft_tokens)
+        assert s.num_draft_tokens > s.steps  # no level is drafted in vain
+    assert [s for s in settings if s.topk == 1] == [TreeSpec(1, d, d + 1) for d in range(1, 5)]
+    assert set(probes((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))) <= set(settings)
+
+
+# Real rounds
+
+
+def test_rounds_are_timed_where_they_say(pair):
+    """Contexts are what each round of the same decoding found, and the parts those of the engine."""
+    target, drafter = pair
+    prompts = [[3, 5, 7, 9], [4] * 9]
+    engine = Engine(target, drafter, make_tree(2, 2, 5))
+    found = time_rounds(engine, prompts, 12, Sampling())
+    rows = engine.generate(prompts, max_new_tokens=12, eos=frozenset()).rows
+    rounds = max(row.trace.rounds for row in rows)
+    expected = [max(len(row.prompt) + sum(row.trace.emitted[:r]) for row in rows) for r in range(rounds)]
+    assert [context for context, _ in found] == expected[1:]
+    for _, parts in found:
+        assert tuple(parts) == PARTS
+        assert min(parts.values()) > 0
+
+
+def test_plain_rounds_are_timed_too(pair):
+    found = time_rounds(Engine(pair[0]), [[3, 5]], 5, Sampling())
+    assert [context for context, _ in found] == [3, 4, 5]
+    assert all(tuple(parts) == ("verify", "host") for _, parts in found)
+
+
+def test_measuring_covers_the_probes(pair):
+    shown = []
+    points = measure_rounds(*pair, TEXT, **FEW, batches=(1, 2), progress=lambda *at: shown.append(at))
+    assert {p.tree for p in points} == {None, *probes(FEW["topks"], 3, FEW["nodes"])}
+    assert {p.batch for p in points} == {1, 2}
+    assert min(p.context for p in points) < 24 < max(p.context for p in points)
+    model = CostModel(points)
+    for setting in useful_trees(FEW["topks"], 3, FEW["nodes"]):
+        assert model.round(setting, 20.0, 2) > 0
+    assert statistics.median(model.errors()) < 1
+    assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
+
+
+def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
+    file = tmp_path / "tree.yaml"
+    file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
+    tree = TreeSpec.parse(file)
+    assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
+    points = measure_rounds(*pair, TEXT, **FEW, statics=[tree])
+    model = CostModel(points)
+    own = [p for p in points if p.tree == tree]
+    assert len(own) == 2
+    seconds = [p.seconds["grow"] for p in own]
+    for p in own:
+        assert 0.999 * min(seconds) <= model.parts(tree, p.context)["grow"] <= 1.001 * max(seconds)
+    with pytest.raises(ValueError, match="were not measured"):
+        CostModel([p for p in points if p.tree != tree]).round(tree, 20.0)
+    before = identity(*pair, statics=[tree])
+    file.write_text("paths: [[0], [1], [0, 0]]")
+    assert identity(*pair, statics=[tree]) != before
+
+
+def test_a_context_that_is_too_short(pair):
+    with pytest.raises(ValueError, match="too short to measure"):
+        measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
+
+
+# Kept measurements
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path):
+    """Costs are kept in a folder of the test's own, and measuring is counted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = []
+
+    def fake(target, drafter, text, **how):
+        found.append(how)
+        return known_points()
+
+    monkeypatch.setattr(kept, "measure_rounds", fake)
+    return found
+
+
+def test_costs_are_measured_once(pair, calls, tmp_path):
+    first = measured_costs(*pair, TEXT, topks=(1, 2))
+    again = measured_costs(*pair, [1, 2, 3], topks=(1, 2))  # another text takes as long
+    assert len(calls) == 1
+    assert again.points == first.points == known_points()
+    measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
+    assert len(calls) == 2
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_what_changes_times_is_measured_anew(pair, calls):
+    target, drafter = pair
+    measured_costs(target, drafter, TEXT, topks=(1, 2))
+    measured_costs(target, tiny_drafter(target, draft_vocab=8), TEXT, topks=(1, 2))
+    measured_costs(tiny_target(layers=4), drafter, TEXT, topks=(1, 2))
+    measured_costs(target, drafter, TEXT, topks=(1, 2, 4))
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        measured_costs(target, drafter, TEXT, topks=(1, 2))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(calls) == 5
+    measured_costs(tiny_target(seed=9), tiny_drafter(target, seed=9), TEXT, topks=(1, 2))  # the same shapes
+    assert len(calls) == 5
+
+
+def test_a_damaged_file_is_one_sentence(pair, calls):
+    file = cache_file(identity(*pair, topks=(1, 2)))
+    file.parent.mkdir(parents=True)
+    file.write_text('{"points": [{"setting": 3}]}')
+    with pytest.raises(ValueError, match="holds no measured costs: measure anew with --remeasure"):
+        measured_costs(*pair, TEXT, topks=(1, 2))
+    measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
+    measured_costs(*pair, TEXT, topks=(1, 2))
+    assert len(calls) == 1
+
+
+def test_points_survive_their_file(tmp_path):
+    save_costs(known_points(), tmp_path / "deep" / "points.json", {"machine": "this"})
+    assert load_costs(tmp_path / "deep" / "points.json") == known_points()

@@ -1,0 +1,176 @@
+"""Every metric by name: hand-made rounds, and numbers worked out by hand."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lab.trace import metrics, metrics_command
+from lab.trace.metrics import BY_DEPTH, METRICS
+from lab.trace.summary import bootstrap, by_category, summary
+from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
+from specdec.engine.trace_files import write_trace
+from specdec.types import Sampling
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def tree(parents: list[int]) -> TracedTree:
+    values = torch.zeros(len(parents))
+    return TracedTree(torch.arange(len(parents)).int(), torch.tensor(parents).int(), values, values, values)
+
+
+def chain_round(drafted: int, accepted: int, emitted: int) -> TracedRound:
+    chain = tree([max(i - 1, 0) for i in range(drafted + 1)]) if drafted else None
+    return TracedRound(5, list(range(accepted + 1)), [7] * emitted, {}, chain)
+
+
+def row(question: str, category: str | None, rounds: list[TracedRound], steps: int = 3) -> TracedRow:
+    return TracedRow(question, category, 0, steps, Sampling(), [1, 2], 3, "eos", 0.0, rounds)
+
+
+# (drafted, accepted, emitted) of each round. Question a ends within its last round, so that one of three tokens counts;
+# b has two turns, and in one round of the second nothing was drafted.
+SMALL = [
+    ("a", "math", [(3, 3, 4), (3, 1, 2), (3, 2, 1)]),
+    ("b", "chat", [(3, 0, 1), (3, 0, 1)]),
+    ("b", "chat", [(0, 0, 1), (3, 3, 4), (3, 0, 1)]),
+]
+ROWS = [row(question, category, [chain_round(*r) for r in rounds]) for question, category, rounds in SMALL]
+
+BY_HAND = {
+    "tau": (4 + 2 + 1 + 1 + 1 + 1 + 4 + 1) / 8,
+    "tau_macro": (7 / 3 + 2 / 2 + 6 / 3) / 3,
+    "eagle_tau": (4 + 2 + 3 + 1 + 1 + 1 + 4 + 1) / 8,
+    "hass_tau": (9 / 3 + 2 / 2 + 6 / 3) / 3,
+    "vllm_mean_acceptance_length": 1 + (3 + 1 + 2 + 0 + 0 + 3 + 0) / 7,
+    "sglang_accept_length": (8 + 3 + 7) / 8,
+    "mtp_acceptance_rate": 9 / 21,
+    "draft_token_efficiency": 9 / 21,
+}
+BY_HAND_BY_DEPTH = {"vllm_per_position_rates": [4 / 7, 3 / 7, 2 / 7], "n_alpha": [4 / 7, 3 / 4, 2 / 3]}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_metric_by_hand(name):
+    assert METRICS[name](ROWS) == pytest.approx(BY_HAND[name], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", BY_HAND_BY_DEPTH)
+def test_metric_by_depth_by_hand(name):
+    assert BY_DEPTH[name](ROWS) == pytest.approx(BY_HAND_BY_DEPTH[name], rel=1e-12)
+
+
+def test_trees():
+    """5 nodes, two children of the root, two of node 1: what chains alone define is left open."""
+    rounds = [
+        TracedRound(5, path, [7] * len(path), {}, tree([0, 0, 0, 1, 1])) for path in ([0, 1, 4], [0, 2], [0], [0, 2])
+    ]
+    rows = [row("a", None, rounds, steps=2)]
+    assert metrics.draft_token_efficiency(rows) == 4 / 16
+    assert metrics.vllm_per_position_rates(rows) == [3 / 4, 1 / 4]
+    assert metrics.tau(rows) == metrics.vllm_mean_acceptance_length(rows) == 2
+    assert math.isnan(metrics.mtp_acceptance_rate(rows))
+    assert all(map(math.isnan, metrics.n_alpha(rows)))
+
+
+def test_chains_of_different_lengths():
+    """A token that was not drafted was not examined."""
+    rows = [row("a", None, [chain_round(1, 1, 2), chain_round(3, 1, 2), chain_round(2, 2, 3)])]
+    assert metrics.n_alpha(rows)[:2] == [3 / 3, 1 / 2]
+    assert math.isnan(metrics.n_alpha(rows)[2])
+    assert metrics.vllm_per_position_rates(rows) == [3 / 3, 1 / 3, 0]
+    assert metrics.mtp_acceptance_rate(rows) == 4 / 6
+
+
+def test_plain_decoding_and_answers_of_one_token():
+    plain = [row("a", None, [chain_round(0, 0, 1)] * 4, steps=0), row("b", None, [], steps=0)]
+    assert metrics.tau(plain) == metrics.tau_macro(plain) == metrics.eagle_tau(plain) == metrics.hass_tau(plain) == 1
+    assert metrics.sglang_accept_length(plain) == 6 / 4
+    assert math.isnan(metrics.vllm_mean_acceptance_length(plain))
+    assert math.isnan(metrics.draft_token_efficiency(plain))
+    assert metrics.n_alpha(plain) == metrics.vllm_per_position_rates(plain) == []
+    assert all(math.isnan(metric([row("b", None, [])])) for metric in METRICS.values())
+
+
+def test_bootstrap_of_two_questions_is_known():
+    """Of two questions a resample is aa, ab or bb, with probabilities 1/4, 1/2 and 1/4; never a turn of b by itself."""
+    [(low, high)] = bootstrap(metrics.tau, ROWS, level=0.95)
+    assert (low, high) == (8 / 5, 7 / 3)
+    [(low, high)] = bootstrap(metrics.tau, ROWS, level=0.4)
+    assert low == high == 15 / 8
+
+
+def test_bootstrap_is_seeded():
+    many = [row(str(q), None, [chain_round(3, q % 4, q % 4 + 1)] * (1 + q % 3)) for q in range(12)]
+    first = bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=1)
+    assert first == bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=1)
+    assert first != bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=2)
+    values = metrics.vllm_per_position_rates(many)
+    assert all(low < value < high for (low, high), value in zip(first, values, strict=True))
+
+
+def test_one_question_has_no_interval():
+    [(low, high)] = bootstrap(metrics.tau, ROWS[1:])
+    assert math.isnan(low)
+    assert math.isnan(high)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"), [({"level": 95}, "must lie between 0 and 1"), ({"resamples": 0}, "must be at least 1")]
+)
+def test_wrong_settings(setting, message):
+    with pytest.raises(ValueError, match=message):
+        bootstrap(metrics.tau, ROWS, **setting)
+
+
+def test_summary():
+    assert list(by_category(ROWS)) == ["math", "chat"]
+    found = summary(ROWS, resamples=20)
+    assert (found["questions"], found["rows"], found["rounds"]) == (2, 3, 8)
+    assert list(found["metrics"]) == list(METRICS)
+    assert {name: found["metrics"][name]["value"] for name in BY_HAND} == pytest.approx(BY_HAND)
+    assert [entry["value"] for entry in found["by_depth"]["n_alpha"]] == pytest.approx([4 / 7, 3 / 4, 2 / 3])
+    chat = found["by_category"]["chat"]
+    assert chat["metrics"]["tau"] == {"value": 8 / 5, "low": None, "high": None}
+    assert [entry["value"] for entry in chat["by_depth"]["vllm_per_position_rates"]] == [1 / 4, 1 / 4, 1 / 4]
+    json.dumps(found, allow_nan=False)
+
+
+def test_command(tmp_path, capsys):
+    write_trace(Trace({}, {}, ROWS), tmp_path / "one")
+    plain = [row("a", None, [chain_round(0, 0, 1)], steps=0)]
+    write_trace(Trace({}, {}, plain), tmp_path / "plain")
+    metrics_command.main([str(tmp_path / "one"), "--json", "--resamples", "20"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == {str(tmp_path / "one"): summary(ROWS, resamples=20)}
+    metrics_command.main([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
+    out = capsys.readouterr().out
+    assert re.search(r"mtp_acceptance_rate\W+0\.429.*\W-\W", out)
+    assert re.search(r"math\W+2\.333", out)
+    with pytest.raises(SystemExit) as stop:
+        metrics_command.main([str(tmp_path)])
+    assert stop.value.code == 2
+    assert "is not a trace" in capsys.readouterr().err
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading of docs/metrics.md."""
+    section = DOCS.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_page_describes_the_small_trace():
+    told = [(cells[0], cells[2], [int(cell) for cell in cells[3:]]) for cells in table_rows("The small trace")]
+    assert told == [(question, category, list(r)) for question, category, rounds in SMALL for r in rounds]
+
+
+def test_the_page_gives_every_metric_its_value():
+    told = {cells[0]: cells[3] for cells in table_rows("Which is which")}
+    assert told == {name: f"{metric(ROWS):.3f}" for name, metric in METRICS.items()} | {
+        name: ", ".join(f"{value:.3f}" for value in metric(ROWS)) for name, metric in BY_DEPTH.items()
+    }

@@ -1,0 +1,119 @@
+"""The proof of losslessness: it passes what is sound, and finds what is broken."""
+
+import json
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+from scipy import stats
+
+from lab.proof.greedy import GreedyProver, Mismatch
+from lab.proof.laws import chi_square, exact_distance, prove_law
+from lab.proof.proof import LAW_TREES, OneInAThousand, fits
+from lab.proof.prove import main
+from lab.proof.sampled import prove_sampled
+from specdec.types import Sampling
+from specdec.verify import SampleAndMatch, make_verifier
+from trees import Chain, DynamicTree, SampledTree
+
+WARM, FILTERED = Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9)
+PROMPTS = [[3, 5, 7], [1], list(range(12))]
+
+
+def test_chi_square_is_scipys():
+    seen, expected = torch.tensor([12.0, 18, 30, 40]).double(), torch.full((4,), 25.0).double()
+    assert chi_square(seen, expected) == pytest.approx(stats.chisquare(seen, expected).pvalue, rel=1e-10)
+    assert chi_square(torch.tensor([99.0, 1]).double(), torch.tensor([100.0, 0]).double()) == 0
+
+
+@pytest.mark.parametrize("name", ["match", "rejection", "block", "sglang"])
+@pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["warm", "filtered"])
+def test_the_rules_follow_the_law(name, sampling):
+    verifier = make_verifier(name)
+    for tree in LAW_TREES:
+        if fits(verifier, tree):
+            proof = prove_law(tree, verifier, sampling, draws=20_000)
+            assert proof.impossible == 0
+            assert proof.pvalue > 1e-5
+            assert proof.emitted > 1.5
+
+
+@pytest.mark.parametrize("name", ["match", "rejection", "block", "sglang"])
+def test_one_wrong_token_in_a_thousand_breaks_the_law(name):
+    proof = prove_law(SampledTree((1, 1, 1)), OneInAThousand(make_verifier(name)), FILTERED, draws=100_000)
+    assert proof.impossible > 0
+    assert proof.pvalue == 0
+
+
+class Credulous(SampleAndMatch):
+    """Emits the first draft where the target refused it."""
+
+    def __call__(self, tree, logits, sampling, generator=None):
+        verdict = super().__call__(tree, logits, sampling, generator)
+        verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
+        return verdict
+
+
+def test_enumeration():
+    assert exact_distance(SampleAndMatch(), WARM) < 1e-6
+    assert exact_distance(SampleAndMatch(), FILTERED) < 1e-6
+    assert exact_distance(Credulous(), WARM) > 0.05
+
+
+def test_greedy_texts_are_compared_token_for_token():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    prover = GreedyProver(target, PROMPTS, 40)
+    tree = DynamicTree(3, 3, 9)
+    proof = prover.prove(drafter, tree, SampleAndMatch())
+    assert (proof.same, proof.texts, proof.bugs, proof.ties) == (3, 3, 0, 0)
+    broken = prover.prove(drafter, tree, Credulous())
+    assert broken.bugs == len(broken.mismatches) > 0
+    first = broken.mismatches[0]
+    assert prover.plain[first.prompt][first.position] == first.plain != first.speculative
+    assert first.margin > 4 * first.error > 0
+
+
+def test_what_is_a_tie():
+    near = {"prompt": 0, "position": 3, "plain": 1, "speculative": 2, "error": 1e-6}
+    assert Mismatch(margin=2e-6, leading=True, **near).tie
+    assert not Mismatch(margin=5e-6, leading=True, **near).tie
+    assert not Mismatch(margin=0.0, leading=False, **near).tie
+
+
+def test_sampled_text_of_a_pair():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    prompts = [[i % 17, 3] for i in range(40)]
+    good = prove_sampled(target, drafter, Chain(3), SampleAndMatch(), prompts, Sampling(1.0, top_p=0.9), 40)
+    assert (good.outside, good.tokens) == (0, 1600)
+    assert good.pvalue > 1e-4
+    bad = prove_sampled(target, drafter, Chain(3), Credulous(), prompts, Sampling(1.0, top_p=0.9), 40)
+    assert bad.pvalue < 1e-6
+
+
+def test_the_command(capsys, tmp_path, target_path, drafter_path):
+    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "24", "--draws", "20000"]
+    main([*how, "--json", "--out", str(tmp_path / "proof.md")])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["sound"]
+    assert {case["rule"] for case in told["laws"]} == {"match", "rejection", "block", "sglang"}
+    assert "No bug found" in (tmp_path / "proof.md").read_text()
+    main([*how, "--self-test"])  # ends well if the broken rules were found out
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--draws", "0"], "--draws must be at least 1"),
+        (["--target", "somewhere"], "needs its drafters"),
+        (["--out", "nowhere/page.md"], "there is no folder nowhere"),
+        (["--prompt-file", "none.txt"], "no such prompt file"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

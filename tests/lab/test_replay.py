@@ -1,0 +1,282 @@
+"""Replay equals reality: round by round where a text decides, in expectation where draws do."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from helpers import DRAFTERS, tiny_drafter, tiny_target
+
+from drafters.layers import restrict
+from lab.replay import Superset, along, likely, record, while_likely
+from specdec.engine.engine import Engine
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling
+from specdec.verify import make_verifier
+from trees import Chain, DynamicTree, SampledTree, StaticTree
+from trees.dynamic import Pool
+from trees.spec import TreeSpec
+
+PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
+EOS = frozenset({4})
+HOW = {"max_new_tokens": 25, "eos": EOS}
+SETTINGS = [(1, 2, 3), (2, 3, 5), (3, 2, 2), (3, 3, 9), (3, 3, 22)]
+KINDS = ("eagle3", "eagle", "mtp-two-heads-pre-norm", "medusa", "lookup", "suffix", "draft-model")
+STATIC = StaticTree([[0], [1], [5], [0, 0], [5, 1], [5, 1, 0], [0, 0, 4]])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return tiny_drafter(target, draft_vocab=8)
+
+
+def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
+    return Engine(target, drafter, tree, make_verifier(verifier)).generate(prompts, **HOW | how).rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_rounds_are_those_of_real_runs(target, kind):
+    drafter = DRAFTERS[kind](target)
+    superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, **HOW)
+    assert {text.tokens[-1] in EOS for text in superset.texts} == {True, False}, "both ends should be there"
+    trees = [*(DynamicTree(*setting) for setting in SETTINGS), Chain(3)]
+    if kind not in ("lookup", "suffix"):  # whose children tie, and `topk` breaks ties in an order of its own
+        trees.append(STATIC)
+    accepted = 0
+    for tree, replayed in zip(trees, superset.replay_many(trees), strict=True):
+        rows = real(target, drafter, tree)
+        assert [text.tokens for text in superset.texts] == [row.tokens for row in rows]
+        assert replayed.rows == [row.trace for row in rows]
+        assert (replayed.nodes, replayed.levels) == (tree.num_draft_tokens, tree.steps)
+        assert replayed.expected_tau == replayed.tau
+        accepted += sum(map(sum, (row.accepted for row in replayed.rows)))
+    assert accepted > 0, "nothing was accepted: the test shows nothing"
+
+
+def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
+    how = {"topks": (3,), "steps": 3, "sampling": Sampling(0.9), "samples": 2} | HOW
+    whole = record(target, drafter, PROMPTS, **how)
+    monkeypatch.setattr(along, "PIECE", 4)
+    outputs = [text.tokens for text in whole.texts]
+    cut = record(target, drafter, PROMPTS * 2, **how | {"samples": 1, "outputs": outputs}, batch=3)
+    assert torch.equal(whole.candidates["", 3].pool.parents, cut.candidates["", 3].pool.parents)
+    torch.testing.assert_close(whole.candidates["", 3].pool.scores, cut.candidates["", 3].pool.scores)
+    tree = TreeSpec(3, 3, 9)
+    assert whole.replay(tree).emitted == cut.replay(tree).emitted
+    assert [text.question for text in whole.texts] == [0, 1, 2, 0, 1, 2]
+
+
+def test_fewer_steps_are_the_first_part_of_more(target, drafter):
+    pools = []
+
+    class Keeping(DynamicTree):
+        def expand(self, drafter, state) -> Pool:
+            pools.append(super().expand(drafter, state))
+            return pools[-1]
+
+    for steps in (4, 2):
+        real(target, drafter, Keeping(3, steps, 5), max_new_tokens=2)
+    for long, short in zip(*pools, strict=True):
+        assert torch.equal(long[:, : DynamicTree.candidates(3, 2)], short)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
+def test_vocabularies_are_those_of_frspec(target, kind):
+    ids = torch.tensor([12, 3, 4, 6, 8, 5])
+    drafter = DRAFTERS[kind](target)
+    superset = record(target, drafter, PROMPTS, topks=(2,), steps=3, vocabularies={"some": ids}, **HOW)
+    smaller = DRAFTERS[kind](target)
+    restrict(smaller, ids)
+    differs = False
+    for tree in (DynamicTree(2, 3, 6), Chain(3), StaticTree([[0], [1], [1, 1]])):
+        replayed = superset.replay_many([tree], vocabulary="some")[0]
+        assert replayed.rows == [row.trace for row in real(target, smaller, tree)]
+        differs |= replayed.rows != superset.replay_many([tree])[0].rows
+    assert differs, "the restriction changed nothing: the test shows nothing"
+
+
+class Truncated(DynamicTree):
+    """The dynamic tree as a truncation rule cuts it, for one row at a time."""
+
+    def __init__(self, rule: Callable, *setting: int):
+        super().__init__(*setting)
+        self.rule, self.sizes = rule, []
+
+    def grow(self, drafter, root, state, sampling=None, generator=None) -> DraftTree:
+        pool = self.expand(drafter, state)
+        sizes = [self.topk] + [self.topk**2] * (self.steps - 1)
+        levels, nodes = (int(x) for x in self.rule(pool.scores.split(sizes, 1)))
+        candidates = self.candidates(self.topk, levels)
+        cut = DynamicTree(self.topk, levels, 2)
+        cut.num_draft_tokens = min(self.num_draft_tokens, nodes, candidates + 1)
+        self.sizes.append(cut.num_draft_tokens)
+        return replace(cut.select(root, Pool(*(part[:, :candidates] for part in pool))), steps=self.steps)
+
+
+@pytest.mark.parametrize("rule", [likely(0.15), while_likely(0.6)], ids=["likely", "while_likely"])
+def test_truncation_rules(target, drafter, rule):
+    superset = record(target, drafter, PROMPTS, topks=(3,), steps=3, **HOW)
+    tree = Truncated(rule, 3, 3, 12)
+    rows = [real(target, drafter, tree, prompts=[prompt])[0] for prompt in PROMPTS]
+    replayed = superset.replay(DynamicTree(3, 3, 12), rule=rule)
+    assert replayed.rows == [row.trace for row in rows]
+    assert replayed.nodes == pytest.approx(sum(tree.sizes) / len(tree.sizes))
+    assert len(set(tree.sizes)) > 1, "the rule cuts all alike: the test shows little"
+    assert replayed.rows != superset.replay(DynamicTree(3, 3, 12)).rows
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, 7, 0.95)], ids=["plain", "filtered"])
+@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 9), Chain(3), STATIC], ids=["dynamic", "chain", "static"])
+def test_sampled_rounds_are_those_of_the_run_that_wrote_the_text(target, drafter, sampling, tree):
+    rows = real(target, drafter, tree, sampling=sampling, prompts=PROMPTS * 4, seed=5)
+    outputs = [row.tokens for row in rows]
+    superset = record(target, drafter, PROMPTS * 4, topks=(3,), steps=3, sampling=sampling, outputs=outputs, **HOW)
+    replayed = superset.replay_many([tree])[0]
+    assert replayed.emitted == [row.trace.emitted for row in rows]
+    assert replayed.tau > 1, "nothing was accepted: the test shows nothing"
+
+
+@pytest.fixture(scope="module")
+def every_text():
+    """A superset of all texts of up to four tokens, and the probability of each [Q]."""
+    target = tiny_target(vocab=5, seed=2)
+    drafter = tiny_drafter(target, seed=3)
+    sampling, prompt, eos = Sampling(0.9), [3, 0], 4
+    outputs = [list(text) for text in product(range(5), repeat=4)]
+    outputs = [text[: text.index(eos) + 1] if eos in text else text for text in outputs]
+    outputs = [list(text) for text in sorted({tuple(text) for text in outputs})]
+    probability = []
+    for text in outputs:
+        probs = filtered_probs(target(torch.tensor([prompt + text]), None)[0][0], sampling)
+        probability.append(probs[range(1, 1 + len(text)), text].double().prod())
+    superset = record(
+        target, drafter, [prompt] * len(outputs), topks=(1, 2, 3), steps=3, max_new_tokens=4, sampling=sampling,
+        eos=frozenset({eos}), outputs=outputs, batch=256,
+    )  # fmt: skip
+    assert sum(probability) == pytest.approx(1, abs=1e-5)
+    return superset, torch.stack(probability)
+
+
+@pytest.mark.parametrize("setting", [(1, 3, 4), (2, 1, 3), (2, 3, 4), (3, 2, 10), (3, 3, 6)])
+def test_a_rounds_expectation_is_exact(every_text, setting):
+    """Over all texts what rounds are expected to emit weighs as much as what they do emit, in every round by itself,
+    although in hardly any text it is the same."""
+    superset, probability = every_text
+    topk, steps, nodes = setting
+    replayed = superset.replay(DynamicTree(topk, steps, nodes))
+    for number in range(3):
+        emitted, expected = (
+            sum(p * row[number] for p, row in zip(probability, rows, strict=True) if len(row) > number)
+            for rows in (replayed.emitted, replayed.expected)
+        )
+        assert float(expected) == pytest.approx(float(emitted), abs=1e-5)
+    same = [a == pytest.approx(b) for a, b in zip(replayed.emitted, replayed.expected, strict=True) if a]
+    assert sum(same) < 0.1 * len(same)
+
+
+def test_drawn_chains_under_rejection(target):
+    """The texts of real runs, and the rounds expected for them: the difference has mean 0."""
+    drafter, sampling = tiny_drafter(target), Sampling(2.0)
+    prompts = [[3, 5, 7, 9]] * 300
+    rows = real(target, drafter, SampledTree([1] * 3), "rejection", prompts, sampling=sampling, max_new_tokens=12)
+    outputs = [row.tokens for row in rows]
+    how = HOW | {"max_new_tokens": 12}
+    superset = record(
+        target, drafter, prompts, topks=(1,), steps=3, sampling=sampling, outputs=outputs, batch=300, **how
+    )
+    rounds = torch.tensor([float(row.trace.rounds) for row in rows])
+
+    def score(expected: list[float]) -> float:
+        rest = rounds - torch.tensor(expected)
+        return float(rest.mean() / rest.std() * len(rest) ** 0.5)
+
+    assert abs(score(superset.replay_drawn(3).rounds)) < 3.5
+    assert abs(score(superset.replay_drawn(2).rounds)) > 6, "a shorter chain cannot be told apart: too little is shown"
+    likeliest = superset.replay(DynamicTree(1, 3, 4))
+    assert abs(score([float(row.rounds) for row in likeliest.rows])) > 6
+
+
+def test_files(target, drafter, tmp_path):
+    vocabularies = {"some": torch.tensor([12, 3, 4, 6])}
+    how = {"topks": (2, 3), "steps": 2, "sampling": Sampling(1.0), "vocabularies": vocabularies} | HOW
+    superset = record(target, drafter, PROMPTS, **how)
+    folder = tmp_path / "superset"
+    superset.save(folder)
+    superset.save(folder)  # in place of the older one
+    again = Superset.load(folder)
+    assert (again.texts, again.settings, again.sampling) == (superset.texts, superset.settings, superset.sampling)
+    for name in ("", "some"):
+        tree = [DynamicTree(3, 2, 5), STATIC_TWO := StaticTree([[0], [0, 1]])]
+        for ours, theirs in zip(superset.replay_many(tree, name), again.replay_many(tree, name), strict=True):
+            assert ours == theirs
+    assert again.replay_drawn(2).rounds == superset.replay_drawn(2).rounds
+    assert STATIC_TWO.steps == 2
+
+    tensors = folder / "superset.safetensors"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[:-50])
+    with pytest.raises(ValueError, match="is damaged, record it anew"):
+        Superset.load(folder)
+    header = json.loads((folder / "superset.json").read_text())
+    (folder / "superset.json").write_text(json.dumps(header | {"version": 99}))
+    with pytest.raises(ValueError, match="not a superset of version 1"):
+        Superset.load(folder)
+    with pytest.raises(ValueError, match=r"it has no superset\.json"):
+        Superset.load(tmp_path)
+    (tmp_path / "other").write_text("keep me")
+    with pytest.raises(ValueError, match="holds other"):
+        superset.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "at least 1"),
+        ({"topks": ()}, "at least 1"),
+        ({"topks": (9,)}, "vocabulary has 8 tokens only"),
+        ({"vocabularies": {"": torch.tensor([2])}}, "needs a name"),
+        ({"vocabularies": {"odd": torch.tensor([1])}}, "no token in common"),
+        ({"max_new_tokens": 254}, "decode fewer new tokens"),
+        ({"prompts": []}, "no prompt was given"),
+        ({"outputs": [[1]]}, "needs one output"),
+        ({"outputs": [[1], [], [1]]}, "needs one output"),
+        ({"outputs": [[1], [2], [3]]}, "no round to replay"),
+        ({"sampling": Sampling(presence_penalty=0.5)}, "under penalties cannot be replayed"),
+    ],
+)
+def test_what_cannot_be_recorded(target, drafter, change, message):
+    settings = {"prompts": PROMPTS, "topks": (2,), "steps": 2, "max_new_tokens": 3, "eos": frozenset()} | change
+    with pytest.raises(ValueError, match=message):
+        record(target, drafter, **settings)
+
+
+def test_heads_that_guess_less_far_are_refused(target):
+    with pytest.raises(ValueError, match="guesses 5 tokens ahead at most"):
+        record(target, tiny_drafter(target, kind="medusa"), PROMPTS, topks=(2,), steps=6)
+
+
+def test_what_cannot_be_replayed(target, drafter):
+    superset = record(target, drafter, PROMPTS, topks=(2, 3), steps=2, **HOW)
+    for message, call in {
+        "topk 4 was not recorded; recorded were 2, 3": lambda: superset.replay(DynamicTree(4, 2, 5)),
+        "3 levels deep, but 2 were recorded": lambda: superset.replay(DynamicTree(2, 3, 5)),
+        "a tree holds 2 to 7": lambda: superset.replay(DynamicTree(2, 2, 8)),
+        "'x' was not recorded": lambda: superset.replay(Chain(2), "x"),
+        "SampledTree cannot be replayed": lambda: superset.replay_many([SampledTree([1])]),
+        "this one is static": lambda: superset.replay_many([Chain(2)], rule=likely(0.1)),
+        "must keep 1 to 2 levels": lambda: superset.replay(
+            DynamicTree(2, 2, 5),
+            rule=lambda levels: (torch.zeros(len(levels[0])), torch.ones(len(levels[0]))),
+        ),
+        "these texts are greedy": lambda: superset.replay_drawn(2),
+        r"must lie in \(0, 1\]": lambda: likely(0.0),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,280 @@
+"""The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from helpers import tiny_target
+
+from drafters import eagle3
+from drafters.vocab import DraftVocab
+from lab.sweep import figures
+from lab.sweep.benchmarks import Benchmark, Question
+from lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
+from lab.sweep.point_table import print_tables
+from lab.sweep.points import Draft
+from lab.sweep.report import REPORT, write_report
+from lab.sweep.store import collect, write_results
+from lab.sweep.sweep import Sweep
+from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
+from specdec.engine.engine import Engine
+from specdec.engine.recorder import TracedRound, TracedRow, TracedTree
+from specdec.model.loader import load_target
+from specdec.types import Sampling
+from specdec.verify import make_verifier
+from trees import DynamicTree
+from trees.spec import TreeSpec
+
+# A tree of four nodes behind the root: 1 and 2 are its children, 3 and 4 those of 1.
+PARENTS, OWN = [0, 0, 0, 1, 1], [1.0, 0.62, 0.33, 0.55, 0.24]
+
+
+def traced(path: list[int], emitted: int, context: int, own: list[float] = OWN) -> TracedRound:
+    logq = [0.0]
+    for q, parent in zip(own[1:], PARENTS[1:], strict=True):
+        logq.append(logq[parent] + math.log(q))
+    ones = torch.ones(5)
+    tree = TracedTree(torch.arange(5).int(), torch.tensor(PARENTS).int(), torch.tensor(logq), ones, ones)
+    return TracedRound(context, path, [7] * emitted, {}, tree)
+
+
+def row(question: str, rounds: list[TracedRound]) -> TracedRow:
+    return TracedRow(question, None, 0, 2, Sampling(), [1], 3, "eos", 0.0, rounds)
+
+
+ROWS = [
+    row("a", [traced([0, 1, 4], 3, 60), traced([0], 1, 63)]),
+    row("b", [traced([0, 2], 2, 64), traced([0, 1], 1, 200)]),
+]
+
+
+# Diagnostics
+
+
+def test_calibration_by_hand():
+    # 0.62 was examined 4 times and taken twice, 0.33 4 times and once, 0.55 twice and never, 0.24 twice and once.
+    expected = [(0.24, 1 / 2, 2), (0.33, 1 / 4, 4), (0.55, 0.0, 2), (0.62, 2 / 4, 4)]
+    found = calibration(ROWS, bins=10)
+    assert [(round(b["draft"], 6), b["accepted"], b["count"]) for b in found["bins"]] == expected
+    assert found["error"] == pytest.approx(sum(abs(q - share) * n for q, share, n in expected) / 12, abs=1e-6)
+
+
+def test_calibration_without_probabilities():
+    silent = traced([0], 1, 5)
+    silent.tree.logq[1:] = math.nan
+    assert calibration([row("a", [silent])]) == {"bins": [], "error": None}
+
+
+def test_tau_by_context_by_hand():
+    found = by_context(ROWS, resamples=50)
+    assert [(b["from"], b["to"], b["rounds"], b["value"]) for b in found] == [
+        (0, 64, 2, 2.0), (64, 128, 1, 2.0), (128, 256, 1, 1.0),
+    ]  # fmt: skip
+    assert found[0]["low"] == found[0]["high"] == 2.0  # question a alone has rounds there
+    assert by_context([row("a", [])]) == []
+
+
+def test_coverage_by_hand():
+    target = tiny_target(vocab=9)
+    drafter = eagle3.create(target, vocab=DraftVocab(9, torch.tensor([0, 1, 3])))
+    rows = [row("a", [TracedRound(5, [0], [7, 3, 7, 5], {}, None)])]  # and 3, from the prefill
+    found = coverage(rows, drafter, str)
+    assert found == {"share": 2 / 5, "tokens": 5, "size": 3, "missed": [["7", 2], ["5", 1]]}
+
+
+def test_examples_are_the_best_a_usual_and_a_failed_round():
+    found = examples(ROWS, str)
+    assert [(e["question"], e["path"]) for e in found] == [("a", [0, 1, 4]), ("b", [0, 2]), ("a", [0])]
+    assert found[0]["draft"] == pytest.approx(OWN, abs=1e-4)
+    assert found[0]["bonus"] == "7"
+    assert examples([row("a", [traced([0, 1], 1, 5)])], str)[0]["bonus"] is None  # the text ended before it
+    assert examples([], str) == []
+
+
+def test_the_probe_changes_nothing_and_sees_all():
+    target = tiny_target(vocab=40)
+    torch.manual_seed(0)
+    drafter = eagle3.create(target).eval()
+    tree = DynamicTree(3, 3, 8)
+    probe = Probe(drafter)
+    how = {"max_new_tokens": 20, "eos": frozenset()}
+    plain = Engine(target, drafter, tree).generate([[1, 2, 3]], **how).rows[0]
+    probed = Engine(target, probe, tree).generate([[1, 2, 3]], observer=probe, **how).rows[0]
+    assert probed.tokens == plain.tokens
+    rounds = plain.trace.rounds
+    norms = probe.norms()
+    assert [(n["step"], n["count"]) for n in norms] == [(0, rounds + 1), (1, 3 * rounds), (2, 3 * rounds)]
+    assert all(n["low"] <= n["mean"] <= n["high"] for n in norms)
+    accepted = sum(plain.trace.accepted)
+    assert sum(taken for _, taken in probe.target) == accepted
+    assert len(probe.draft) == rounds
+    assert sum(taken for _, taken in probe.draft) == sum(a > 0 for a in plain.trace.accepted)
+    assert all(0 <= h <= math.log(40) + 1e-5 for h, _ in probe.target + probe.draft)
+    with pytest.raises(ValueError, match="one row at a time"):
+        Engine(target, probe, tree).generate([[1], [2]], observer=probe, **how)
+
+
+def test_the_probe_knows_the_entropy_of_a_uniform_drafter():
+    target = tiny_target(vocab=40)
+    drafter = eagle3.create(target).eval()
+    with torch.no_grad():
+        drafter.head.weight.zero_()
+    probe = Probe(drafter)
+    Engine(target, probe, DynamicTree(2, 2, 4)).generate([[1, 2]], max_new_tokens=5, observer=probe)
+    assert [h for h, _ in probe.draft] == pytest.approx([math.log(40)] * len(probe.draft))
+
+
+# Figures
+
+
+def test_the_pareto_front_by_brute_force():
+    points = [(float(x * 7 % 11), float(x * 5 % 13), x) for x in range(11)]
+    front = figures.pareto(points)
+    better = [[q for q in points if q[0] <= p[0] and q[1] >= p[1] and q[:2] != p[:2]] for p in points]
+    assert sorted(front) == sorted(p for p, others in zip(points, better, strict=True) if not others)
+    assert front == sorted(front)
+
+
+def boxes(svg: str) -> list[tuple[float, float, float, float]]:
+    found = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}rect")
+    return [tuple(float(r.get(name)) for name in ("x", "y", "width", "height")) for r in found]
+
+
+def overlap(a, b) -> bool:
+    return a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3] and b[1] < a[1] + a[3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_of_a_tree_do_not_overlap(seed):
+    g = torch.Generator().manual_seed(seed)
+    parents = [0] + [int(torch.randint(0, i, (), generator=g)) for i in range(1, 40)]
+    nodes = [DrawnNode("x" * (1 + i % 14), ".12") for i in range(40)]
+    svg = tree_svg(nodes, parents, "random")
+    found = boxes(svg)
+    assert len(found) == 40
+    assert not any(overlap(a, b) for i, a in enumerate(found) for b in found[:i])
+    width, height = (float(ElementTree.fromstring(svg).get(name)) for name in ("width", "height"))
+    assert all(x >= 0 and y >= 0 and x + w <= width + 1 and y + h <= height + 1 for x, y, w, h in found)
+
+
+def test_a_tree_shows_strange_tokens():
+    example = examples(ROWS, str)[0]
+    example["tokens"] = ["<&>", "\n", "\x00", " a\ud800", ""]
+    text = "".join(ElementTree.fromstring(round_svg(example)).itertext())
+    assert all(shown in text for shown in ("<&>", "⏎", "\N{REPLACEMENT CHARACTER}", "␣a", "∅"))
+
+
+def test_the_best_tree_shows_how_often_nodes_are_reached():
+    svg = best_tree_svg([(0,), (1,), (0, 1)], [[0.5, 0.25], [0.4, 0.2]])
+    assert re.findall(r">(\d|root)(?:<tspan[^>]*>([.\d]+))?", svg) == [
+        ("root", ""),
+        ("1", ".50"),
+        ("2", ".25"),
+        ("2", ".10"),
+    ]
+
+
+# The page
+
+
+@pytest.fixture(scope="module")
+def out(target_path, drafter_path, tmp_path_factory):
+    """Two benchmarks, two drafters, in one folder."""
+    out = tmp_path_factory.mktemp("report")
+    target = load_target(target_path)
+    questions = [Question(str(i), "ab"[i % 2], (text,)) for i, text in enumerate(("The quick", "Ein Café", "12 + 30"))]
+    for name, some in (("first", questions), ("<second>", questions[:2])):
+        how = {"max_new_tokens": 12, "resamples": 20, "probe": 1}
+        benchmark = Benchmark(name, some, skipped=3)
+        sweep = Sweep(target, "f", benchmark, out, Sampling(), make_verifier("match"), **how)
+        drafts = [Draft.read({"draft": str(drafter_path), "name": "eagle<3>"}), Draft.read("ngram")]
+        best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
+        sweep.run(sweep.points(drafts, [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 3, 50)], True, best))
+    results, timings, _ = write_results(out)
+    write_report(out, results, timings, command="python lab/sweep/sweep_command.py <x>")
+    return out
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str):
+        super().__init__()
+        self.open, self.references, self.words = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.references += [v for k, v in attributes if k in ("src", "href", "xlink:href", "data") and v]
+        self.open += [tag] if tag not in ("meta", "br") else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+
+def test_the_page_is_whole_and_needs_nothing_else(out):
+    text = (out / REPORT).read_text(encoding="utf-8")
+    page = Page(text)
+    assert page.open == []
+    assert all(ref.startswith(("#", "data:")) for ref in page.references)
+    assert not re.findall(r"url\((?!data:|#)", text)
+    assert "<script" not in text
+    assert "@import" not in text
+
+
+def test_the_page_says_what_was_measured(out):
+    results, timings, _ = collect(out)
+    words = " ".join(Page((out / REPORT).read_text(encoding="utf-8")).words)
+    for r in results:
+        if r["kind"] == "decode" and "skipped" not in r:
+            assert f"{r['metrics']['tau']['value']:.2f}" in words
+    for told in (
+        "eagle<3>",
+        "<second>",
+        "python lab/sweep/sweep_command.py <x>",
+        "3 records of the benchmark",
+        "num_draft_tokens is 50",
+    ):
+        assert told in words
+    machine = next(iter(timings.values()))["machine"]
+    assert f"torch {machine['torch']}" in words
+    assert "that differ from plain" not in words
+
+
+def test_there_is_a_picture_of_every_figure(out):
+    names = {file.name for file in (out / "figures").iterdir()}
+    assert names == {
+        f"{i}-{name}.png" for i in (1, 2) for name in ("tau", "cost", "parts", "depth", "categories", "diagnostics")
+    }
+    assert all((out / "figures" / name).read_bytes()[:4] == b"\x89PNG" for name in names)
+    text = (out / REPORT).read_text(encoding="utf-8")
+    svgs = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(svgs) > 12
+    for svg in svgs:
+        ElementTree.fromstring(svg)
+
+
+def test_the_page_warns_of_different_answers(out, tmp_path, capsys):
+    results, timings, _ = collect(out)
+    results = json.loads(json.dumps(results))
+    spoilt = next(r for r in results if r["names"]["draft"] == "ngram" and "identical" in r)
+    spoilt["identical"] -= 1
+    spoilt["names"]["lossless"] = False
+    print_tables(results, timings)
+    told = capsys.readouterr().out
+    assert "Points with answers that differ from plain decoding's: 1." in told
+    assert "Lossy: SampleAndMatch()" in told
+
+
+def test_nothing_to_report(out, tmp_path):
+    results, timings, _ = collect(out)
+    with pytest.raises(ValueError, match="nothing to report"):
+        write_report(tmp_path, [r for r in results if r["names"]["draft"] == "none"], timings, command="")
+    (tmp_path / "figures").write_text("a file")
+    with pytest.raises(ValueError, match=r"cannot write .*figures"):
+        write_report(tmp_path, results, timings, command="")

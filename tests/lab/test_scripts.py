@@ -1,0 +1,61 @@
+"""Scripts start from any folder, and find the checkout that they lie in."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lab.machine import command_line
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_finds_its_checkout_before_it_imports_from_it(script):
+    if script.stem == "checkout":
+        return
+    lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith(("import ", "from "))]
+    ours = [line.split()[1].split(".")[0] for line in lines]
+    packages = {"specdec", "drafters", "trees", "training", "lab"}
+    assert ours.index("checkout") < min(i for i, name in enumerate(ours) if name in packages)
+
+
+def test_a_script_from_another_folder_and_its_child_import_this_checkout(tmp_path):
+    """Without any help from the environment or from what is installed."""
+    (tmp_path / "specdec").mkdir()
+    (tmp_path / "specdec" / "__init__.py").write_text("raise ImportError('another specdec')")
+    child = "import specdec; print(specdec.__file__)"
+    code = (
+        f"import sys; sys.path[0] = {str(ROOT / 'scripts')!r}; import checkout, specdec, subprocess; "
+        f"print(specdec.__file__, flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    here = str(ROOT / "specdec" / "__init__.py")
+    assert done.stdout.split()[0] == here, done.stderr
+
+
+def test_the_help_of_a_script_from_another_folder(tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(ROOT / "scripts" / "pretrain_target.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--seconds" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "told"),
+    [
+        (["specdec sweep", "topk=[1,4]"], "specdec.__main__", "specdec sweep 'topk=[1,4]'"),
+        (["/anywhere/kernels.py", "--nodes", "9"], "lab.bench.kernels", "python -m lab.bench.kernels --nodes 9"),
+        (["scripts/quality.py", "demo"], None, "python scripts/quality.py demo"),
+    ],
+)
+def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module, told):
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module), raising=False)
+    assert command_line() == told

@@ -1,0 +1,332 @@
+"""Sweeps: what a point depends on, interruptions at any place, and mistakes."""
+
+import importlib.util
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.sweep import store, sweep
+from lab.sweep.benchmarks import Benchmark, Question
+from lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
+from lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
+from lab.sweep.sweep import Sweep
+from lab.trace.metrics import METRICS
+from specdec.engine.trace_files import read_trace
+from specdec.model.loader import load_target
+from specdec.types import Sampling
+from specdec.verify import make_verifier
+from trees.spec import TreeSpec
+
+BENCHMARK = Benchmark(
+    "tiny",
+    [
+        Question("a", "animals", ("The quick brown", "And the dog?")),
+        Question("b", "numbers", ("What is 12 + 30?",)),
+        Question("c", "animals", ("Ein Café",)),
+    ],
+)
+BEST = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
+SHAPES = [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 2, 60)]  # the last cannot be
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return load_target(target_path)
+
+
+def make(target, out, **how) -> Sweep:
+    out.mkdir(exist_ok=True)
+    common = {
+        "max_new_tokens": 8,
+        "resamples": 20,
+        "probe": 1,
+        "sampling": Sampling(),
+        "verifier": make_verifier("match"),
+    }
+    return Sweep(target, "fingerprint", how.pop("benchmark", BENCHMARK), out, **common | how)
+
+
+def points_of(found: Sweep, drafter_path):
+    drafts = [Draft.read(str(drafter_path)), Draft.read("ngram")]
+    return found.points(drafts, SHAPES, baseline=True, best_tree=BEST)
+
+
+def measure(target, drafter_path, out, **how) -> list[str]:
+    told = []
+    found = make(target, out, **how)
+    found.run(points_of(found, drafter_path), lambda point, what: told.append(what))
+    write_results(out)
+    return told
+
+
+@pytest.fixture(scope="module")
+def whole(target, drafter_path, tmp_path_factory):
+    """A sweep that nothing interrupted."""
+    out = tmp_path_factory.mktemp("sweep") / "whole"
+    told = measure(target, drafter_path, out)
+    assert [what.split(":")[0] for what in told] == ["measured", *["measured", "measured", "skipped", "measured"] * 2]
+    return out
+
+
+# What a point is
+
+
+def test_a_grid_holds_a_chain_once():
+    found = TreeSpec.grid([1, 4], [3, 5], [8, 16])
+    assert found == [
+        TreeSpec(1, 3),
+        TreeSpec(1, 5),
+        TreeSpec(4, 3, 8),
+        TreeSpec(4, 3, 16),
+        TreeSpec(4, 5, 8),
+        TreeSpec(4, 5, 16),
+    ]
+
+
+def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeypatch):
+    def keys(**how):
+        found = make(target, tmp_path / "x", **how)
+        return [point.key for point in points_of(found, drafter_path)]
+
+    first = keys()
+    assert len(set(first)) == len(first) == 9
+    assert keys() == first
+    others = [
+        {"max_new_tokens": 9},
+        {"sampling": Sampling(0.5)},
+        {"seed": 1},
+        {"batch_size": 2},
+        {"resamples": 21},
+        {"benchmark": Benchmark("tiny", BENCHMARK.questions[:2])},
+    ]
+    for how in others:
+        assert not set(keys(**how)) & set(first), how
+    assert keys(benchmark=Benchmark("another name", BENCHMARK.questions)) == first
+    changed = keys(verifier=make_verifier("typical"))
+    assert [a == b for a, b in zip(changed, first, strict=True)] == [True] + [False, False, False, True] * 2
+    monkeypatch.setattr(sweep, "code_version", lambda: "other")
+    assert not set(keys()) & set(first)
+
+
+def test_a_fingerprint_is_of_what_the_files_hold(drafter_path, tmp_path):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(drafter_path, copy)
+    assert signature(copy) == signature(drafter_path)
+    (copy / "README.md").write_text("words")
+    assert signature(copy) == signature(drafter_path)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert signature(copy) != signature(drafter_path)
+
+
+def test_the_code_version_is_of_what_measures(monkeypatch):
+    before, root = code_version(), Path(sweep.__file__).parents[2]
+    for name in (*NOT_CODE, *LAB):
+        assert (root / name).is_dir() or (root / f"{name}.py").is_file(), "lab/sweep/points.py names lost files"
+    real = Path.read_bytes
+
+    def changed(name: str) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_bytes", lambda self: real(self) + b"#" * (self == root / name))
+            return code_version() != before
+
+    assert all(
+        map(changed, ("specdec/engine/engine.py", "lab/trace/metrics.py", "drafters/eagle3.py", "trees/dynamic.py"))
+    )
+    assert not any(map(changed, ("specdec/cli/generate.py", "lab/sweep/report.py", "lab/sweep/store.py")))
+
+
+# What is measured
+
+
+def test_results_are_the_metrics_of_their_traces(whole):
+    results, timings, old = collect(whole)
+    assert old == 0
+    assert len(results) == 9
+    decoded = [r for r in results if r["kind"] == "decode" and "skipped" not in r]
+    assert len(decoded) == 5
+    for r in decoded:
+        trace = read_trace(whole / "points" / r["key"] / "trace")
+        assert r["metrics"]["tau"]["value"] == METRICS["tau"](trace.rows)
+        assert r["rows"] == 4
+        assert {row.category for row in trace.rows} == {"animals", "numbers"} == set(r["by_category"])
+        assert timings[r["key"]]["tokens_per_second"] > 0
+    assert all(r["identical"] == 4 for r in decoded)
+    assert decoded[0]["names"]["draft"] == "none"
+    assert len(groups(results)) == 1
+
+
+def test_what_cannot_be_is_skipped_and_named(whole):
+    skipped = [r["skipped"] for r in collect(whole)[0] if "skipped" in r]
+    assert len(skipped) == 2
+    assert all("num_draft_tokens is 60, but with topk 2 and steps 2" in why for why in skipped)
+
+
+def test_nothing_is_measured_twice(whole, target, drafter_path, monkeypatch):
+    monkeypatch.setattr(Draft, "load", None)
+    before = (whole / TIMINGS).read_bytes()
+    assert measure(target, drafter_path, whole) == ["reused"] * 9
+    assert (whole / TIMINGS).read_bytes() == before
+
+
+def test_points_of_other_code_are_left_out(whole, monkeypatch):
+    monkeypatch.setattr(store, "code_version", lambda: "other")
+    assert collect(whole) == ([], {}, 9)
+
+
+# Interruptions
+
+
+class Killed(BaseException):
+    """Ends the process as a signal would: nothing of ours catches it."""
+
+
+PLACES = {
+    "while plain decoding": ("lab.sweep.sweep.converse", 1),
+    "while a drafter is measured": ("lab.sweep.sweep.converse", 6),
+    "while metrics are computed": ("lab.sweep.sweep.summary", 3),
+    "while a trace is written": ("lab.sweep.store.write_trace", 2),
+    "before a point is put in place": ("pathlib.Path.rename", 5),
+    "while a best tree is measured": ("lab.sweep.sweep.measure_acceptance", 1),
+    "while results are put together": ("lab.sweep.store.write_text", 2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_and_resumed_is_the_same(place, whole, target, drafter_path, tmp_path, monkeypatch):
+    name, calls = PLACES[place]
+    module, attribute = name.rsplit(".", 1)
+    owner = Path if module == "pathlib.Path" else sys.modules[module]
+    real, left = getattr(owner, attribute), [calls]
+
+    def killed(*args, **kwargs):
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, killed)
+        with pytest.raises(Killed):
+            measure(target, drafter_path, tmp_path / "cut")
+    done = len(list((tmp_path / "cut" / "points").glob(f"*/{store.RESULT}")))
+    told = measure(target, drafter_path, tmp_path / "cut")
+    assert told.count("reused") == done - len([*(tmp_path / "cut" / "points").glob("*.partial")])
+    assert (tmp_path / "cut" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
+    assert [p.name for p in (tmp_path / "cut" / "points").iterdir() if p.suffix] == []
+
+
+def test_jobs_that_share_a_sweep_make_the_same_file(whole, target, drafter_path, tmp_path):
+    script = load_script()
+    found = make(target, tmp_path / "shared")
+    points = points_of(found, drafter_path)
+    shares = [script.share_of(points, shard, 2, rank, 2) for shard in (0, 1) for rank in (0, 1)]
+    assert sorted(p.key for share in shares for p in share) == sorted(p.key for p in points)
+    for share in reversed(shares):
+        make(target, tmp_path / "shared").run(share)
+        write_results(tmp_path / "shared")
+    assert (tmp_path / "shared" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
+
+
+def test_a_full_disk_is_a_sentence_and_loses_nothing(whole, target, drafter_path, tmp_path, monkeypatch):
+    real, left = Path.write_text, [3]
+
+    def full(self, *args, **kwargs):
+        if self.name == store.RESULT:
+            left[0] -= 1
+            if not left[0]:
+                raise OSError(28, os.strerror(28))
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(ValueError, match=r"cannot write .*points.*: No space left on device"):
+            measure(target, drafter_path, tmp_path / "full")
+    assert measure(target, drafter_path, tmp_path / "full").count("reused") == 2
+    assert (tmp_path / "full" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
+
+
+# The command
+
+
+def load_script():
+    spec = importlib.util.find_spec("lab.sweep.sweep_command")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(monkeypatch, *overrides: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["sweep.py", *overrides])
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    try:
+        load_script().main()
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    records = [{"question_id": q.id, "category": q.category, "turns": q.turns} for q in BENCHMARK.questions]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    return path
+
+
+def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    settings = (
+        f"benchmark.path={questions}", f"target.path={target_path}", f"draft=[{drafter_path},ngram]", f"out={out}",
+        "topk=[1,2]", "steps=2", "num_draft_tokens=[4,60]", "max_new_tokens=8", "resamples=20", "best_tree.questions=2",
+    )  # fmt: skip
+    assert run(monkeypatch, *settings) == 0
+    first = capsys.readouterr()
+    last = json.loads(first.out.splitlines()[-1])
+    assert last == {
+        "out": str(out), "points": 9, "to_be_measured_elsewhere": 0, "measured": 7, "reused": 0, "skipped": 2,
+    }  # fmt: skip
+    assert "drafter 2/2/60 skipped: num_draft_tokens is 60" in first.err
+    results = (out / RESULTS).read_bytes()
+    assert (out / "report.html").is_file()
+    assert run(monkeypatch, *settings) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["reused"] == 9
+    assert (out / RESULTS).read_bytes() == results
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "the benchmark own has no path: give benchmark.path=FILE"),
+        (["benchmark=oak"], "oak"),
+        (["benchmark.path=nowhere.jsonl"], "no such data file: nowhere.jsonl"),
+        (["nonsense=1"], "nonsense"),
+        (["Q", "draft=nowhere/at/all"], "no such checkpoint folder: nowhere/at/all"),
+        (["Q", "draft={drafts: x}"], "an entry of draft has the unknown field drafts"),
+        (["Q", "draft=[ngram,ngram]"], "two entries of draft have the same name"),
+        (["Q", "draft={draft: ngram, token_map: nowhere.json}"], "cannot read nowhere.json"),
+        (["Q", "topk=[1,0]"], "topk must be a positive whole number or a list of such, got 0"),
+        (["Q", "steps=[]"], r"steps must be a positive whole number or a list of such, got []"),
+        (["Q", "shards=2", "shard=2"], "shard must lie between 0 and shards - 1, got shard 2 of 2"),
+        (["Q", "max_new_tokens=0"], "max_new_tokens must be at least 1, got 0"),
+        (["Q", "max_new_tokens=5000"], "no question of own fits the target's context"),
+        (["Q", "thinking=true", "raw=true"], "thinking was set, but the prompts are raw"),
+        (["Q", "out=QUESTIONS"], "cannot write to"),
+    ],
+)
+def test_mistakes(questions, target_path, tmp_path, monkeypatch, capsys, overrides, message):
+    given = [o.replace("QUESTIONS", str(questions)) for o in overrides if o != "Q"]
+    if "Q" in overrides:
+        given += [f"benchmark.path={questions}", f"target.path={target_path}"]
+        given += [] if any(o.startswith("draft=") for o in given) else ["draft=ngram"]
+    given += [] if any(o.startswith("out=") for o in given) else [f"out={tmp_path / 'out'}"]
+    assert run(monkeypatch, *given) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert "Traceback" not in told

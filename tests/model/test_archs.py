@@ -1,0 +1,273 @@
+"""Logits of every family agree with transformers: prefill, step by step, trees, biases, windows, shards, rope."""
+
+import json
+
+import pytest
+import torch
+from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
+from safetensors.torch import load_file, save_file
+from test_no_sync import NoHostSync
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec.model.loader import load_target
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GEMMA3 = {
+    "family": "gemma3_text",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+CASES = {
+    "llama": {"family": "llama"},
+    "llama-tied": {"family": "llama", "tie_word_embeddings": True},
+    "llama-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-mha": {"family": "llama", "num_key_value_heads": 6},
+    "llama-head-dim": {"family": "llama", "head_dim": 16},
+    "llama3-rope": {"family": "llama", "rope_parameters": LLAMA3_ROPE},
+    "linear-rope": {"family": "llama", "rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}},
+    "llama-sharded": {"family": "llama", "shard": "20KB"},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral-window": {"family": "mistral", "sliding_window": 8},
+    "qwen2": {"family": "qwen2"},
+    "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_dim": 16},
+    "qwen3-biases": {"family": "qwen3", "head_dim": 16, "attention_bias": True},
+    "qwen2-window": {"family": "qwen2", **QWEN_WINDOW},
+    "qwen3-window": {"family": "qwen3", "head_dim": 16, **QWEN_WINDOW},
+    "gemma3": GEMMA3,
+    "gemma3-untied": GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True},
+    "gemma3-softcap": GEMMA3 | {"final_logit_softcapping": 2.0},
+    "gemma3-pattern": GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2},
+}
+WINDOWS = [case for case in CASES if "window" in case or "gemma3" in case]
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_match_transformers(case, tmp_path):
+    model = save_hf(tmp_path, **CASES[case])
+    assert (tmp_path / "model.safetensors.index.json").exists() == ("shard" in CASES[case])
+    target = load_target(tmp_path, tokenizer=False)
+    ids = torch.randint(99, (2, 40))
+    out = model(ids, output_hidden_states=True)
+    taps = range(4)
+
+    cache = target.new_cache(2, 48)
+    logits, feats = target(ids, cache, taps=taps)
+    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
+
+    logits, feats = target(ids, None, taps=taps)
+    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
+
+    for rows in (2, 1):
+        cache = target.new_cache(rows, 48)
+        pieces = [target(ids[:rows, :20], cache)[0]]
+        cache.advance(torch.full((rows,), 20), 20)
+        for i in range(20, 40):
+            pieces.append(target(ids[:rows, i : i + 1], cache)[0])
+            cache.advance(torch.ones(rows, dtype=torch.int64), i + 1)
+        torch.testing.assert_close(torch.cat(pieces, 1), out.logits[:rows], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "llama", *WINDOWS])
+def test_ragged_prefill_and_tree_match_single_sequences(case, tmp_path):
+    """Rows of different lengths, two of them longer than the window, then a tree, then one token each."""
+    model = save_hf(tmp_path, **CASES[case])
+    assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "gemma3"])
+def test_a_window_shorter_than_the_path(case, tmp_path):
+    """A window so short also hides ancestors in the tree."""
+    model = save_hf(tmp_path, **CASES[case] | {"sliding_window": 2})
+    assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_matter_here(case, tmp_path):
+    """The same weights without a window give other logits: the tests above would notice."""
+    save_hf(tmp_path, **CASES[case])
+    target = load_target(tmp_path, tokenizer=False)
+    ids = torch.randint(99, (1, 40))
+    narrow, _ = target(ids, None)
+    target.windows = [None] * len(target.windows)
+    wide, _ = target(ids, None)
+    torch.testing.assert_close(narrow[:, :8], wide[:, :8])
+    assert (narrow[:, 20:] - wide[:, 20:]).abs().max() > 1e-2
+
+
+@torch.inference_mode()
+def test_windows_cost_no_host_synchronisation(tmp_path):
+    save_hf(tmp_path, **GEMMA3)
+    target = load_target(tmp_path, tokenizer=False)
+    cache = target.new_cache(2, 48)
+    target(torch.randint(99, (2, 20)), cache)
+    cache.advance(torch.tensor([20, 15]), 20)
+    nodes = torch.randint(99, (2, 3))
+    depth, ancestors = torch.tensor([[0, 1, 1]] * 2), torch.eye(3).bool().expand(2, 3, 3)
+    with NoHostSync():
+        target(nodes, cache, depth=depth, ancestors=ancestors)
+        target(nodes[:, :1], cache)
+
+
+@pytest.mark.parametrize("case", ["mistral-window", "gemma3-untied"])
+def test_greedy_text_beyond_the_window(case, tmp_path):
+    model = save_hf(tmp_path, head=15.0, **CASES[case])
+    assert_same_greedy_text(model, load_target(tmp_path, tokenizer=False))
+
+
+def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
+    """The embeddings' scale and the norms' offset are rounded where transformers rounds them."""
+    model = save_hf(tmp_path, dtype=torch.bfloat16, **GEMMA3)
+    target = load_target(tmp_path, dtype="bf16", tokenizer=False)
+    ids = torch.arange(40)[None]
+    _, feats = target(ids, None, taps=(0,))
+    first = model(ids, output_hidden_states=True).hidden_states[0]
+    assert torch.equal(feats, first)
+    norm = model.model.layers[0].input_layernorm
+    assert torch.equal(target.blocks[0].input_norm(first[0]), norm(first[0]))
+
+
+@pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
+def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
+    """Both orders of names, with the vision part set aside. Released configs leave most text fields out."""
+    text_prefix, eye_prefix = prefixes
+    model = save_hf(tmp_path, **GEMMA3)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("model.", text_prefix, 1): value for name, value in load_file(file).items()}
+    tensors[f"{eye_prefix}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
+    tensors[f"{eye_prefix}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
+    save_file(tensors, file)
+    text = json.loads((tmp_path / "config.json").read_text())
+    del text["tie_word_embeddings"], text["hidden_activation"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    ids = torch.randint(99, (1, 20))
+    logits, _ = load_target(tmp_path, tokenizer=False)(ids, None)
+    torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
+    save_file(tensors | {"model.extra": torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"holds the tensor model\.extra"):
+        load_target(tmp_path, tokenizer=False)
+
+
+def test_the_older_spelling_of_gemma3_is_read_like_the_new(tmp_path):
+    save_hf(tmp_path, **GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2})
+    new = load_target(tmp_path, tokenizer=False).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
+        config.pop(field)
+    config |= {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2}
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_target(tmp_path, tokenizer=False).config == new
+    # transformers reads the old spelling in the same way
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read.rope_parameters["full_attention"]["factor"] == 4.0
+    assert read.rope_parameters["sliding_attention"]["rope_theta"] == 300.0
+
+
+def with_heads(folder, names: list[str], **config) -> None:
+    """Add tensors to a saved model, as if it had been released with heads for multi-token prediction."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: torch.ones(2) for name in names}, folder / "model.safetensors")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | config))
+
+
+def test_mimo_is_qwen2_whose_heads_are_set_aside(tmp_path):
+    model = save_hf(tmp_path, "qwen2")
+    heads = ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"]
+    with_heads(tmp_path, heads, model_type="mimo", attention_bias=True, num_nextn_predict_layers=1)
+    assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
+    with_heads(tmp_path, ["model.mtp_head.weight"])
+    with pytest.raises(ValueError, match=r"holds the tensor model\.mtp_head\.weight"):
+        load_target(tmp_path, tokenizer=False)
+
+
+def test_announced_layers_behind_the_last_are_set_aside_and_no_others(tmp_path):
+    save_hf(tmp_path, "llama")
+    with_heads(tmp_path, ["model.layers.3.eh_proj.weight", "mtp.fc.weight"], num_nextn_predict_layers=1)
+    load_target(tmp_path, tokenizer=False)
+    with_heads(tmp_path, ["model.layers.4.eh_proj.weight"])
+    with pytest.raises(ValueError, match=r"holds the tensor model\.layers\.4\.eh_proj"):
+        load_target(tmp_path, tokenizer=False)
+    with_heads(tmp_path, [], num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match=r"holds the tensor model\.layers\.3\.eh_proj"):
+        load_target(tmp_path, tokenizer=False)
+
+
+def change_config(folder, **fields) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "a target must be causal"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 3"),
+        ("qwen2", {"use_sliding_window": True, "layer_types": ["linear"] * 3}, "layer type 'linear' is not supported"),
+    ],
+)
+def test_what_we_would_approximate_is_refused_by_name(family, change, message, tmp_path):
+    save_hf(tmp_path, **(GEMMA3 if family == "gemma3_text" else {"family": family}))
+    change_config(tmp_path, **change)
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path, tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_act": "gelu"}, "activation 'gelu' is not native"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
+            "rope type 'yarn' is not native",
+        ),
+    ],
+)
+def test_what_our_decoder_cannot_be_runs_through_transformers(change, reason, tmp_path, capsys):
+    save_hf(tmp_path, "llama")
+    change_config(tmp_path, **change)
+    capsys.readouterr()
+    target = load_target(tmp_path, tokenizer=False)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert reason in err
+    assert_tree_matches(AutoModelForCausalLM.from_pretrained(tmp_path), target)
+
+
+def test_old_rope_spelling_is_read_like_the_new(tmp_path):
+    save_hf(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
+    new = load_target(tmp_path, tokenizer=False).config
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_target(tmp_path, tokenizer=False).config == new
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_files_load(dtype, tmp_path):
+    model = save_hf(tmp_path, "llama", dtype=dtype)
+    target = load_target(tmp_path, dtype="fp32", tokenizer=False)
+    assert torch.equal(target.blocks[0].mlp.down.weight, model.model.layers[0].mlp.down_proj.weight.float())

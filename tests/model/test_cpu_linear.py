@@ -1,0 +1,187 @@
+"""Packed weights give the same products, follow changes, and are made only where they may be; also for drafters."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DRAFTERS, tiny_target
+
+from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
+from specdec.model import cpu_linear
+from specdec.model.cpu_linear import Fp16Weight, bytes_read, linear, pack
+from specdec.model.layers import Linear
+
+with torch.no_grad():
+    PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
+    FP16 = isinstance(pack(torch.zeros(16, 16)), Fp16Weight)
+needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
+needs_fp16 = pytest.mark.skipif(not FP16, reason="this torch has no FBGEMM")
+
+
+def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
+    """of: the dtype of a checkpoint, which holds all values of the weight exactly."""
+    weight = torch.randn(96, 48, generator=torch.Generator().manual_seed(0)).to(of or torch.float32).to(dtype)
+    return weight.t().contiguous().t() if input_major else weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("of", [None, torch.bfloat16])
+@pytest.mark.parametrize("input_major", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_linear_is_the_product(dtype, of, input_major, biased):
+    weight = random_weight(dtype, input_major=input_major, of=of)
+    bias = torch.linspace(-1, 1, 96).to(dtype) if biased else None
+    product = linear(weight, bias)
+    for rows in (1, 2, 5, 16, 33):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        # One rounding of the result, and sums of 48 products whose sizes add up to less than 128.
+        bound = exact.abs() * torch.finfo(dtype).eps + 128 * 48 * torch.finfo(torch.float32).eps
+        assert ((product(x).double() - exact).abs() <= bound).all()
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_row_does_not_depend_on_those_beside_it(dtype):
+    product = linear(random_weight(dtype), None)
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    whole = product(x)
+    for rows in (2, 3, 6, 16) if dtype == torch.float32 else (1, 2, 3, 6, 16):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+
+
+@needs_fp16
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
+    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
+    weight = random_weight(torch.float32, of=of)
+    weight[0, :3] = torch.tensor([3e-9, -7e-8, 2e-5]).to(of)  # for fp16 too small in bf16, unless they are scaled
+    half, product = pack(weight), linear(weight, None)
+    assert isinstance(half, Fp16Weight)
+    assert (half.scale == 1) == (of == torch.float16)
+    assert bytes_read(weight) == weight.nbytes // 2
+    assert torch.equal(product(torch.eye(48)), weight.t())
+    x = torch.randn(32, 48, generator=torch.Generator().manual_seed(1))
+    whole, threads = product(x), torch.get_num_threads()
+    try:
+        for torch_threads in (1, 2):
+            torch.set_num_threads(torch_threads)
+            assert all(torch.equal(product(x[at : at + rows]), whole[at : at + rows])
+                       for rows in (1, 2, 3, 6, 16) for at in (0, 5))  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("spoil", [1 / 3, float("inf"), float("nan"), 2.0**40])
+@torch.no_grad()
+def test_what_fp16_does_not_hold_is_not_packed_in_fp16(spoil):
+    """One value that has too many digits, none at all, or is too large to be scaled together with the others."""
+    weight = random_weight(torch.float32, of=torch.bfloat16)
+    weight[5, 7] = spoil
+    assert not isinstance(pack(weight), Fp16Weight)
+    assert bytes_read(weight) == weight.nbytes
+    got, x = linear(weight, None), torch.ones(3, 48)
+    torch.testing.assert_close(got(x), F.linear(x, weight), equal_nan=True)
+
+
+@needs_fp16
+@torch.no_grad()
+def test_changed_weights_are_packed_in_fp16_anew():
+    weight = random_weight(torch.float32, of=torch.bfloat16)
+    x = torch.ones(4, 48)
+    before = linear(weight, None)(x)
+    weight.mul_(2)
+    assert torch.equal(linear(weight, None)(x), 2 * before)
+    weight.div_(3)
+    assert not isinstance(pack(weight), Fp16Weight)
+    torch.testing.assert_close(linear(weight, None)(x), 2 / 3 * before)
+    assert torch.equal(linear(weight.zero_(), None)(x), torch.zeros(4, 96))
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_changed_weight_is_packed_anew_and_a_shared_one_once():
+    weight = random_weight(torch.float32)
+    x = torch.ones(4, 48)
+    packed, before = pack(weight), linear(weight, None)(x)
+    assert pack(weight) is packed
+    assert pack(weight.detach()) is packed
+    weight.mul_(2)
+    torch.testing.assert_close(linear(weight, None)(x), 2 * before)
+    assert pack(weight[:48]) is not pack(weight)
+    assert pack(weight[:48]).shape == (48, 48)
+
+
+@needs_packing
+@torch.no_grad()
+def test_a_pack_goes_with_its_weight():
+    weight = random_weight(torch.float32)
+    gc.collect()
+    pack(weight)
+    held = len(cpu_linear._packed)
+    del weight
+    gc.collect()
+    assert len(cpu_linear._packed) == held - 1
+
+
+def test_autograd_and_other_dtypes_are_left_alone():
+    layer = Linear(48, 96)
+    assert pack(layer.weight) is None
+    layer(torch.ones(3, 48)).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        assert pack(layer.weight) is None  # it may still learn
+        assert pack(random_weight(torch.float64)) is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert pack(random_weight(torch.float32)) is None
+    with torch.inference_mode():
+        assert pack(torch.zeros(16, 16)) is None  # nothing counts its changes
+
+
+@pytest.mark.parametrize("learns", [True, False])
+@pytest.mark.parametrize("name", ["eagle3", "mtp"])
+@torch.no_grad()
+def test_a_drafter_sees_its_weights_as_they_are(name, learns):
+    """A drafter that was frozen for one decoding uses new weights in the next one, and in an unroll right after."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target).eval().requires_grad_(learns)
+    tokens = torch.tensor([[3, 4, 5]])
+    feats = torch.randn(1, 3, len(drafter.taps) * target.config.hidden, generator=torch.Generator().manual_seed(0))
+
+    def decoded() -> torch.Tensor:
+        drafter.reset(1, 16)
+        return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([3])).logits[0, 0]
+
+    def unrolled() -> torch.Tensor:
+        return next(iter(drafter.unroll(feats, tokens, 1))).logits[0, -1]
+
+    before = decoded()
+    torch.testing.assert_close(unrolled(), before)
+    drafter.reset(1, 16)  # frozen again
+    for parameter in drafter.parameters():
+        parameter.mul_(1.5)
+    after = unrolled()
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(decoded(), after)
+
+
+@pytest.mark.parametrize("name", ["eagle2", "eagle3", "mtp", "medusa"])
+def test_a_narrower_drafter_is_as_lossless(name):
+    """The demo's drafters in bf16, for the target in fp32."""
+    folder = Path(DEMO_TARGET).parent / name
+    target = load_target(DEMO_TARGET, dtype="fp32")
+    drafter = load_drafter(folder, target, dtype=torch.bfloat16)
+    plain = generate(target, "What is a tree?", max_new_tokens=24)
+    fast = generate(target, "What is a tree?", drafter, tree=make_tree(2, 3, 6), max_new_tokens=24)
+    assert fast.rows[0].tokens == plain.rows[0].tokens
+    assert fast.tau > 1.2
+
+
+def test_only_drafters_that_learn_have_a_dtype():
+    with pytest.raises(ValueError, match="dtype are for drafters that learn"):
+        load_drafter("ngram", tiny_target(), dtype=torch.bfloat16)

@@ -1,0 +1,181 @@
+"""Models of transformers that are not native decode exactly through their own modules, or are refused by name."""
+
+import inspect
+import json
+
+import pytest
+import torch
+from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
+from safetensors.torch import load_file, save_file
+from transformers import GPT2LMHeadModel
+
+from drafters import eagle3
+from specdec.engine.engine import Engine
+from specdec.model.hf_target import TransformersTarget
+from specdec.model.loader import load_target
+from trees import DynamicTree
+
+MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+CASES = {
+    "gpt2": {"family": "gpt2"},  # learned positions
+    "gpt_neox": {"family": "gpt_neox", "rotary_pct": 0.5},  # parallel block, rotary part of a head
+    "phi3": {"family": "phi3", "pad_token_id": 0},  # fused projections
+    "olmo2": {"family": "olmo2"},  # norms behind attention and MLP only
+    "gemma2": {"family": "gemma2", "head_dim": 16, **MIXED},  # soft-caps, two types of layers
+    "mixtral": {"family": "mixtral", "sliding_window": 8, "num_local_experts": 4},  # experts, windows everywhere
+    "deepseek_v3": {  # a latent cache: keys and values of different width, not those of the heads
+        "family": "deepseek_v3",
+        "num_key_value_heads": 6,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 20,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+
+def load(folder, **options) -> TransformersTarget:
+    target = load_target(folder, tokenizer=False, **options)
+    assert isinstance(target, TransformersTarget)
+    return target
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_and_taps_match_transformers(case, tmp_path, capsys):
+    model = save_hf(tmp_path, **CASES[case])
+    capsys.readouterr()
+    target = load(tmp_path)
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"model family {CASES[case]['family']!r} is not native" in err
+    assert_tree_matches(model, target)
+    ids = torch.randint(99, (2, 30))
+    out = model(ids, output_hidden_states=True)
+    for cache in (None, target.new_cache(2, 32)):
+        logits, feats = target(ids, cache, taps=(0, 1, 3))
+        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
+        expected = torch.cat([out.hidden_states[tap] for tap in (0, 1, 3)], -1)
+        torch.testing.assert_close(feats, expected, rtol=0, atol=1e-4)
+    logits, feats = target(ids, None, taps=(3,), logits=False)
+    assert logits is None
+    torch.testing.assert_close(feats, out.hidden_states[3], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_text_is_that_of_generate(case, tmp_path):
+    model = save_hf(tmp_path, head=15.0, **CASES[case])
+    assert_same_greedy_text(model, load(tmp_path))
+
+
+@torch.inference_mode()
+def test_a_native_family_gives_the_same_either_way(tmp_path, capsys):
+    save_hf(tmp_path, "gemma3_text", head_dim=16, pad_token_id=0, **MIXED)
+    native = load_target(tmp_path, tokenizer=False)
+    capsys.readouterr()
+    other = load(tmp_path, generic=True)
+    assert capsys.readouterr().err == ""
+    ids = torch.randint(99, (2, 30))
+    for ours, theirs in zip(native(ids, None, taps=(0, 3)), other(ids, None, taps=(0, 3)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "context", "tied"):
+        assert getattr(native.config, field) == getattr(other.config, field)
+
+
+def test_learned_positions_to_the_end_of_the_context(tmp_path):
+    """Trees near the end reach beyond the last position that has a row in the table."""
+    save_hf(tmp_path, "gpt2", head=15.0, max_position_embeddings=32)
+    target = load(tmp_path)
+    prompts = [[3] * 20, [5, 6], [1] * 31]
+    plain = [Engine(target).generate([p], max_new_tokens=100, eos=frozenset()).rows[0] for p in prompts]
+    engine = Engine(target, eagle3.create(target).eval(), DynamicTree(3, 3, 9))
+    fast = engine.generate(prompts, max_new_tokens=100, eos=frozenset()).rows
+    assert [row.tokens for row in fast] == [row.tokens for row in plain]
+    assert [row.finish for row in fast] == ["context"] * 3
+    assert [len(row.prompt) + len(row.tokens) for row in fast] == [32] * 3
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "context"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 128),
+        ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 16}, 16),
+        (
+            "phi3",
+            {
+                "pad_token_id": 0,
+                "original_max_position_embeddings": 64,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0] * 4,
+                    "long_factor": [2.0] * 4,
+                },
+            },
+            64,
+        ),
+    ],
+)
+def test_the_context_ends_where_exactness_ends(family, fields, context, tmp_path):
+    save_hf(tmp_path, family, **fields)
+    assert load(tmp_path).config.context == context
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("mamba", {}, "'mamba' cannot verify trees: it has layers that are no plain attention"),
+        ("qwen3_next", {}, "'qwen3_next' cannot verify trees: it has layers that are no plain attention"),
+        ("bloom", {}, "'bloom' cannot verify trees: it takes no position_ids"),
+        ("gpt_neo", {"attention_types": [[["global", "local", "local"], 1]]}, "local layers mask by themselves"),
+        ("bert", {}, "'bert' cannot verify trees: its logits in a tree differ"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(family, fields, message, tmp_path):
+    save_hf(tmp_path, family, **fields)
+    with pytest.raises(ValueError, match=message):
+        load_target(tmp_path, tokenizer=False)
+
+
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+def test_the_check_on_loading_notices_a_model_that_does_not_listen(ignored, tmp_path, monkeypatch):
+    save_hf(tmp_path, "gpt2")
+    forward = GPT2LMHeadModel.forward
+    wraps = lambda self, *args, **kwargs: forward(self, *args, **kwargs | {ignored: None})  # noqa: E731
+    wraps.__signature__ = inspect.signature(forward)
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", wraps)
+    with pytest.raises(ValueError, match="cannot verify trees"):
+        load_target(tmp_path, tokenizer=False)
+
+
+def test_files_are_read_strictly(tmp_path):
+    save_hf(tmp_path, "olmo2")
+    tensors = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    load(tmp_path)  # heads for multi-token prediction are known by name
+    save_file(tensors | {"extra": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="holds the tensor extra"):
+        load_target(tmp_path, tokenizer=False)
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks the tensor model\.norm\.weight"):
+        load_target(tmp_path, tokenizer=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nobody"}))
+    with pytest.raises(ValueError, match="nobody"):
+        load_target(tmp_path, tokenizer=False)
+
+
+def test_half_precision_decodes(tmp_path):
+    save_hf(tmp_path, "gpt_neox")
+    target = load(tmp_path, dtype="bf16")
+    drafter = eagle3.create(target).to(torch.bfloat16).eval()
+    rows = Engine(target, drafter, DynamicTree(3, 3, 9)).generate([[1, 2], [3]], max_new_tokens=9).rows
+    assert all(0 < len(row.tokens) <= 9 for row in rows)

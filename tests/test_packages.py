@@ -1,0 +1,68 @@
+"""Every package that is imported is declared in pyproject.toml, and every declared one is imported."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
+TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
+
+
+def declared(requirements: list[str]) -> dict[str, str]:
+    """{module: name} of requirements."""
+    names = [re.match(r"[\w.-]+", requirement)[0] for requirement in requirements]
+    return {MODULES.get(name, name.replace("-", "_")): name for name in names}
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """Modules of other projects that a file imports: when it is imported itself, and anywhere in it."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inside = {id(node) for function in ast.walk(tree) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+              for node in ast.walk(function)}  # fmt: skip
+    at_once, anywhere = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module}
+        else:
+            continue
+        anywhere |= names
+        if id(node) not in inside:
+            at_once |= names
+    own = {*ROOMS, "tests", *sys.stdlib_module_names, *(p.stem for p in path.parent.glob("*.py"))}
+    own |= {p.stem for p in ROOT.glob("tests/**/*.py")}
+    return tuple({name.split(".")[0] for name in names} - own for names in (at_once, anywhere))
+
+
+def imported(*folders: str) -> tuple[set[str], set[str]]:
+    found = [imports(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return set().union(*(f[0] for f in found)), set().union(*(f[1] for f in found))
+
+
+def test_what_the_program_imports_is_what_is_declared():
+    needed, optional = declared(PROJECT["dependencies"]), declared(EXTRAS["wandb"] + EXTRAS["data"])
+    at_once, anywhere = imported(*ROOMS)
+    assert anywhere == set(needed) | set(optional)
+    assert at_once <= set(needed), "extras are imported where they are used, and refused there if they are missing"
+
+
+def test_what_the_tests_import_is_what_is_declared():
+    needed, test = declared(PROJECT["dependencies"]), declared(EXTRAS["test"])
+    _, anywhere = imported("tests")
+    compared = {"speculators"}  # with requirements-speculators.txt
+    assert anywhere - compared <= set(needed) | set(test)
+    optional = declared(EXTRAS["wandb"] + EXTRAS["data"])  # tested where installed
+    assert {name for module, name in test.items() if module not in anywhere | set(optional)} <= TOOLS
+
+
+def test_every_declared_package_has_a_version_that_is_tested():
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    everything = {**declared(PROJECT["dependencies"]), **declared([r for extra in EXTRAS.values() for r in extra])}
+    assert set(everything.values()) <= set(pinned)

@@ -1,0 +1,236 @@
+"""Data of the trainer: sources, what is left out and said about it, masks, what a command shows of them."""
+
+import json
+import lzma
+
+import pytest
+from omegaconf import OmegaConf
+
+from specdec.model.loader import load_target
+from training.data import Batches, load_samples, preset, read_conversations, read_records
+from training.show import main as show_main
+
+GOOD = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
+TEXT = {"text": "The quick brown fox."}
+FIELDS = {"split": "train", "subset": None, "streaming": False, "max_length": 100, "too_long": "cut", "bad": "error"}
+
+
+@pytest.fixture
+def target(target_path):
+    """Loaded anew for each test: some change its tokenizer."""
+    return load_target(target_path)
+
+
+def write(path, *rows):
+    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def load(target, path, **fields):
+    settings = FIELDS | {"path": str(path), "limit": None, "heldout": 0} | fields
+    return load_samples(OmegaConf.create(settings), target)
+
+
+BAD = {
+    "invalid JSON: Expecting": b'{"messages": [',
+    "not UTF-8 text": b'{"text": "\xff"}',
+    "a record must be an object, not list": [1],
+    "none of 'conversations'": {"id": 3},
+    "the conversation is empty": {"conversations": []},
+    "a turn is not an object": {"conversations": ["hello"]},
+    "a turn by 'narrator'; known are human": {"conversations": [{"from": "narrator", "value": "x"}]},
+    "a turn by None": {"messages": [{"content": "x"}]},
+    "content is not text": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_bad_record_is_named_by_its_line_or_skipped_and_counted(target, tmp_path, capsys, message):
+    path = write(tmp_path / "a.jsonl", GOOD, b"", GOOD, BAD[message], GOOD)
+    with pytest.raises(ValueError, match=r"a.jsonl line 4: .*" + message):
+        load(target, path)
+    assert len(load(target, path, bad="skip")) == 3
+    told = capsys.readouterr().err
+    assert "1 bad records left out" in told
+    assert "a.jsonl line 4: " in told
+    assert message in told
+
+
+def test_long_conversations_are_cut_or_dropped_and_counted(target, tmp_path, capsys):
+    longer = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "It is 2. " * 20}]}
+    path = write(tmp_path / "a.jsonl", GOOD, longer, GOOD)
+    cut, dropped = load(target, path, max_length=40), load(target, path, max_length=40, too_long="drop")
+    assert [len(s.ids) for s in cut] == [len(cut[0].ids), 40, len(cut[0].ids)]
+    assert [len(s.ids) for s in dropped] == [len(cut[0].ids)] * 2
+    told = capsys.readouterr().err
+    assert "1 conversations cut at 40 tokens" in told
+    assert "1 conversations of more than 40 tokens left out" in told
+    with pytest.raises(ValueError, match="too_long must be 'cut' or 'drop', got 'fold'"):
+        load(target, path, too_long="fold")
+    with pytest.raises(ValueError, match="bad must be 'error' or 'skip', got 'ignore'"):
+        load(target, path, bad="ignore")
+
+
+def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, capsys):
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
+    target.tokenizer.chat_template = refusing + target.tokenizer.chat_template
+    answer_first = {"messages": [{"role": "assistant", "content": "Hello."}]}
+    path = write(tmp_path / "a.jsonl", GOOD, answer_first, {"prompt": "And?"}, TEXT)
+    assert len(load(target, path)) == 2
+    told = capsys.readouterr().err
+    assert "1 conversations that the chat template refuses left out" in told
+    assert "1 conversations in which the assistant does not speak left out" in told
+    with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*training\.regenerate"):
+        load(target, write(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"", "a.jsonl is empty"),
+        ("a.json", b" ", "a.json is empty"),
+        ("a.json", b"[]", "a.json is empty"),
+        ("a.json", b'{"messages": []}', "must hold a list of conversations"),
+        ("a.json", b'[\n{"text": "a"},\n{]', r"a.json is not valid JSON: .* line 3"),
+        ("a.jsonl.xz", lzma.compress(b"{}")[:-9], "a.jsonl.xz is damaged"),
+        ("a.csv", b"a,b", r"a.csv is of no known form: the name must end in .json, .jsonl, .jsonl.xz or .parquet"),
+    ],
+)
+@pytest.mark.parametrize("bad", ["error", "skip"])
+def test_a_file_that_cannot_be_read_is_an_error_whatever_is_skipped(target, tmp_path, name, content, message, bad):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(target, tmp_path / name, bad=bad)
+
+
+def test_a_template_that_cannot_be_masked_is_a_fault_of_the_record(target, tmp_path, capsys):
+    """It numbers turns from the end, so a conversation of two turns has no exact offsets, but one turn would do."""
+    target.tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
+    path = write(tmp_path / "a.jsonl", TEXT, GOOD)
+    with pytest.raises(ValueError, match=r"line 2: the chat template rewrites earlier text.*generation"):
+        load(target, path)
+    assert len(load(target, path, bad="skip")) == 1
+    assert "line 2: the chat template rewrites" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bad", ["error", "skip"])
+def test_a_tokenizer_that_is_not_the_targets_is_an_error_whatever_is_skipped(target, tmp_path, bad):
+    path = write(tmp_path / "a.jsonl", GOOD)
+    template = target.tokenizer.chat_template
+    target.tokenizer.chat_template = template.replace("<|end|>", "<|im_end|>")
+    with pytest.raises(ValueError, match=r"writes <\|im_end\|>, which the tokenizer does not hold as one token"):
+        load(target, path, bad=bad)
+    target.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        load(target, path, bad=bad)
+    assert len(load(target, write(tmp_path / "text.jsonl", TEXT), bad=bad)) == 1, "plain texts need none"
+    target.tokenizer.chat_template = template
+    target.tokenizer.add_tokens([f"word{i}" for i in range(9)])
+    path = write(tmp_path / "b.jsonl", GOOD, {"text": "word8"})
+    with pytest.raises(ValueError, match=r"b.jsonl line 2: the tokenizer gives token \d+, but the target's vocabulary"):
+        load(target, path, bad=bad)
+
+
+def test_half_a_surrogate_pair_is_no_obstacle(target, tmp_path):
+    (sample,) = load(target, write(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b"}'))
+    assert target.tokenizer.decode(sample.ids) == "a ??? b".replace("?", "\N{REPLACEMENT CHARACTER}")
+
+
+def test_a_pattern_reads_files_in_order_of_their_names(tmp_path):
+    for name in ("2", "1", "3"):
+        write(tmp_path / f"answers-{name}.jsonl", {"text": name})
+    assert [c[0]["content"] for c in read_conversations(tmp_path / "answers-*.jsonl")] == ["1", "2", "3"]
+    with pytest.raises(ValueError, match="no such data file"):
+        list(read_conversations(tmp_path / "questions-*.jsonl"))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The library `datasets` with its caches in a folder of the test, and not allowed to ask the hub."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+    return datasets
+
+
+ROWS = [{"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": f"{i}!"}]} for i in range(5)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", ["file.parquet", "folder of parquet", "folder of json", "saved", "saved dictionary"])
+def test_data_sets_are_read_as_files_are(hub, tmp_path, target, form, streaming):
+    rows, path = hub.Dataset.from_list(ROWS), tmp_path / "mine"
+    if form == "file.parquet":
+        path = tmp_path / "mine.parquet"
+        rows.to_parquet(path)
+    elif form == "folder of parquet":
+        path.mkdir()
+        rows.to_parquet(path / "train-00000-of-00001.parquet")
+    elif form == "folder of json":
+        path.mkdir()
+        write(path / "train.jsonl", *ROWS)
+    else:
+        (rows if form == "saved" else hub.DatasetDict(train=rows)).save_to_disk(path)
+    plain = [r.messages() for r in read_records(write(tmp_path / "plain.jsonl", *ROWS))]
+    assert [r.messages() for r in read_records(path, streaming=streaming)] == plain
+    a, b = load(target, path, streaming=streaming), load(target, tmp_path / "plain.jsonl")
+    assert [s.ids.tolist() for s in a] == [s.ids.tolist() for s in b]
+
+
+def test_a_stream_is_read_no_further_than_needed_and_gives_the_same_batches_again(hub, tmp_path, target):
+    hub.Dataset.from_list([*ROWS, {"conversations": []}]).to_parquet(tmp_path / "mine.parquet")
+    first, again = (load(target, tmp_path / "mine.parquet", streaming=True, limit=4) for _ in range(2))
+    assert len(first) == 4
+    with pytest.raises(ValueError, match=r"mine.parquet \(train\) row 6: the conversation is empty"):
+        load(target, tmp_path / "mine.parquet", streaming=True)
+    run = Batches(first, 32, 0).iterate()
+    whole = [next(run).tokens.tolist() for _ in range(7)]
+    resumed = Batches(again, 32, 0).iterate(skip=5)
+    assert [next(resumed).tokens.tolist() for _ in range(2)] == whole[5:]
+
+
+def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path):
+    with pytest.raises(ValueError, match="cannot read the data set someone/nothing"):
+        list(read_records("someone/nothing"))
+    hub.DatasetDict(test=hub.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "mine")
+    with pytest.raises(ValueError, match=r"cannot read the data set .*mine: 'train'"):
+        list(read_records(tmp_path / "mine"))
+    assert len(list(read_records(tmp_path / "mine", split="test"))) == 5
+
+
+def test_without_datasets_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'specdec\[data\]'"):
+        list(read_records("HuggingFaceH4/ultrachat_200k"))
+
+
+def test_presets_name_data_sets():
+    assert preset("ultrachat") == {"name": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"}
+    assert preset("mt_bench") == {"name": "HuggingFaceH4/mt_bench_prompts"}
+    assert preset("mine.jsonl") == {"name": "mine.jsonl"}
+    assert preset("files") == {"name": "files"}
+
+
+def test_the_limit_counts_what_is_kept_and_nothing_is_read_beyond_it(target, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "?"}, GOOD, GOOD, b"broken")
+    assert len(load(target, path, limit=2)) == 2
+
+
+def test_show_marks_what_is_learnt(target_path, tmp_path, capsys, monkeypatch):
+    path = write(tmp_path / "a.jsonl", {"prompt": "No answer?"}, GOOD)
+    show = ["--target", str(target_path), "--data", str(path)]
+    show_main(show)
+    out = capsys.readouterr().out
+    assert out.startswith("<|user|>What is 1 + 1?<|end|><|assistant|>⟦It is 2.<|end|>⟧\n")
+    assert "tokens are learnt" in out
+    assert "\x1b" not in out
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_main(show)
+    out = capsys.readouterr().out
+    assert "⟦" not in out
+    assert out.split("\x1b[")[1].endswith("It is 2.<|end|>"), "the first colour begins where the assistant does"
+    with pytest.raises(SystemExit):
+        show_main([*show, "--skip", "1"])
+    assert "no conversation in which the assistant speaks beyond the first 1" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""The fused, piecewise losses against what autograd makes of plain ones."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import tiny_drafter, tiny_target
+
+from training.data import Batch
+from training.features.online import online_features
+from training.objectives import losses
+from training.objectives.eagle3 import Eagle3Objective
+from training.objectives.student import Student
+from training.objectives.teacher import Teacher
+from training.objectives.terms import all_terms, read_terms
+
+
+def plain(name: str, logits, teacher_logits, ids, labels, renormalise):
+    """Each term as its paper writes it, on whole matrices: logits [n,U], teacher_logits [n,V] -> [n]."""
+    logq = F.log_softmax(logits, -1)
+    q = logq.exp()
+    whole = F.softmax(teacher_logits, -1)[:, ids]
+    p = whole / whole.sum(-1, keepdim=True) if renormalise else whole
+    m = (p + q) / 2
+    alpha = torch.minimum(whole, q).sum(-1)
+    kl = (p * (p.log() - logq)).sum(-1)
+    w = torch.exp(-3.0 * alpha.detach())
+    by_rank = p.argsort(-1, descending=True)[:, :10]
+    return {
+        "ce": lambda: -(p * logq).sum(-1),
+        "kl": lambda: kl,
+        "reverse_kl": lambda: (q * (logq - p.log())).sum(-1),
+        "jsd": lambda: 0.5 * (p * (p / m).log()).sum(-1) + 0.5 * (q * (q / m).log()).sum(-1),
+        "tv": lambda: 0.5 * ((whole - q).abs().sum(-1) + 1 - whole.sum(-1)),
+        "choice": lambda: F.cross_entropy(logits, p.argmax(-1), reduction="none"),
+        "tokens": lambda: F.cross_entropy(logits, labels, reduction="none", ignore_index=-1),
+        "lk": lambda: -alpha.log(),
+        "lk_hybrid": lambda: w * kl + (1 - w) * (1 - alpha),
+        "top_k": lambda: -(p * logq).gather(1, by_rank).sum(-1),
+    }[name]()
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("name", all_terms())
+def test_every_term_equals_its_formula(name, renormalise):
+    """Value, and gradient by the logits, in fp64; the draft vocabulary is part of the target's."""
+    torch.manual_seed(0)
+    ids = torch.arange(0, 40, 2)
+    logits = (3 * torch.randn(30, 2, 20, dtype=torch.float64)).requires_grad_()
+    teacher_logits = 3 * torch.randn(30, 40, dtype=torch.float64)
+    labels = torch.randint(-1, 20, (30,))
+    whole = teacher_logits.log_softmax(-1)[:, ids]
+    share = whole.logsumexp(-1, keepdim=True)
+    teacher = Teacher(whole - share, share, None, labels) if renormalise else Teacher(whole, None, None, labels)
+    ((_, term),) = read_terms({name: 1.0})
+    student = Student(logits.detach())
+    value, slope, total = term(student, teacher)
+    for j in range(2):
+        expected = plain(name, logits[:, j], teacher_logits, ids, labels, renormalise)
+        (wanted,) = torch.autograd.grad(expected.sum(), logits)
+        torch.testing.assert_close(value[:, j], expected.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
+
+
+class Squares:
+    """A judge whose loss anyone can write down: sum_j scale_j * sum(logits^2)."""
+
+    def __init__(self, scales):
+        self.scales = scales
+
+    def teacher(self, rows):
+        return None
+
+    def judge(self, steps, rows, teacher, logits):
+        scale = torch.tensor([self.scales[j] for j in steps], dtype=logits.dtype)[:, None]
+        return (scale * logits.square()).sum(), 2 * logits, scale.expand(len(logits), -1, -1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_by_readouts_and_heads(monkeypatch, shared, frozen):
+    """Pieces of 4 rows of 10, three steps, one head or three: what autograd gives for the plain product."""
+    monkeypatch.setattr(losses, "LEAST_ROWS", 4)
+    monkeypatch.setattr(losses, "PIECE", 1)
+    torch.manual_seed(0)
+    readouts = [torch.randn(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    heads = [torch.randn(8, 6, dtype=torch.float64, requires_grad=not frozen) for _ in range(3)]
+    heads = heads[:1] * 3 if shared else heads
+    scales = [1.0, 0.5, 0.25]
+    expected = 7 * sum(s * (x @ h.T).square().sum() for s, x, h in zip(scales, readouts, heads, strict=True))
+    loss = 7 * losses.head_loss(Squares(scales), readouts, heads)
+    torch.testing.assert_close(loss, expected)
+    learners = readouts if frozen else readouts + heads
+    for got, wanted in zip(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_pieces_cover_every_row_once():
+    for rows in (0, 1, 15, 16, 1000):
+        cut = [range(rows)[piece] for piece in losses.pieces(rows, 1 << 17)]
+        assert [i for piece in cut for i in piece] == list(range(rows))
+        assert all(len(piece) <= max(losses.LEAST_ROWS, losses.PIECE >> 17) for piece in cut)
+
+
+@pytest.mark.parametrize("terms", [{"ce": 1.0}, {"ce": 0.5, "lk": 2.0, "tokens": 0.1}])
+def test_autocast_rounds_the_products_only(terms):
+    """bf16 products: the loss is the fp32 one to bf16's precision (8 bits, on losses of about 1 to 5), and gradients
+    arrive in the parameters' fp32."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=9)
+    torch.manual_seed(3)
+    tokens = torch.randint(17, (4, 12))
+    logits, feats = target(tokens, None, taps=drafter.taps)
+    inputs = {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(4, 12)}
+    fine, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
+    assert fine != loss
+    assert loss.dtype == torch.float32
+    assert abs(fine - loss) < 2**-7 * fine.abs()
+    loss.backward()
+    assert drafter.head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("draft_vocab", [None, 8])
+def test_deferred_logits_give_the_same_step(draft_vocab):
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=draft_vocab)
+    torch.manual_seed(3)
+    batch = Batch(torch.randint(17, (4, 12)), (torch.arange(12) >= 3).float().expand(4, 12))
+    results = []
+    for deferred in (False, True):
+        features = online_features(target, batch, drafter.taps, nullcontext(), deferred)
+        loss, metrics = Eagle3Objective(steps=3)(drafter, **features)
+        drafter.zero_grad()
+        loss.backward()
+        results.append((loss, metrics, [p.grad.clone() for p in drafter.parameters()]))
+    torch.testing.assert_close(*results)

@@ -1,0 +1,165 @@
+"""The objectives of EAGLE-1/2, MTP and Medusa against plain restatements; every drafter that learns does learn."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import LEARNERS, tiny_drafter, tiny_target
+
+from training.objectives.eagle import EagleObjective
+from training.objectives.eagle3 import Eagle3Objective
+from training.objectives.tokens import TokensObjective
+
+
+def batch(target, drafter, length=12):
+    """What the target gives for random texts, whose first three tokens are not to be learnt."""
+    torch.manual_seed(3)
+    tokens = torch.randint(target.config.vocab, (4, length))
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    mask = (torch.arange(length) >= 3).float().expand(4, length)
+    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
+
+
+def test_eagle_loss_by_hand():
+    """One step, no noise: row t predicts feature t+1 from feature t and token t+1."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind="eagle")
+    data = batch(target, drafter)
+    loss, metrics = EagleObjective(feature=1.0, terms={"ce": 0.1}, noise=0.0)(drafter, **data)
+    (state,) = drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 1)
+    distance, entropy, count = 0.0, 0.0, 0
+    for b in range(4):
+        for t in range(11):
+            if data["loss_mask"][b, t + 1]:
+                distance += F.smooth_l1_loss(state.hidden[b, t], data["feats"][b, t + 1])
+                p = data["teacher_logits"][b, t + 1].softmax(-1)
+                entropy -= (p * F.log_softmax(target.head.weight @ state.hidden[b, t], -1)).sum()
+                count += 1
+    torch.testing.assert_close(metrics["feature_losses"][0], distance.detach() / count)
+    torch.testing.assert_close(metrics["losses"][0], 0.1 * entropy.detach() / count, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, (distance + 0.1 * entropy) / count, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mean", ["masked", "all"])
+@pytest.mark.parametrize(("renormalise", "known_only"), [(True, True), (True, False), (False, False)])
+def test_distillation_by_hand(renormalise, known_only, mean):
+    """Step j of row t learns the target's distribution at t+1+j; loss, accuracy and count position by position."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    data = batch(target, drafter)
+    objective = Eagle3Objective(
+        steps=3, decay=0.5, terms={"ce": 2.0, "tv": 1.0}, mean=mean, renormalise=renormalise, known_only=known_only
+    )
+    loss, metrics = objective(drafter, **data)
+    ids = drafter.vocab.ids.tolist()
+    means, shares, counts = [], [], []
+    for j, state in enumerate(drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 3)):
+        values, hits = [], []
+        for b in range(4):
+            for t in range(12 - 1 - j):
+                theirs = data["teacher_logits"][b, t + 1 + j]
+                if not data["loss_mask"][b, t + 1 + j] or (known_only and theirs.argmax().item() not in ids):
+                    continue
+                whole, q = theirs.softmax(-1)[ids], state.logits[b, t].softmax(-1)
+                p = whole / whole.sum() if renormalise else whole
+                values.append(-2 * (p * q.log()).sum() + 1 - torch.minimum(whole, q).sum())
+                hits.append(ids[q.argmax()] == theirs.argmax().item())
+        means.append(sum(values) / (len(values) if mean == "masked" else 48))
+        shares.append(sum(hits) / len(hits))
+        counts.append(len(values) if mean == "masked" else 48)
+    torch.testing.assert_close(loss, means[0] + 0.5 * means[1] + 0.25 * means[2])
+    torch.testing.assert_close(metrics["losses"], torch.stack(means).detach())
+    torch.testing.assert_close(metrics["accuracy"], torch.tensor(shares))
+    assert metrics["counted"] == counts[0]
+
+
+def test_a_batch_with_nothing_to_learn_is_harmless():
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    data = batch(target, drafter)
+    loss, metrics = Eagle3Objective(steps=3)(drafter, **data | {"loss_mask": torch.zeros(4, 12)})
+    loss.backward()
+    assert loss == 0
+    assert metrics["counted"] == 0
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+@pytest.mark.parametrize(("length", "width"), [(None, 0.1), (6, 0.05)])
+def test_width_of_the_noise(length, width):
+    feats = torch.zeros(50, 12, 100)
+    noisy = Eagle3Objective(noise=0.1, noise_length=length).noisy(feats)
+    assert width / 2 * 0.99 < noisy.max() <= width / 2
+    assert -width / 2 <= noisy.min() < -width / 2 * 0.99
+
+
+def test_noise_only_while_learning():
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind="eagle")
+    data, objective = batch(target, drafter), EagleObjective(noise=0.5)
+    assert objective(drafter, **data)[0] != objective(drafter, **data)[0]
+    with torch.no_grad():
+        assert objective(drafter, **data)[0] == objective(drafter, **data)[0]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa"])
+def test_token_loss_by_hand(kind):
+    """Row t guesses token t+2+j at step j; weights 0.6^j over their sum; tokens outside the vocabulary do not count."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind=kind, draft_vocab=8)
+    data = batch(target, drafter)
+    loss, metrics = TokensObjective(steps=3, decay=0.6)(drafter, **data)
+    ids = drafter.vocab.ids.tolist()
+    states = list(drafter.unroll(data["feats"], F.pad(data["tokens"][:, 1:], (0, 1)), 3))
+    means = []
+    for j, state in enumerate(states):
+        terms = [
+            -F.log_softmax(state.logits[b, t], -1)[ids.index(data["tokens"][b, t + 2 + j].item())]
+            for b in range(4)
+            for t in range(12 - 2 - j)
+            if data["loss_mask"][b, t + 2 + j] and data["tokens"][b, t + 2 + j].item() in ids
+        ]
+        means.append(torch.stack(terms).mean())
+    torch.testing.assert_close(metrics["losses"], torch.stack(means).detach(), rtol=1e-5, atol=1e-5)
+    expected = (means[0] + 0.6 * means[1] + 0.36 * means[2]) / 1.96
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_every_drafter_learns(kind):
+    """Thirty steps on one batch lower its loss and reach every parameter."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind=kind)
+    data = batch(target, drafter)
+    objectives = [Eagle3Objective(steps=3), TokensObjective(steps=3)]
+    if kind.startswith("eagle") and "3" not in kind:
+        objectives.append(EagleObjective(steps=2, noise=0.0))
+    for objective in objectives:
+        optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(30):
+            loss, _ = objective(drafter, **data)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0] * 0.95
+    used = {n for n, p in drafter.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
+    unused = {n for n, _ in drafter.named_parameters()} - used
+    idle = ("norm.weight",) if kind == "eagle3-no-head-norm" else ()  # nothing reads it
+    if kind.startswith("medusa"):  # heads beyond the steps that are trained
+        idle = tuple(f"{part}.{i}." for part in ("blocks", "heads") for i in (3, 4))
+    assert all(n.startswith(idle) for n in unused), unused
+
+
+def test_a_drafter_that_predicts_no_feature_is_refused():
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind="mtp")
+    with pytest.raises(ValueError, match="Mtp does not predict"):
+        EagleObjective()(drafter, **batch(target, drafter))
+
+
+def test_medusa_has_only_so_many_heads():
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind="medusa")
+    with pytest.raises(ValueError, match=r"objective\.steps is 7, but there are 5 Medusa heads"):
+        TokensObjective(steps=7)(drafter, **batch(target, drafter))

@@ -1,0 +1,134 @@
+"""What the presets of other trainers set, and that every objective of conf/ can be built and trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_target
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from drafters.eagle3 import spread_taps
+from drafters.vocab import DraftVocab
+
+CONF = Path(__file__).parents[2] / "conf"
+OBJECTIVES = sorted(path.stem for path in (CONF / "objective").glob("*.yaml"))
+# (drafter, objective, trainer, data) of each, as the trainers themselves state it: sources in the presets
+PRESETS = {
+    "eagle": (
+        {"draft_vocab_size": 32000, "train_head": True},
+        {"terms": {"ce": 1.0}, "steps": 7, "decay": 0.8, "mean": "all", "known_only": True, "noise": 0.0},
+        {"lr": 5e-5, "steps": 800_000, "warmup": 12_000, "schedule": "linear", "clip": 0.5, "betas": [0.9, 0.95]},
+        {"max_length": 2048},
+    ),
+    "specforge": (
+        {"draft_vocab_size": 32000, "train_head": True},
+        {"terms": {"ce": 1.0}, "steps": 7, "decay": 0.8, "mean": "all", "known_only": True, "noise": 0.0},
+        {"lr": 1e-4, "muon_lr": None, "warmup": 0.015, "schedule": "cosine", "clip": 0.5},
+        {"max_length": 2048},
+    ),
+    "speculators": (
+        {"draft_vocab_size": 32000, "train_head": False, "residual_norm": True},
+        {"terms": {"kl": 1.0}, "steps": 3, "decay": 1.0, "mean": "masked", "known_only": False, "noise": 0.1},
+        {"lr": 1e-4, "muon_lr": 1e-3, "schedule": "linear", "clip": 1.0},
+        {"max_length": 8192},
+    ),
+    "modelopt": (
+        {"draft_vocab_size": 32000, "train_head": True},
+        {"terms": {"ce": 1.0}, "steps": 4, "decay": 1.0, "mean": "masked", "known_only": False, "noise": 0.0},
+        {"lr": 5e-5, "muon_lr": None, "warmup": 0, "schedule": "linear", "clip": 1.0},
+        {},
+    ),
+    "deepspec": (
+        {"draft_vocab_size": None, "train_head": False, "taps": 5},
+        {"terms": {"ce": 1.0}, "steps": 7, "decay": 0.8, "mean": "masked", "known_only": False, "noise": 0.0},
+        {"lr": 6e-4, "muon_lr": None, "warmup": 0.04, "clip": 1.0},
+        {"max_length": 4096},
+    ),
+}
+
+
+def composed(*overrides: str) -> dict:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        # `out` names the choice of drafter, which only a run of the command knows.
+        return OmegaConf.to_container(compose("train", [*overrides, "out=runs/x"]))
+
+
+def prepared(config: dict):
+    """A tiny target, the drafter of a configuration for it, and an objective's inputs."""
+    target = tiny_target(layers=8)
+    settings = dict(config["drafter"])
+    torch.manual_seed(1)
+    vocab = DraftVocab(17, torch.arange(1, 17, 2) if settings.pop("draft_vocab_size") else None)
+    drafter = instantiate(settings, target=target, vocab=vocab)
+    tokens = torch.randint(17, (3, 12))
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    return target, drafter, {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(3, 12)}
+
+
+def test_every_preset_is_listed():
+    assert {path.stem for path in (CONF / "experiment").glob("preset_*.yaml")} == {f"preset_{n}" for n in PRESETS}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(name):
+    config, plain = composed(f"+experiment=preset_{name}"), composed()
+    for group, expected in zip(("drafter", "objective", "trainer", "data"), PRESETS[name], strict=True):
+        assert expected.items() <= config[group].items()
+    for group in ("trainer", "data", "objective"):
+        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
+    assert config["objective"]["renormalise"]
+    target, drafter, inputs = prepared(config)
+    loss, metrics = instantiate(config["objective"])(drafter, **inputs)
+    loss.backward()
+    assert len(metrics["losses"]) == config["objective"]["steps"]
+    assert len(drafter.taps) == (5 if name == "deepspec" else 3)
+    assert drafter.switches.residual_norm == (name == "speculators")
+    if config["drafter"]["train_head"]:
+        assert drafter.head.weight.grad.abs().max() > 0
+    else:
+        rows = slice(None) if drafter.vocab.ids is None else drafter.vocab.ids
+        assert not drafter.head.weight.requires_grad
+        assert torch.equal(drafter.head.weight, target.head.weight[rows])
+
+
+def test_spread_taps():
+    """Five of a 36-layer target: outputs of layers 1, 9, 17, 25, 33, which are hidden states one further on."""
+    assert spread_taps(36, 5) == (2, 10, 18, 26, 34)
+    with pytest.raises(ValueError, match="cannot spread 5 taps over a target of 6 layers"):
+        spread_taps(6, 5)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_of_conf_learns(name):
+    """A small step down the gradient lowers the loss by at least half of its length times the gradient's norm; not just
+    by all of it, for what LK's hybrid holds constant is no constant."""
+    drafters = {"medusa": "medusa", "mtp": "mtp", "eagle": "eagle", "hass": "eagle"}
+    config = composed(f"objective={name}", f"drafter={drafters.get(name, 'eagle3')}")
+    objective = instantiate(config["objective"] | {"noise": 0.0})
+    _, drafter, inputs = prepared(config)
+    loss, _ = objective(drafter, **inputs)
+    learners = [p for p in drafter.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, learners, allow_unused=True, materialize_grads=True)
+    norm, step = torch.cat([g.flatten() for g in grads]).norm(), 1e-2
+    with torch.no_grad():
+        for parameter, grad in zip(learners, grads, strict=True):
+            parameter -= step / norm * grad
+        after, _ = objective(drafter, **inputs)
+    assert loss - after > 0.5 * step * norm
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"kll": 1.0}, r"objective\.terms has no 'kll'; there are ce, kl,"),
+        ({"ce": 0.0}, r"objective\.terms needs a term of a weight other than 0"),
+        ({"lk_hybrid": {"eta": 3.0}}, r"objective\.terms\.lk_hybrid has no setting 'eta'"),
+    ],
+)
+def test_mistakes_in_terms(terms, message):
+    settings = composed()["objective"] | {"terms": terms}
+    with pytest.raises(Exception, match=message):
+        instantiate(settings)

@@ -1,0 +1,271 @@
+"""Regeneration: whatever interrupts it, the same command goes on and ends with the same bytes."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from specdec.engine.engine import Engine
+from specdec.model.cache import KVCache
+from specdec.model.loader import load_target
+from specdec.text import encode_chat
+from specdec.types import Sampling
+from training import regenerate as module
+from training.data import shards as shards_module
+from training.data.shards import Shards
+from training.regenerate import Prompt, encode, main, plan, regenerate
+
+COUNT = 23  # batches of 5, shards of 9: neither divides another
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"What is {i} + {i % 7}?"}) + "\n" for i in range(COUNT)))
+    return path
+
+
+def arguments(target_path, prompts, out, *more):
+    return [
+        "--target", str(target_path), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
+        "--batch-size", "5", "--shard-size", "9", *more,
+    ]  # fmt: skip
+
+
+SAMPLED = ("--temperature", "1.0", "--top-p", "0.95", "--seed", "3")
+KINDS = {"greedy": (), "sampled": SAMPLED}
+
+
+@pytest.fixture(scope="module")
+def whole(target_path, prompts, tmp_path_factory):
+    """What uninterrupted runs write: kind -> {name: bytes}."""
+    runs = {}
+    for kind, settings in KINDS.items():
+        out = tmp_path_factory.mktemp(kind) / "answers.jsonl"
+        main(arguments(target_path, prompts, out, *settings))
+        runs[kind] = contents(out.parent)
+    return runs
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_every_prompt_has_its_answer_in_a_shard(target_path, prompts, whole):
+    names = sorted(n for n in whole["greedy"] if n.endswith(".jsonl"))
+    assert names == [f"answers-{i:05d}-of-00003.jsonl" for i in range(3)]
+    lines = [whole["greedy"][name].decode().splitlines() for name in names]
+    assert [len(part) for part in lines] == [9, 9, 5]
+    rows = [json.loads(line)["messages"] for part in lines for line in part]
+    asked = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    assert sorted(r[0]["content"] for r in rows) == sorted(asked)
+    target = load_target(target_path)
+    for question, answer in rows[:3]:
+        result = Engine(target).generate([encode_chat(target, [question])], max_new_tokens=6)
+        assert answer["content"] == target.tokenizer.decode(result.rows[0].tokens, skip_special_tokens=True)
+    assert whole["sampled"] != whole["greedy"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_in_the_middle_of_a_line_it_goes_on_to_the_same_bytes(target_path, prompts, tmp_path, whole, kind):
+    """SIGKILL after half of line 13 is on the disk: the second line of a batch, in the second shard."""
+    script = (
+        "import json, os, signal, sys\n"
+        "from training import regenerate\nfrom training.data import shards\n"
+        "write = shards.Shards.write\n"
+        "def kill(self, rows):\n"
+        "    if self.done < 10:\n        return write(self, rows)\n"
+        "    write(self, rows[:2])\n"
+        "    self.file.write((json.dumps(rows[2], ensure_ascii=False)[:20]).encode())\n"
+        "    self.file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "shards.Shards.write = kill\n"
+        "regenerate.main(sys.argv[1:])\n"
+    )
+    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *KINDS[kind])
+    killed = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    left = contents(tmp_path)
+    assert left["answers-00001-of-00003.jsonl.partial"].count(b"\n") == 3
+    assert not left["answers-00001-of-00003.jsonl.partial"].endswith(b"\n")
+    main(command)
+    assert contents(tmp_path) == whole[kind]
+
+
+def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp_path, whole):
+    """As if it had been killed at many places, those among them where a line, a batch or a shard just ended."""
+    shards = {n: c for n, c in whole["sampled"].items() if n.endswith(".jsonl")}
+    text = b"".join(shards[name] for name in sorted(shards))
+    ends = [i + 1 for i, byte in enumerate(text) if byte == ord("\n")]
+    places = [0, 1, ends[3], ends[4] - 1, ends[4], ends[8] - 1, ends[8], ends[17] + 5, ends[-2], ends[-1] - 1, ends[-1]]
+    for place in places:
+        folder, left = tmp_path / str(place), place
+        folder.mkdir()
+        (folder / "answers.run.json").write_bytes(whole["sampled"]["answers.run.json"])
+        for name in sorted(shards):
+            # A shard that is full may not have got its name yet.
+            complete = left > len(shards[name])
+            (folder / (name if complete else name + ".partial")).write_bytes(shards[name][:left])
+            left -= len(shards[name])
+            if left <= 0:
+                break
+        main(arguments(target_path, prompts, folder / "answers.jsonl", *SAMPLED))
+        assert contents(folder) == whole["sampled"], place
+
+
+def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
+    """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
+    drops, compact = [], KVCache.compact
+    monkeypatch.setattr(KVCache, "compact", lambda self, index: drops.append(len(index)) or compact(self, index))
+    target = load_target(target_path)
+    target.eos = frozenset(range(0, target.config.vocab, 4))
+    asked = [Prompt([7 * i % target.config.vocab, 5], [{"role": "user", "content": str(i)}]) for i in range(16)]
+    how = {"max_new_tokens": 12, "batch_size": 8, "sampling": Sampling(1.0), "seed": 3}
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    regenerate(target, asked, tmp_path / "whole" / "answers.jsonl", **how)
+    assert drops
+    whole = contents(tmp_path / "whole")
+    (tmp_path / "cut" / "answers.run.json").write_bytes(whole["answers.run.json"])
+    half = whole["answers.jsonl"][: len(whole["answers.jsonl"]) // 3]  # within the first batch
+    (tmp_path / "cut" / "answers.jsonl.partial").write_bytes(half)
+    regenerate(target, asked, tmp_path / "cut" / "answers.jsonl", **how)
+    assert contents(tmp_path / "cut") == whole
+
+
+def test_a_finished_run_is_not_run_again(target_path, prompts, tmp_path, whole, monkeypatch):
+    command = arguments(target_path, prompts, tmp_path / "answers.jsonl")
+    main(command)
+    monkeypatch.setattr(module.Engine, "generate", None)
+    main(command)
+    assert contents(tmp_path) == whole["greedy"]
+
+
+def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    main(arguments(target_path, prompts, out, "--limit", "6"))
+    before = contents(tmp_path)
+    for more, message in (
+        (("--limit", "7"), "begun with rows 6, and this is 7"),
+        (("--limit", "6", "--temperature", "0.5"), "begun with temperature 0.0, and this is 0.5"),
+        (("--limit", "6", "--seed", "1"), "begun with seed 0, and this is 1"),
+        (("--limit", "6", "--batch-size", "4"), "begun with batch_size 5, and this is 4"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments(target_path, prompts, out, *more))
+        assert message in capsys.readouterr().err
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps({"prompt": "What else?"}) + "\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(target_path, other, out, "--limit", "6", "--shard-size", "1"))
+    other.unlink()
+    assert contents(tmp_path) == before
+    out = tmp_path / "mine.jsonl"
+    out.write_text("precious\n")
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(target_path, prompts, out, "--limit", "6"))
+    assert "mine.jsonl exists and was not made by this command" in capsys.readouterr().err
+    assert out.read_text() == "precious\n"
+
+
+class FullDisk:
+    """A file for which there is room for so many bytes: what fits is written, as on a disk that fills up."""
+
+    def __init__(self, file, room):
+        self.file, self.room, self.waiting = file, room, b""
+
+    def write(self, data):
+        self.waiting += data
+
+    def flush(self):
+        self.file.write(self.waiting[: self.room])
+        self.file.flush()
+        written, self.waiting = len(self.waiting[: self.room]), self.waiting[self.room :]
+        self.room -= written
+        if self.waiting:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        self.flush()
+
+    def fileno(self):
+        return self.file.fileno()
+
+
+@pytest.mark.parametrize("room", [0, 700, 1000])
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(
+    target_path, prompts, tmp_path, whole, monkeypatch, capsys, room
+):
+    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *SAMPLED)
+    enter = Shards.__enter__
+
+    def fill(self):
+        enter(self)
+        self.file = FullDisk(self.file, room)
+        return self
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards_module.Shards, "__enter__", fill)
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told.startswith("error: cannot write ")
+    assert "No space left on device; what was written is kept" in told
+    text = (tmp_path / "answers-00000-of-00003.jsonl.partial").read_bytes()
+    assert len(text) == room
+    assert whole["sampled"]["answers-00000-of-00003.jsonl"].startswith(text)
+    main(command)
+    assert contents(tmp_path) == whole["sampled"]
+
+
+def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
+    rows = [{"prompt": "One?"}, {"prompt": "x" * 500}, {"messages": [{"role": "assistant", "content": "Hi."}]}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
+    command = arguments(target_path, path, tmp_path / "answers.jsonl")
+    with pytest.raises(SystemExit, match="2"):
+        main(command)
+    assert "prompts.jsonl line 4: invalid JSON" in capsys.readouterr().err
+    main([*command, "--bad", "skip"])
+    told = capsys.readouterr()
+    assert "1 prompts of more than 64 tokens left out" in told.err
+    assert "1 conversations that begin with an answer left out" in told.err
+    assert "1 bad records left out (the first: " in told.err
+    assert told.out.startswith("1 answers in ")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--samples", "2"), "--samples 2 needs a --temperature"),
+        (("--batch-size", "0"), "the batch size must be at least 1"),
+        (("--shard-size", "0"), "a shard must hold at least 1 line"),
+        (("--top-p", "0.5"), "need a temperature above 0"),
+        (("--limit", "0"), "there is no prompt to answer"),
+        (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
+    ],
+)
+def test_mistakes_are_one_sentence(target_path, prompts, tmp_path, capsys, more, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments(target_path, prompts, tmp_path / "answers.jsonl", *more))
+    assert message in capsys.readouterr().err
+
+
+def test_several_samples_of_a_prompt_differ_and_texts_are_continued(target_path, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("The quick brown\n")
+    out = tmp_path / "answers.jsonl"
+    main(["--target", str(target_path), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(out), "--samples", "4",
+          "--temperature", "1", "--max-new-tokens", "8"])  # fmt: skip
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert len(set(texts)) == 4
+    assert all(text.startswith("The quick brown") for text in texts)
+
+
+def test_the_plan_depends_on_the_seed_alone_and_holds_every_prompt(target_path):
+    target = load_target(target_path)
+    prompts = [encode(target, [{"role": "user", "content": f"{i}" * (i % 5)}]) for i in range(20)]
+    assert plan(prompts, 3, 1) == plan(list(prompts), 3, 1) != plan(prompts, 3, 2)
+    assert sorted(id(p) for batch in plan(prompts, 3, 1) for p in batch) == sorted(map(id, prompts))

@@ -1,0 +1,354 @@
+"""The training loop in one process: the golden step, accumulation, averages, what is measured, what goes wrong."""
+
+import json
+import math
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import LEARNERS, tiny_drafter, tiny_target
+from safetensors.torch import load_file
+from test_golden import GOLDEN, golden_drafter
+
+from drafters.formats import eagle3, load_drafter
+from specdec.engine.engine import Engine
+from specdec.engine.trace import tau
+from specdec.model.loader import load_target
+from specdec.text import encode_prompt, read_prompts
+from training.data import Batch, Batches, Sample
+from training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
+from training.loop.evaluate import expected_tau
+from training.loop.log import read_log
+from training.loop.trainer import Trainer, TrainerConfig
+from training.objectives.eagle3 import Eagle3Objective
+from trees import Chain
+
+
+def samples(count: int = 24, vocab: int = 17) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, 14, count)
+    return [Sample(rng.integers(vocab, size=n, dtype=np.int32), np.arange(n) >= 2) for n in lengths]
+
+
+def trainer(out: Path, kind: str = "eagle3", objective=None, data=None, pack=None, **settings) -> Trainer:
+    """A run over random text that takes a second."""
+    out.mkdir(exist_ok=True)
+    target = tiny_target()
+    settings = {
+        "steps": 6,
+        "save_every": 2,
+        "log_every": 1,
+        "eval_batches": 1,
+        "warmup": 0,
+        "batch_tokens": 40,
+    } | settings
+    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
+    objective = objective or Eagle3Objective(steps=2)
+    data = data or Batches(samples(), settings["batch_tokens"], 0)
+    heldout = Batches(samples(4), 40, 0, pack, lookahead=2)
+    return Trainer(target, drafter, objective, data, heldout, TrainerConfig(**settings), out)
+
+
+class Fixed:
+    """Batches given one by one."""
+
+    def __init__(self, *batches: Batch):
+        self.batches = batches
+
+    def iterate(self, skip: int = 0):
+        return iter(self.batches[skip:])
+
+
+class GoldenTarget(torch.nn.Module):
+    """What the golden file says the target said."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, golden: dict):
+        super().__init__()
+        self.golden, self.config = golden, SimpleNamespace(layers=8)
+
+    def forward(self, tokens, cache, **_):
+        assert torch.equal(tokens, self.golden["input_ids"])
+        return self.golden["target_logits"], self.golden["features"]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_golden_step_comes_out_of_the_trainer(tmp_path, recompute):
+    drafter, _ = golden_drafter("eagle3")
+    golden = load_file(GOLDEN / "eagle3" / "ttt_reference.safetensors")
+    objective = Eagle3Objective(steps=7, decay=0.8, mean="all")
+    config = TrainerConfig(steps=1, recompute=recompute)
+    data = Fixed(Batch(golden["input_ids"], golden["loss_mask"]))
+    run = Trainer(GoldenTarget(golden), drafter, objective, data, None, config, tmp_path)
+    run.optimizers.step = lambda scale, clip: 1.0  # leaves the gradients where they are
+    metrics, _, row = run._step(next(run._groups()))
+    torch.testing.assert_close(metrics["losses"].float(), golden["ploss"], rtol=0, atol=1e-5)
+    assert row["loss"] == pytest.approx(golden["total_loss"].item(), abs=1e-5)
+    for name, (parameter, start, rows) in eagle3.parameters(drafter).items():
+        expected = golden[f"grad.{name}"]
+        difference = (parameter.grad[start : start + rows] - expected).norm() / expected.norm()
+        assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
+
+
+@pytest.mark.parametrize("kind", [k for k in LEARNERS if not k.startswith("medusa")])
+def test_recomputing_changes_no_gradient(tmp_path, kind):
+    runs = [trainer(tmp_path, kind, Eagle3Objective(steps=3), recompute=recompute) for recompute in (False, True)]
+    for run in runs:
+        run.optimizers.step = lambda scale, clip: 1.0
+        run._step(next(run._groups()))
+    for (name, a), b in zip(runs[0].parameters.items(), runs[1].parameters.values(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+
+
+def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):
+    """With very different numbers of counted positions, and one step of the objective (see Trainer)."""
+    tokens = torch.randint(17, (4, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(4, 12)
+    mask[0, 3:] = mask[1, 10:] = mask[2, 9:] = 1
+    halves = [Batch(tokens[:2], mask[:2]), Batch(tokens[2:], mask[2:])]
+    gradients, rows = [], []
+    for data, accumulate in ((Fixed(Batch(tokens, mask)), 1), (Fixed(*halves), 2)):
+        run = trainer(tmp_path, objective=Eagle3Objective(steps=1), data=data, accumulate=accumulate)
+        run.optimizers.step = lambda scale, clip: 1.0
+        rows.append(run._step(next(run._groups()))[2])
+        gradients.append([p.grad for p in run.parameters.values()])
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], abs=1e-6)
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_averages_are_evaluated_and_exported(tmp_path):
+    run, plain = trainer(tmp_path / "ema", ema=0.5), trainer(tmp_path / "plain")
+    expected = {name: p.detach().clone() for name, p in plain.parameters.items()}
+    step = plain._step
+
+    def watched(group):
+        out = step(group)
+        for name, parameter in plain.parameters.items():
+            expected[name].lerp_(parameter.detach(), 0.5)
+        return out
+
+    plain._step = watched
+    heldout = plain.train()["heldout_loss"]
+    assert run.train()["heldout_loss"] != heldout
+    exported = load_drafter(tmp_path / "ema" / "draft", run.target)
+    for name, parameter in exported.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(expected[name], p) for name, p in plain.parameters.items())
+    again = trainer(tmp_path / "ema", ema=0.5)
+    again.resume()
+    assert all(torch.equal(again.averages[name], average) for name, average in run.averages.items())
+    with pytest.raises(ValueError, match=r"saved with trainer\.ema"):
+        trainer(tmp_path / "ema").resume()
+
+
+def test_averages_know_where_packed_conversations_end(tmp_path):
+    """An average that forgets at once is the drafter itself."""
+    plain, average = trainer(tmp_path / "plain", pack=40), trainer(tmp_path / "ema", pack=40, ema=1e-12)
+    assert len(plain.heldout.epoch(0)[0]) > 2, "a row holds one conversation only"
+    assert average.train()["heldout_losses"] == pytest.approx(plain.train()["heldout_losses"], abs=2e-5)
+
+
+class Disturbed(Eagle3Objective):
+    """Does something else at its n-th call while training."""
+
+    def __init__(self, call: int, what):
+        super().__init__(steps=2)
+        self.left, self.what = call, what
+
+    def __call__(self, drafter, **features):
+        loss, metrics = super().__call__(drafter, **features)
+        self.left -= torch.is_grad_enabled()
+        return (self.what(loss) if self.left == 0 else loss), metrics
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (lambda loss: loss * math.nan, "the loss is nan at step 3"),
+        (lambda loss: loss / 0, "the loss is inf at step 3"),
+        (lambda loss: loss + (loss * 0).sqrt(), r"the gradient's norm is (nan|inf) at step 3"),
+    ],
+)
+def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, message):
+    run = trainer(tmp_path, objective=Disturbed(4, what))
+    with pytest.raises(ValueError, match=rf"{message}: .*bad_batch_3\.pt"):
+        run.train()
+    (row,) = torch.load(tmp_path / "bad_batch_3.pt", weights_only=True)
+    batches = Batches(samples(), 40, 0).iterate(skip=3)
+    assert torch.equal(row["tokens"], next(batches).tokens)
+    assert all(p.isfinite().all() for p in run.parameters.values())
+    assert read_newest(tmp_path)[1]["step"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number):
+    def interrupt(loss):
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # launchers send more than one
+        return loss
+
+    before = signal.getsignal(number)
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    trainer(tmp_path / "cut", objective=Disturbed(3, interrupt)).train()
+    assert signal.getsignal(number) is before
+    assert "stopped after step 3; resume=true goes on" in capsys.readouterr().err
+    resumed = trainer(tmp_path / "cut")
+    resumed.resume()
+    assert resumed.step == 3
+    resumed.train()
+    for name, parameter in whole.parameters.items():
+        assert torch.equal(parameter, resumed.parameters[name]), name
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    else:
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "one bit"])
+def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
+    whole = trainer(tmp_path, steps=5)
+    whole.train()
+    log = [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(tmp_path / "log.jsonl")]
+    newest = checkpoints(tmp_path)[-1]
+    damage(newest, how)
+    capsys.readouterr()
+    resumed = trainer(tmp_path, steps=5)
+    resumed.resume()
+    assert resumed.step == 4
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: {newest} is damaged or not ours")
+    assert warning.endswith("; the one before it is used\n")
+    resumed.train()
+    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
+    again = [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(tmp_path / "log.jsonl")]
+    assert again == log
+    for path in checkpoints(tmp_path):
+        damage(path, how)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        trainer(tmp_path).resume()
+
+
+def test_the_last_few_checkpoints_are_kept(tmp_path):
+    trainer(tmp_path, steps=7, keep=3).train()
+    assert [read_newest(tmp_path)[1]["step"], len(checkpoints(tmp_path))] == [7, 3]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+@pytest.mark.parametrize("room", [100, 20_000])
+def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(tmp_path, room):
+    """A limit on the size of files stands for the disk."""
+    state = {"step": 1, "weights": torch.arange(50_000.0)}
+    write_checkpoint(tmp_path, 1, state, keep=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"cannot write .*00002\.pt: File too large; .*00001\.pt is the last good"):
+            write_checkpoint(tmp_path, 2, state, keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert torch.equal(read_newest(tmp_path)[1]["weights"], state["weights"])
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.pt"]
+
+
+@torch.no_grad()
+def test_expected_tau_is_what_a_loop_says():
+    target, steps = tiny_target(), 3
+    drafter = tiny_drafter(target, draft_vocab=8)
+    tokens = torch.randint(17, (2, 10), generator=torch.Generator().manual_seed(1))
+    mask = (torch.rand(2, 10, generator=torch.Generator().manual_seed(2)) < 0.8).float()
+    logits, feats = target(tokens, None, taps=drafter.taps)
+    # Answers that often agree, so that chains grow.
+    states = [drafter.vocab.to_target(s.logits.argmax(-1)) for s in drafter.unroll(feats, tokens.roll(-1, 1), steps)]
+    logits[:, 1::2].scatter_(-1, states[0][:, ::2, None], 9.0)
+    logits[:, 2::2].scatter_(-1, states[1][:, :-2:2, None], 9.0)
+    greedy = sampled = counted = 0.0
+    following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    drafts = [s.logits for s in drafter.unroll(feats, following, steps)]
+    for b in range(2):
+        for t in range(9):
+            if not mask[b, t + 1]:
+                continue
+            counted, greedy, sampled = counted + 1, greedy + 1, sampled + 1
+            agree = accept = 1.0
+            for j in range(steps):
+                if t + 1 + j >= 10 or not mask[b, t + 1 + j]:
+                    break
+                p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
+                agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
+                accept *= sum(min(p[v].item(), q[i].item()) for i, v in enumerate(drafter.vocab.ids))
+                greedy, sampled = greedy + agree, sampled + accept
+    got = expected_tau(drafter, feats, tokens, logits, mask, steps)
+    assert got.tolist() == pytest.approx([greedy, sampled, counted], rel=1e-5)
+    assert greedy > counted + 2
+
+
+def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tmp_path):
+    target = load_target(target_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"What is {n} + 1?"]}) + "\n" for n in range(5)))
+    settings = {"prompts": str(prompts), "decode_every": 2, "decode_prompts": 3, "decode_tokens": 12, "decode_steps": 3}
+    config = TrainerConfig(steps=4, warmup=0, lr=1e-2, eval_batches=1, **settings)
+    data = Batches(samples(vocab=target.config.vocab), 100, 0)
+    drafter = load_drafter(drafter_path, target).requires_grad_(True)
+    run = Trainer(target, drafter, Eagle3Objective(2), data, data, config, tmp_path)
+    result = run.train()
+    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"]
+    assert [row["step"] for row in rows] == [2, 4]
+    assert result["tau"] == rows[-1]["tau"]
+    best = max(row["tau"] for row in rows)
+    assert read_newest(tmp_path)[1]["best"] == best
+    asked = [encode_prompt(target, p) for p in read_prompts(prompts)[:3]]
+    for folder, expected in (("draft", rows[-1]["tau"]), ("best", best)):
+        decoded = Engine(target, load_drafter(tmp_path / folder, target), Chain(3)).generate(asked, max_new_tokens=12)
+        assert tau([row.trace for row in decoded.rows]) == expected
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_wandb_gets_the_log_in_the_mode_that_is_set(tmp_path, monkeypatch, mode):
+    started, logged = {}, []
+
+    def init(**settings):
+        started.update(settings)
+        return SimpleNamespace(log=lambda row, step: logged.append((step, row)))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    trainer(tmp_path, steps=2, wandb=mode).train()
+    assert (started["mode"], started["dir"]) == (mode, str(tmp_path))
+    assert [step for step, row in logged if "train/loss" in row] == [1, 2]
+    assert any("heldout/expected_tau" in row for _, row in logged)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="wandb is not installed"):
+        trainer(tmp_path, wandb=mode)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"wandb": True}, "wandb must be false, online or offline"),
+        ({"ema": 1.5}, "ema must be null or a decay"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"kind": "medusa", "recompute": True}, "recompute is for drafters with a layer"),
+        ({"prompts": "/no/such"}, "no such prompt file"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, **settings)

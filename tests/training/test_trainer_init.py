@@ -1,0 +1,96 @@
+"""Training that starts from a checkpoint: its weights and its vocabulary, refused where the settings say another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_drafter
+from omegaconf import OmegaConf
+
+from drafters.eagle3 import look_at_itself
+from drafters.formats import load_drafter, save_drafter
+from drafters.layers import DraftAttention, DraftShape
+from specdec.model.layers import Rope, RopeTable
+from specdec.model.loader import load_target
+from training.train import build_drafter
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def settings(name: str = "eagle3", **fields):
+    return OmegaConf.merge(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), fields)
+
+
+def test_a_published_head_is_trained_further(target_path, drafter_path):
+    target = load_target(target_path)
+    given = load_drafter(drafter_path, target)
+    drafter = build_drafter(settings(draft_vocab_size=given.vocab.size), target, [], 0, str(drafter_path))
+    assert torch.equal(drafter.vocab.ids, given.vocab.ids)
+    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+        assert weight.requires_grad, name
+        assert weight.dtype == torch.float32, name
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa"])
+def test_every_kind_can_be_trained_further(target_path, tmp_path, kind):
+    target = load_target(target_path)
+    given = tiny_drafter(target, kind=kind)
+    given.recipe = {"_target_": "drafters.none.create"}  # not used by those with a layout
+    save_drafter(given, tmp_path / "given", target)
+    drafter = build_drafter(settings(kind, draft_vocab_size=None), target, [], 0, str(tmp_path / "given"))
+    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
+        assert torch.equal(weight, expected), name
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("eagle3", {"draft_vocab_size": 7}, r"set drafter\.draft_vocab_size=160"),
+        ("eagle3", {"taps": [0, 1, 3]}, r"taps \[.*settings describe .* taps \[0, 1, 3\]"),
+        ("eagle3", {"feedback": "post"}, "feedback='post'"),
+        ("eagle3", {"intermediate_size": 32}, "intermediate=32"),
+        ("mtp", {}, "is Eagle3 .*describe Mtp"),
+    ],
+)
+def test_another_drafter_is_refused(target_path, drafter_path, name, fields, message):
+    target = load_target(target_path)
+    size = load_drafter(drafter_path, target).vocab.size
+    with pytest.raises(ValueError, match=message.replace("160", str(size))):
+        build_drafter(settings(name, **({"draft_vocab_size": size} | fields)), target, [], 0, str(drafter_path))
+
+
+def test_what_is_no_checkpoint_is_named(target_path):
+    with pytest.raises(ValueError, match="no such checkpoint folder"):
+        build_drafter(settings(), load_target(target_path), [], 0, "/no/such")
+
+
+def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
+    """Of 60 positions with random embeddings, nearly all weight falls on the position itself, whatever the rope."""
+    torch.manual_seed(0)
+    attention = DraftAttention(DraftShape(256, 512, 8, 4, 32, 1e-5, Rope()), 512)
+    look_at_itself(attention)
+    table = RopeTable(Rope(), 32)
+    table.reserve(60, torch.zeros(()))
+    seen = []
+
+    def attend(q, k, v):
+        scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, dim=2)) * 32**-0.5
+        seen.append(scores.softmax(-1).diagonal(dim1=2, dim2=3))
+        return q.flatten(2)
+
+    attention(torch.randn(1, 60, 512), table(torch.arange(60)[None]), attend)
+    assert seen[0].mean() > 0.9
+
+
+def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target_path):
+    """However small the target's embeddings are, half as loud as a feature, which itself passes through."""
+    target = load_target(target_path)
+    with torch.no_grad():
+        target.embed.weight.mul_(0.01)
+    head = build_drafter(settings("eagle", draft_vocab_size=None), target, [], 0)
+    embeddings, feature = head.embedding.float(), torch.randn(5, target.config.hidden)
+    heard = head.fc(torch.cat([embeddings, torch.zeros_like(embeddings)], dim=-1)) - head.fc.bias
+    torch.testing.assert_close(heard.square().mean().sqrt(), 0.5 * target.final_scale())
+    passed = head.fc(torch.cat([torch.zeros_like(feature), feature], dim=-1)) - head.fc.bias
+    torch.testing.assert_close(passed, feature)

@@ -1,0 +1,101 @@
+"""The tree of draws: its shape, what it says its children were drawn from, and that they were."""
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+from test_trees import check_invariants
+
+from specdec.sampling.filters import filtered_probs
+from specdec.types import Sampling
+from trees import Chain, SampledTree
+from trees.sampled import _draw_children
+
+EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
+
+
+def start(drafter, target, b=2):
+    """The drafter's state after six positions, always the same ones."""
+    g = torch.Generator().manual_seed(4)
+    drafter.reset(b, 64)
+    feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
+    tokens = torch.randint(17, (1, 6), generator=g).expand(b, -1)
+    return drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats, tokens, torch.full((b,), 6))
+
+
+def grow(policy, drafter, target, sampling, b=2):
+    root = torch.full((b,), 3)
+    return policy.grow(drafter, root, start(drafter, target, b), sampling, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
+@torch.inference_mode()
+def test_invariants(expansion):
+    target, policy = tiny_target(), SampledTree(expansion)
+    tree = grow(policy, tiny_drafter(target, draft_vocab=8), target, Sampling(1.0))
+    check_invariants(tree, policy.num_draft_tokens)
+    children = tree.parents[0, 1:].bincount(minlength=policy.num_draft_tokens)
+    assert (
+        children.tolist()
+        == [e for e, size in zip(expansion, policy.sizes, strict=False) for _ in range(size)] + [0] * policy.sizes[-1]
+    )
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=3)], ids=["warm", "filtered"])
+@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
+@torch.inference_mode()
+def test_q_is_what_the_drafter_says_after_each_path(expansion, sampling):
+    """Each node's path drafted alone, as a chain: the same distribution, in the target's vocabulary. A verifier would
+    not notice if the tree mixed paths up: it would only accept less."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    tree = grow(SampledTree(expansion), drafter, target, sampling)
+    for node in range(tree.tokens.shape[1]):
+        if tree.depth[0, node] == tree.steps:
+            assert tree.q[0, node].sum() == 0, "a leaf has no children"
+            continue
+        state = start(drafter, target)
+        path = tree.ancestors[0, node].nonzero().flatten()[1:]
+        for level, ancestor in enumerate(path, 1):
+            alone = torch.ones(2, 1, level, dtype=torch.bool)
+            state = drafter.step(tree.tokens[:, ancestor : ancestor + 1], state.hidden, level, alone)
+        expected = torch.zeros(2, 17).index_copy_(1, drafter.vocab.ids, filtered_probs(state.logits[:, 0], sampling))
+        torch.testing.assert_close(tree.q[0, node], expected[0], rtol=1e-4, atol=1e-6)
+
+
+def test_children_are_drawn_from_q_without_replacement_in_order():
+    rows, logits = 100_000, torch.randn(5, generator=torch.Generator().manual_seed(2))
+    q, pairs = _draw_children(logits.expand(rows, 5), 2, Sampling(1.0), torch.Generator().manual_seed(3))
+    seen = (pairs[:, 0] * 5 + pairs[:, 1]).bincount(minlength=25).view(5, 5)
+    expected = q[0, :, None] * q[0] / (1 - q[0, :, None])
+    expected.fill_diagonal_(0)
+    # Five standard deviations of a share estimated from 100,000 draws are at most 5 * sqrt(.25 / 100000) = .0079
+    torch.testing.assert_close(seen / rows, expected, rtol=0, atol=0.0079)
+
+
+@torch.inference_mode()
+def test_used_up_filters_leave_the_likeliest_tokens():
+    """top-k 2 and four children: the first two are drawn, the others are the drafter's third and fourth choice."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    tree = grow(SampledTree((4,)), drafter, target, Sampling(1.0, top_k=2), b=50)
+    best = start(drafter, target).logits[0, 0].topk(4).indices
+    assert (tree.q[0, 0] > 0).sum() == 2
+    assert {frozenset(pair) for pair in tree.tokens[:, 1:3].tolist()} == {frozenset(best[:2].tolist())}
+    assert len(tree.tokens[:, 1].unique()) == 2
+    assert (tree.tokens[:, 3:] == best[2:]).all()
+
+
+@torch.inference_mode()
+def test_at_temperature_0_the_sampled_chain_is_the_chain():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drawn, chain = (grow(policy, drafter, target, Sampling()) for policy in (SampledTree((1, 1, 1, 1)), Chain(4)))
+    for field in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(drawn, field), getattr(chain, field)), field
+    torch.testing.assert_close(drawn.logq, chain.logq)
+
+
+@pytest.mark.parametrize("expansion", [(), (2, 0), (-1,)], ids=str)
+def test_nonsense_is_refused(expansion):
+    with pytest.raises(ValueError, match="at least one child"):
+        SampledTree(expansion)

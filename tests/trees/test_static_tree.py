@@ -1,0 +1,203 @@
+"""Static trees: their shape, what they draft, files, and the optimal one."""
+
+import importlib.util
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+from test_trees import check_invariants
+
+from drafters import ngram
+from drafters.draft_model import DraftModel
+from specdec.api import load_tree
+from specdec.engine.engine import Engine
+from trees import Chain, StaticTree
+from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+
+ROOT = Path(__file__).parents[2]
+PATHS = [[2], [0], [1], [0, 0], [0, 3], [2, 1], [1, 0], [0, 3, 0], [0, 3, 1], [1, 0, 2], [0, 3, 1, 0]]
+
+
+def start(drafter, target, b=3):
+    """A state after a few committed tokens, in rows of different lengths, and the roots."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.config.vocab, (b, 6), generator=g)
+    feats = torch.randn(b, 6, len(drafter.taps) * target.config.hidden, generator=g)
+    n = torch.tensor([6, 2, 4])[:b]
+    drafter.reset(b, 64)
+    state = drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats if drafter.taps else None, tokens, n)
+    return tokens.gather(1, n[:, None] - 1).squeeze(1), state
+
+
+DRAFTERS = {
+    "eagle3": lambda target: tiny_drafter(target, draft_vocab=8),
+    "medusa": lambda target: tiny_drafter(target, kind="medusa"),
+    "mtp-three-heads": lambda target: tiny_drafter(target, draft_vocab=8, kind="mtp-three-heads"),
+    "ngram": lambda target: ngram.create(target, mode="suffix"),
+    "draft_model": lambda target: DraftModel(tiny_target(seed=5, layers=2)).eval(),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@torch.inference_mode()
+def test_every_node_is_what_its_own_path_drafts(name):
+    """Against one path at a time, W = 1: masks, padding, hidden states and ranks are all in it."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    policy = StaticTree(PATHS)
+    root, state = start(drafter, target)
+    tree = policy.grow(drafter, root, state)
+    check_invariants(tree, len(PATHS) + 1)
+    nodes = [(), *sorted(map(tuple, PATHS), key=lambda path: (len(path), path))]
+    for node, path in enumerate(nodes[1:], 1):
+        assert nodes[tree.parents[0, node]] == path[:-1]
+        _, state = start(drafter, target)
+        logq = torch.zeros(3)
+        for depth, rank in enumerate(path, 1):
+            gains, ids = state.logits.log_softmax(-1).topk(policy.topk, dim=-1)
+            token = drafter.vocab.to_target(ids[:, :, rank])
+            logq = logq + gains[:, 0, rank]
+            if depth < len(path):
+                ancestors = torch.ones(3, 1, depth, dtype=torch.bool)
+                state = drafter.step(token, state.hidden, depth, ancestors)
+        assert torch.equal(tree.tokens[:, node], token[:, 0]), path
+        torch.testing.assert_close(tree.logq[:, node], logq)
+
+
+@torch.inference_mode()
+def test_a_path_of_first_children_is_the_chain():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    root, state = start(drafter, target)
+    chain = Chain(4).grow(drafter, root, state)
+    root, state = start(drafter, target)
+    static = StaticTree([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
+    assert static.draft_slots() == Chain(4).draft_slots()
+    tree = static.grow(drafter, root, state)
+    for field in ("tokens", "parents", "depth", "ancestors", "logq"):
+        torch.testing.assert_close(getattr(tree, field), getattr(chain, field))
+
+
+@pytest.mark.parametrize(
+    ("paths", "sentence"),
+    [
+        ([], "needs paths"),
+        ([[0], []], r"a list of child ranks 0, 1, ..., got \[\]"),
+        ([[0], None], "got None"),
+        ([[0], 1], "a list of child ranks 0, 1, ..., got 1"),
+        ([[0], [-1]], r"got \[-1\]"),
+        ([[0], [0.5]], r"got \[0.5\]"),
+        ([[0], "01"], "got '01'"),
+        ([[0], [1], [0]], r"lists the path \[0\] twice"),
+        ([[0], [1, 0]], r"lists \[1, 0\], but not its parent \[1\]"),
+    ],
+)
+def test_what_is_no_tree_is_refused(paths, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        StaticTree(paths)
+
+
+def test_files(tmp_path):
+    bundled = load_tree(ROOT / "conf" / "tree" / "static.yaml")
+    assert bundled.num_draft_tokens == 16
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"paths": PATHS}))
+    assert load_tree(file).num_draft_tokens == len(PATHS) + 1
+    for content, sentence in (
+        ("[[0], [1]]", "it has no list `paths`"),
+        ("paths: 3", "it has no list `paths`"),
+        ("paths: [[0], [1, 0]]", r"lists \[1, 0\], but not its parent"),
+        ("{", "is not a YAML file"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=sentence):
+            load_tree(file)
+    with pytest.raises(ValueError, match="no such tree file"):
+        load_tree(tmp_path / "none.yaml")
+
+
+# The optimal tree
+
+
+def all_trees(depth: int, children: int, nodes: int):
+    """Every prefix-closed set of `nodes` paths."""
+    paths = [path for d in range(1, depth + 1) for path in itertools.product(range(children), repeat=d)]
+    for chosen in itertools.combinations(paths, nodes):
+        if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
+            yield chosen
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_optimal_tree_beats_every_other(seed):
+    """Ranks need not be ordered, and depth may help: best-first relies on neither."""
+    noise = random.Random(seed)
+    accept = [[noise.random() for _ in range(2)] for _ in range(3)]
+    for nodes in (1, 3, 5, 7):
+        best = max(expected_tau(tree, accept) for tree in all_trees(3, 2, nodes))
+        paths = optimal_paths(accept, nodes + 1)
+        assert StaticTree(paths).num_draft_tokens == nodes + 1
+        assert expected_tau(paths, accept) == pytest.approx(best)
+
+
+def test_expected_tau_by_hand():
+    assert expected_tau([[0], [1], [0, 0]], [[0.5, 0.2], [0.4, 0.1]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+
+
+def test_the_table_bounds_the_tree():
+    assert optimal_paths([[1.0], [1.0]], 3) == [(0,), (0, 0)]
+    with pytest.raises(ValueError, match="num_draft_tokens is 8, but a tree of 2 levels and 2 children has 2 to 7"):
+        optimal_paths([[0.5, 0.5]] * 2, 8)
+
+
+def measured_place_by_place(target, drafter, prompts, outputs, steps, topk):
+    """The same counts from a fresh drafter at every place, one row at a time."""
+    hits, tries = torch.zeros(steps, topk), torch.zeros(steps, 1)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = torch.tensor([prompt + output])
+        feats = target(text, None, taps=drafter.taps)[1]
+        for root in range(len(prompt), text.shape[1]):
+            drafter.reset(1, 64)
+            known = None if feats is None else feats[:, :root]
+            state = drafter.admit(0, text[:, 0], known, text[:, 1 : root + 1], torch.tensor([root]))
+            for depth in range(1, min(steps, text.shape[1] - 1 - root) + 1):
+                token = text[:, root + depth : root + depth + 1]
+                children = drafter.vocab.to_target(state.logits[0, 0].topk(topk).indices)
+                tries[depth - 1] += 1
+                hits[depth - 1] += children == token[0]
+                if token[0] not in children:
+                    break
+                state = drafter.step(token, state.hidden, depth, torch.ones(1, 1, depth, dtype=torch.bool))
+    return hits / tries.clamp(min=1)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@torch.inference_mode()
+def test_measured_acceptance_is_counted_right(name):
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    prompts = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14]]
+    rows = Engine(target).generate(prompts, max_new_tokens=24).rows
+    outputs = [row.tokens[:n] for row, n in zip(rows, (24, 9, 17), strict=True)]
+    accept = measure_acceptance(target, drafter, prompts, outputs, 3, 4)
+    assert 0 < accept.sum() < 3
+    torch.testing.assert_close(accept, measured_place_by_place(target, drafter, prompts, outputs, 3, 4))
+    one = measure_acceptance(target, drafter, prompts[:1], outputs[:1], 3, 4)
+    torch.testing.assert_close(one, measured_place_by_place(target, drafter, prompts[:1], outputs[:1], 3, 4))
+
+
+def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):
+    spec = importlib.util.find_spec("lab.replay.optimal_tree")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    prompts, file = tmp_path / "p.txt", tmp_path / "tree.yaml"
+    prompts.write_text("The quick brown\nWhat is 12?")
+    script.main([
+        "--target", str(target_path), "--draft", str(drafter_path), "--prompt-file", str(prompts), "--out", str(file),
+        "--max-new-tokens", "16", "--num-draft-tokens", "7", "--steps", "3", "--topk", "4",
+    ])  # fmt: skip
+    assert "7 nodes, " in capsys.readouterr().out
+    assert load_tree(file).num_draft_tokens == 7

@@ -1,0 +1,114 @@
+"""The verifier against a walk in plain Python, and the filters against transformers' own."""
+
+import itertools
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specdec.sampling.draws import sample
+from specdec.sampling.filters import filtered_probs
+from specdec.types import DraftTree, Sampling
+from specdec.verify import sample_and_match
+from trees.ancestors import ancestors_of
+
+
+def random_tree(seed: int, b: int = 5, n: int = 12, vocab: int = 6) -> DraftTree:
+    """Random shape, distinct siblings, breadth first."""
+    g = torch.Generator().manual_seed(seed)
+    parents, depth, tokens = [], [], []
+    for _ in range(b):
+        raw = [0] + [int(torch.randint(i, (1,), generator=g)) for i in range(1, n)]
+        level = [0] * n
+        for i in range(1, n):
+            level[i] = level[raw[i]] + 1
+        order = sorted(range(n), key=lambda i, level=level: (level[i], i))
+        place = {old: new for new, old in enumerate(order)}
+        row = [place[raw[old]] for old in order]
+        used: dict[int, list[int]] = {}
+        word = [0]
+        for i in range(1, n):
+            free = [t for t in range(vocab + n) if t not in used.get(row[i], [])]
+            pick = free[int(torch.randint(min(vocab, len(free)), (1,), generator=g))]
+            used.setdefault(row[i], []).append(pick)
+            word.append(pick)
+        parents.append(row)
+        depth.append([level[old] for old in order])
+        tokens.append(word)
+    parents, depth, tokens = (torch.tensor(x) for x in (parents, depth, tokens))
+    steps = int(depth.max())
+    return DraftTree(tokens, parents, depth, ancestors_of(parents, steps), steps)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_greedy_verdict_equals_a_plain_walk(seed):
+    tree = random_tree(seed)
+    b, n = tree.tokens.shape
+    logits = torch.randn(b, n, 18, generator=torch.Generator().manual_seed(seed))
+    logits[..., 6:] -= 2  # make the drafted tokens likely
+    verdict = sample_and_match(tree, logits, Sampling())
+    for row in range(b):
+        best = logits[row].argmax(-1).tolist()
+        node, path, emitted = 0, [0], []
+        while True:
+            emitted.append(best[node])
+            below = [c for c in range(1, n) if tree.parents[row, c] == node and tree.tokens[row, c] == best[node]]
+            if not below:
+                break
+            node = below[0]
+            path.append(node)
+        count = int(verdict.n[row])
+        assert count == len(path)
+        assert verdict.path[row, :count].tolist() == path
+        assert verdict.path[row, count:].sum() == 0
+        assert verdict.tokens[row, :count].tolist() == emitted
+
+
+SETTINGS = [
+    Sampling(temperature=t, top_k=k, top_p=p, min_p=m)
+    for t, k, p, m in itertools.product([0.5, 1.3], [0, 7], [1.0, 0.7], [0.0, 0.1])
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+def test_filters_match_transformers(sampling):
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits.clone())
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
+    torch.testing.assert_close(filtered_probs(logits, sampling), scores.softmax(-1), rtol=1e-6, atol=1e-7)
+
+
+def test_draws_follow_the_distribution_and_the_generator():
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(200_000, 9)
+    sampling = Sampling(temperature=0.7)
+    drawn = sample(logits, sampling, torch.Generator().manual_seed(1))
+    share = drawn.bincount(minlength=9) / len(drawn)
+    # Five standard deviations of a share estimated from 200,000 draws are at most 5 * sqrt(.25 / 200000) = .0056
+    torch.testing.assert_close(share, filtered_probs(logits[0], sampling), rtol=0, atol=0.0056)
+    assert torch.equal(drawn, sample(logits, sampling, torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"top_k": 5, "temperature": 0.0},
+    ],
+)
+def test_nonsense_is_refused(fields):
+    with pytest.raises(ValueError, match=r"temperature|top_|min_p"):
+        Sampling(**({"temperature": 1.0} | fields))

@@ -1,0 +1,88 @@
+"""The command names the verifier and says whether it is lossless, and refuses what does not fit in one sentence."""
+
+import pytest
+import test_generate
+
+from specdec import registry
+from specdec.verify import VERIFIERS, TypicalAcceptance, make_verifier
+
+run = test_generate.run  # the fixture
+PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "lossless"),
+    [
+        ((), "SampleAndMatch()", True),
+        (("--verifier", "rejection", "--sample-draft", "--topk", 3), "MultiRoundRejection()", True),
+        (("--verifier", "block", "--sample-draft", "--topk", 1), "BlockVerification()", True),
+        (("--verifier", "sglang"), "TwoThresholds(threshold_single=1.0, threshold_acc=1.0)", True),
+        (
+            ("--verifier", "sglang", "--verifier-args", "threshold_single=.5,threshold_acc=.7"),
+            "TwoThresholds(threshold_single=0.5, threshold_acc=0.7)",
+            False,
+        ),
+        (("--verifier", "typical"), "TypicalAcceptance(epsilon=0.09, alpha=0.3)", False),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_every_rule_is_named(run, flags, name, lossless, temperature):
+    code, out, err = run(*PROMPT, *flags, "--temperature", temperature, "--compare", "--json")
+    assert code == 0, err
+    result = test_generate.last_json(out)
+    assert (result["verifier"], result["lossless"]) == (name, lossless)
+    assert result["identical"] is (True if temperature == 0 else None)
+
+
+def test_a_lossy_rule_says_so_and_its_differences_are_no_bug(run):
+    _, out, _ = run(*PROMPT, "--verifier", "typical", "--temperature", 1, "--compare")
+    assert "verifier: TypicalAcceptance(epsilon=0.09, alpha=0.3), LOSSY" in out
+    assert "identical: not asked, both are draws from two distributions, for the verifier is lossy" in out
+    _, out, _ = run(*PROMPT, "--temperature", 1, "--compare")
+    assert "verifier: SampleAndMatch(), lossless" in out
+    assert "LOSSY" not in out
+
+
+def test_plain_decoding_has_no_verifier(run):
+    _, out, _ = run(*PROMPT, "--no-draft", "--json", draft=None)
+    result = test_generate.last_json(out)
+    assert (result["verifier"], result["lossless"]) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--verifier", "rejection"), "DynamicTree does not draw them: use a tree that samples"),
+        (("--verifier", "block", "--sample-draft"), "verifies chains only"),
+        (("--verifier", "best"), f"there is no verifier 'best': choose one of {', '.join(VERIFIERS)}"),
+        (("--verifier", "sglang", "--verifier-args", "epsilon=1"), "and no 'epsilon'"),
+        (("--verifier-args", "epsilon=1"), "'match' has no settings, and no 'epsilon'"),
+        (("--verifier", "sglang", "--verifier-args", "threshold_acc"), "takes name=number"),
+        (("--verifier", "sglang", "--verifier-args", "threshold_acc=0"), r"must lie in (0, 1], got 0.0"),
+        (("--verifier", "typical", "--verifier-args", "epsilon=nan"), r"epsilon must lie in (0, 1], got nan"),
+        (("--sample-draft", "--num-draft-tokens", 9), "4 chains of topk * steps + 1 = 21 tokens, not 9"),
+        (("--sample-draft", "--steps", 0), "topk and steps must be at least 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(run, flags, says):
+    code, _, err = run(*PROMPT, *flags)
+    assert code == 2
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_by_name():
+    assert make_verifier("sglang", threshold_acc=0.5).threshold_acc == 0.5
+    assert make_verifier().lossless
+    assert {name: type(make_verifier(name)) for name in VERIFIERS} == VERIFIERS
+
+
+def test_a_new_rule_is_found_by_its_yaml(monkeypatch, tmp_path):
+    (tmp_path / "verifier").mkdir()
+    rule = "_target_: specdec.verify.typical.TypicalAcceptance\nepsilon: 0.5\n"
+    (tmp_path / "verifier" / "lenient.yaml").write_text(rule)
+    monkeypatch.setattr(registry, "CONF", tmp_path)
+    assert make_verifier("lenient") == TypicalAcceptance(epsilon=0.5)
+    assert make_verifier("lenient", epsilon=0.2, alpha=1.0) == TypicalAcceptance(0.2, 1.0)
+    with pytest.raises(ValueError, match="there is no verifier 'match': choose one of lenient"):
+        make_verifier("match")

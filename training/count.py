@@ -1,0 +1,95 @@
+"""Count tokens and write the most frequent ones as an FR-Spec token map (arXiv 2502.14856).
+
+    specdec count --data answers.jsonl --size 4096 --out map.json
+    specdec count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
+
+Of --data, conversations in ShareGPT or OpenAI form, the answers count; the target's own, from `training.regenerate`,
+are best. Of --text, plain text files, everything counts. Tokens that end a text are always in the map. The map is a
+list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
+"""
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+
+import torch
+
+from specdec.api import DEMO_TARGET
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_whole
+from specdec.cli.flags import command_parser
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+from training.data import count_tokens, read_conversations, tokenise
+from training.loop.checkpoint import save_state
+
+
+def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
+    """[V]: how often each token stands in an answer of `data` or anywhere in `text`."""
+    vocab = target.vocab
+    counts = torch.zeros(vocab, dtype=torch.int64)
+    if data:
+        conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
+        counts += count_tokens(tokenise(target.tokenizer, conversations, target.config.context), vocab)
+    for path in text:
+        try:
+            content = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path} as text: {error}") from None
+        ids = target.tokenizer(content, add_special_tokens=False)["input_ids"]
+        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
+    return counts
+
+
+def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> list[int]:
+    """`size` token ids, those of `always` among them, the most frequent first."""
+    ranked = counts.sort(descending=True, stable=True).indices.tolist()
+    room = size - len(always)
+    kept = set(itertools.islice((i for i in ranked if i not in always), room)) | always
+    return [i for i in ranked if i in kept]
+
+
+def write(ids: list[int], path: Path) -> None:
+    """Write a token map, as .pt or else as JSON."""
+
+    def fill(aside: Path) -> None:
+        if path.suffix == ".pt":
+            save_state(ids, aside)
+        else:
+            aside.write_text(json.dumps(ids) + "\n")
+
+    write_whole(path, fill)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("count", __doc__, "(--data FILE ... | --text FILE ...) --size N --out FILE [options]")
+    p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
+    p.add_argument("--data", type=Path, nargs="*", default=[], help="conversations: what the assistant says counts")
+    p.add_argument("--text", type=Path, nargs="*", default=[], help="text files: everything counts")
+    p.add_argument("--size", type=int, required=True, help="tokens in the map")
+    p.add_argument("--out", type=Path, required=True, help="the map: .json or .pt")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if not args.data and not args.text:
+        raise ValueError("nothing to count: give --data with conversations or --text with text files")
+    if args.out.suffix not in (".json", ".pt"):
+        raise ValueError(f"--out must end in .json or .pt, got {args.out}")
+    target = load_target(args.target)
+    if not len(target.eos) < args.size <= target.vocab:
+        raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")
+    counts = counts_of(target, args.data, args.text)
+    ids = most_frequent(counts, args.size, target.eos)
+    write(ids, args.out)
+    share = counts[ids].sum().item() / counts.sum().clamp(min=1).item()
+    print(
+        json.dumps({"out": str(args.out), "tokens": int(counts.sum()), "size": len(ids), "coverage": round(share, 5)})
+    )
+
+
+if __name__ == "__main__":
+    main()

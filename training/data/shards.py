@@ -1,0 +1,112 @@
+"""JSON lines, written so that no interruption loses any, and the same command goes on exactly where it was."""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from specdec.cli.files import partial_path, put_in_place, write_text
+
+
+class Shards:
+    """`rows` JSON lines in files of `size` lines: OUT itself, or OUT-00000-of-00003.jsonl and so on.
+
+    A file ends in `.partial` until it is complete. OUT.run.json holds the settings that made the lines, so that only a
+    run of the same settings goes on with them. `done` counts the lines that are there.
+
+    Raises ValueError if the files cannot be written, or were begun by a run of other settings.
+    """
+
+    def __init__(self, out: Path, rows: int, size: int | None, settings: dict):
+        if size is not None and size < 1:
+            raise ValueError(f"a shard must hold at least 1 line, got {size}")
+        self.out, self.rows, self.size, self.file = out, rows, size or rows, None
+        self.count = -(-rows // self.size)
+        self.record = out.with_name(f"{out.stem}.run.json")
+        self.settings = {"rows": rows, "shard_size": size} | settings
+
+    def __enter__(self) -> "Shards":
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._check_settings()
+            self.shard = 0
+            while self.shard < self.count and self.path(self.shard).exists():
+                self.shard += 1
+            self.done = min(self.shard * self.size, self.rows)
+            if self.shard < self.count:
+                self.done += _whole_lines(self._partial())
+                self.file = self._partial().open("ab")
+                self._close_full_shard()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.file is not None:
+            with suppress(OSError):  # `write` has flushed, or raised: closing would try again what did not fit
+                self.file.close()
+
+    def path(self, shard: int) -> Path:
+        if self.count == 1:
+            return self.out
+        return self.out.with_name(f"{self.out.stem}-{shard:05d}-of-{self.count:05d}{self.out.suffix}")
+
+    def write(self, rows: Iterable[dict]) -> None:
+        """Append rows. When this returns the system has them, and a kill does not lose them."""
+        try:
+            for row in rows:
+                self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+                self.done += 1
+                self._close_full_shard()
+            if self.shard < self.count:
+                self.file.flush()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _close_full_shard(self) -> None:
+        if self.done < min((self.shard + 1) * self.size, self.rows):
+            return
+        self.file.close()
+        put_in_place(self.path(self.shard))
+        self.shard += 1
+        if self.shard < self.count:
+            self.file = self._partial().open("ab")
+
+    def _partial(self) -> Path:
+        return partial_path(self.path(self.shard))
+
+    def _check_settings(self) -> None:
+        if not self.record.exists():
+            if self.path(0).exists():
+                raise ValueError(f"{self.path(0)} exists and was not made by this command: give another --out")
+            write_text(self.record, json.dumps(self.settings, indent=1) + "\n")
+            return
+        try:
+            begun = json.loads(self.record.read_text(encoding="utf-8"))
+        except ValueError:
+            raise ValueError(f"{self.record} is damaged: give another --out") from None
+        for name, value in self.settings.items():
+            if begun.get(name) != value:
+                raise ValueError(
+                    f"{self.out} was begun with {name} {begun.get(name)}, and this is {value}: give the same settings "
+                    "to go on with it, or another --out"
+                )
+
+    def _cannot_write(self, error: OSError) -> ValueError:
+        return ValueError(
+            f"cannot write {error.filename or self._partial()}: {error.strerror}; what was written is kept, and the "
+            "same command goes on from there"
+        )
+
+
+def _whole_lines(path: Path) -> int:
+    """The number of whole lines of a file. The beginning of a line that an interruption left at its end is removed."""
+    if not path.exists():
+        return 0
+    lines = end = 0
+    with path.open("rb+") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                lines, end = lines + 1, end + len(line)
+        file.truncate(end)
+    return lines

@@ -1,0 +1,253 @@
+"""A cache of features on disk: what it keeps, what made it, and how it is read in place of running the target.
+
+A cache is a folder of `cache.json` and shards `features-00000-of-00012.safetensors`. A shard holds some conversations
+in a row, their tokens one behind the other.
+
+- Of each token it keeps the id, whether it is to be learnt, and the target's hidden states at the drafter's taps.
+- Of each position whose next-token distribution may be learnt it keeps either the hidden state before the head, from
+  which the frozen head computes all logits anew, or the likeliest tokens and the mass of the rest.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specdec.model.checkpoint import read_json
+from training.data import Batch, Sample
+from training.features.online import Features, arguments, deferred_logits, online_features
+from training.features.signature import (
+    data_signature,
+    short,
+    target_signature,
+    tokenizer_signature,
+    vocabulary_signature,
+)
+from training.objectives.teacher import TopTokens
+
+SCHEMA = 1
+MANIFEST = "cache.json"
+STORES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a cache keeps."""
+
+    store: str  # of `STORES`, for hidden states; int8 has a scale for each position and tap
+    keep: int | None  # how many likeliest tokens of the draft vocabulary; None: the last hidden state instead
+    taps: tuple[int, ...]
+    hidden: int  # H of the target
+    layers: int  # of the target; its head reads hidden state number `layers`
+
+    def __post_init__(self) -> None:
+        if self.store not in STORES:
+            raise ValueError(f"store must be one of {', '.join(STORES)}, got {self.store!r}")
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"keep must be 'all' or at least 1, got {self.keep}")
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+        """Of each tensor of a shard: what it has a row for, the row's shape, and the dtype. Rows are for each sample,
+        for each token, or for each position that may be learnt."""
+        kept = {
+            "lengths": ("sample", (), torch.int32),
+            "tokens": ("token", (), torch.int32),
+            "mask": ("token", (), torch.bool),
+            **self._states("feats", "token", len(self.taps)),
+        }
+        if self.keep is None:
+            return kept if self.layers in self.taps else kept | self._states("hidden", "position", 1)
+        log = torch.float32 if self.store == "fp32" else torch.float16
+        return kept | {
+            "ids": ("position", (self.keep,), torch.int32),
+            "logp": ("position", (self.keep,), log),
+            "log_rest": ("position", (1,), log),
+            "log_share": ("position", (1,), log),
+            "choice": ("position", (), torch.int32),
+        }
+
+    def _states(self, name: str, rows: str, count: int) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+        states = {name: (rows, (count, self.hidden), STORES[self.store])}
+        scales = {f"{name}_scale": (rows, (count, 1), torch.float32)}
+        return states | scales if self.store == "int8" else states
+
+    def bytes(self, samples: Iterable[Sample], shards: int) -> int:
+        """What the shards take on disk, headers included."""
+        rows = {"sample": 0, "token": 0, "position": 0}
+        for sample in samples:
+            rows["sample"] += 1
+            rows["token"] += len(sample.ids)
+            rows["position"] += int(wanted(sample.mask).sum())
+        tensors = self.tensors().values()
+        content = sum(rows[per] * math.prod(shape) * dtype.itemsize for per, shape, dtype in tensors)
+        return content + shards * (160 + 90 * len(tensors))  # a header is JSON: names, dtypes, shapes, places
+
+
+def wanted(mask: np.ndarray) -> np.ndarray:
+    """[T], True where an objective may ask for the target's distribution: at each learnt token and one before it."""
+    return mask | np.append(mask[1:], False)
+
+
+def encode(states: Tensor, store: str) -> tuple[Tensor, Tensor | None]:
+    """Hidden states [...,H] as they are stored, and the scales [...,1] of int8."""
+    if store == "int8":
+        scale = states.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        return (states / scale).round().to(torch.int8), scale
+    stored = states.to(STORES[store])
+    if not stored.isfinite().all():
+        raise ValueError(f"hidden states of up to {states.abs().max():.3g} do not fit {store}: give store=bf16")
+    return stored, None
+
+
+def shard_bounds(samples: list[Sample], shard_tokens: int) -> list[tuple[int, int]]:
+    """(first, last + 1) of each shard: so many conversations in a row that they have `shard_tokens` tokens or more."""
+    if shard_tokens < 1:
+        raise ValueError(f"shard_tokens must be at least 1, got {shard_tokens}")
+    bounds, first, tokens = [], 0, 0
+    for end, sample in enumerate(samples, 1):
+        tokens += len(sample.ids)
+        if tokens >= shard_tokens or end == len(samples):
+            bounds.append((first, end))
+            first, tokens = end, 0
+    return bounds
+
+
+def describe(target, taps: tuple[int, ...], vocab, samples: list[Sample], keep: int | None) -> dict:
+    """What must be the same when a cache is made and when it is used, as cache.json states it."""
+    return {
+        "schema": SCHEMA,
+        "target": f"{target_signature(target)} ({target.name}, {str(target.dtype)[6:]})",
+        "tokenizer": tokenizer_signature(target.tokenizer),
+        "taps": list(taps),
+        "draft vocabulary": None if keep is None else f"{vocabulary_signature(vocab)} ({vocab.size} tokens)",
+        "data": f"{data_signature(samples)} ({len(samples)} conversations)",
+    }
+
+
+def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
+    """Raise ValueError, naming both values, unless `made` has all that `now` has. Of the target only the signature is
+    compared, not the name behind it: folders move."""
+    for what, value in now.items():
+        same = made.get(what) == value
+        if what == "target" and isinstance(made.get(what), str):
+            same = made[what].split()[0] == value.split()[0]
+        if not same:
+            raise ValueError(f"{folder} was made with {what} {made.get(what)}, and this is {value}: {remedy}")
+
+
+def shard_path(folder: Path, number: int, count: int) -> Path:
+    return folder / f"features-{number:05d}-of-{count:05d}.safetensors"
+
+
+class FeatureCache:
+    """A finished cache: its samples, and their features as `online_features` gives them."""
+
+    def __init__(self, folder: str | Path):
+        """Raises ValueError if the cache is not whole. Hidden states are read when a batch asks for them."""
+        self.folder = Path(folder)
+        if not (self.folder / MANIFEST).is_file():
+            raise ValueError(f"{folder} is no cache of features: it has no {MANIFEST}")
+        self.manifest = read_json(self.folder / MANIFEST)
+        if self.manifest.get("schema") != SCHEMA:
+            raise ValueError(
+                f"{folder} is of schema {self.manifest.get('schema')}, and this reads {SCHEMA}: make it anew"
+            )
+        self.keep = self.manifest["keep"]
+        bounds = self.manifest["shards"]
+        paths = [shard_path(self.folder, i, len(bounds)) for i in range(len(bounds))]
+        if missing := sum(not path.is_file() for path in paths):
+            raise ValueError(
+                f"{folder} lacks {missing} of {len(paths)} shards: python -m training.cache with its settings goes on"
+            )
+        self.shards = [open_shard(path, self.manifest) for path in paths]
+        self.samples: list[Sample] = []
+        self.places: list[tuple[int, int, int]] = []  # of each sample: shard, first token, first learnt position
+        for number, shard in enumerate(self.shards):
+            self._index(number, shard)
+
+    def _index(self, number: int, shard) -> None:
+        lengths, ids, masks = (shard.get_tensor(name).numpy() for name in ("lengths", "tokens", "mask"))
+        token = position = 0
+        for length in lengths.tolist():
+            here = slice(token, token + length)
+            self.places.append((number, token, position))
+            self.samples.append(Sample(ids[here], masks[here], number=len(self.samples)))
+            token, position = here.stop, position + int(wanted(masks[here]).sum())
+
+    def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
+        """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
+        this cache. So must the draft vocabulary be if the cache keeps its likeliest tokens."""
+        now = describe(target, taps, vocab, samples, self.keep)
+        check_same(self.folder, self.manifest, now, "use what made it, or make it anew with python -m training.cache")
+
+    def features(self, target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:
+        """As `online_features`. The target runs only for a batch that holds other conversations."""
+        if batch.rows is None or any(number is None for row in batch.rows for number in row):
+            return online_features(target, batch, taps, autocast)
+        device, shape = target.device, batch.tokens.shape
+        feats = torch.zeros(*shape, len(taps), target.config.hidden)
+        kept: dict[str, Tensor] = {}
+        for row, numbers in enumerate(batch.rows):
+            end = 0
+            for number in numbers:
+                start, end = end, end + len(self.samples[number].ids)
+                self._read(number, row, start, feats, kept)
+        if self.keep is None:
+            last = target.config.layers
+            hidden = feats[:, :, taps.index(last)] if last in taps else kept["hidden"][:, :, 0]
+            logits = deferred_logits(target, hidden.to(device, target.head.weight.dtype), autocast)
+        else:
+            logits = TopTokens(**{name: values.to(device) for name, values in kept.items()})
+        return arguments(batch, feats.flatten(2).to(device), logits)
+
+    def _read(self, number: int, row: int, start: int, feats: Tensor, kept: dict[str, Tensor]) -> None:
+        """Put one sample's features into feats [B,T,count,H] and kept [B,T,...], at `row` from column `start` on."""
+        which, token, position = self.places[number]
+        mask, shard = self.samples[number].mask, self.shards[which]
+        feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))
+        columns = torch.from_numpy(start + wanted(mask).nonzero()[0])
+        rows = slice(position, position + len(columns))
+        names = set(shard.keys())
+        if self.keep is not None:
+            found = {name: shard.get_slice(name)[rows] for name in ("ids", "logp", "log_rest", "log_share", "choice")}
+            mass = torch.cat([found["logp"].float(), found["log_rest"].float()], -1).logsumexp(-1, keepdim=True)
+            found["ids"], found["choice"] = found["ids"].long(), found["choice"].long()
+            found["logp"], found["log_rest"] = found["logp"] - mass, found["log_rest"] - mass  # rounded when stored
+            found["log_share"] = found["log_share"].float()
+        else:
+            found = {"hidden": _states(shard, "hidden", rows)} if "hidden" in names else {}
+        for name, values in found.items():
+            if name not in kept:
+                kept[name] = values.new_zeros(*feats.shape[:2], *values.shape[1:])
+            kept[name][row, columns] = values
+
+
+def _states(shard, name: str, rows: slice) -> Tensor:
+    """Hidden states [n,count,H] of a shard's rows, in fp32."""
+    stored = shard.get_slice(name)[rows].float()
+    return stored * shard.get_slice(f"{name}_scale")[rows] if f"{name}_scale" in shard.keys() else stored  # noqa: SIM118
+
+
+def open_shard(path: Path, manifest: dict):
+    """Open a shard for reading. Raises ValueError if it is cut off, or belongs to another cache."""
+    try:
+        shard = safe_open(path, framework="pt")
+        found = (shard.metadata() or {}).get("cache", "").split(" ")[0]
+    except (SafetensorError, OSError) as error:
+        raise ValueError(
+            f"{path} is damaged: {error}; python -m training.cache with its settings makes it anew"
+        ) from None
+    if found != manifest_signature(manifest):
+        raise ValueError(f"{path} belongs to another cache: remove it, and let python -m training.cache make it anew")
+    return shard
+
+
+def manifest_signature(manifest: dict) -> str:
+    return short(json.dumps(manifest, sort_keys=True))

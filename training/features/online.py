@@ -1,0 +1,61 @@
+"""The target's hidden states and logits, computed while training."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from specdec.model.target import Target
+from training.data import Batch
+from training.objectives.losses import DeferredLogits
+from training.objectives.teacher import TeacherLogits
+
+Features = dict[str, Tensor | TeacherLogits]
+
+
+def online_features(
+    target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager, deferred: bool | None = None
+) -> Features:
+    """Run the frozen target over a batch. Returns the keyword arguments of an objective: feats [B,T,F], tokens [B,T],
+    teacher_logits [B,T,V] and loss_mask [B,T], nothing shifted, and weights [B,T] if the batch has them.
+
+    deferred: compute logits only where the objective reads them, so that [B,T,V] never exists. By default this is done
+    for our own `Target`, and not for transformers' modules, which cannot be run without their head.
+    """
+    device = target.device
+    tokens = batch.tokens.to(device)
+    documents = None if batch.documents is None else batch.documents.to(device)
+    if deferred is None:
+        deferred = isinstance(target, Target)
+    with torch.no_grad(), autocast:
+        if deferred:
+            last, width = target.config.layers, target.config.hidden
+            read = taps if last in taps else (*taps, last)
+            _, states = target(tokens, None, taps=read, logits=False, documents=documents)
+            hidden = states[..., read.index(last) * width :][..., :width]
+            feats, logits = states[..., : len(taps) * width], deferred_logits(target, hidden, autocast)
+        else:
+            logits, feats = target(tokens, None, taps=taps, documents=documents)
+    return arguments(batch, feats.float(), logits)
+
+
+def arguments(batch: Batch, feats: Tensor, logits: TeacherLogits) -> Features:
+    """The keyword arguments of an objective: a batch, and what the target makes of it."""
+    weights = {} if batch.weights is None else {"weights": batch.weights.to(feats.device)}
+    return {
+        "feats": feats,
+        "tokens": batch.tokens.to(feats.device),
+        "teacher_logits": logits,
+        "loss_mask": batch.loss_mask.to(feats.device),
+    } | weights
+
+
+def deferred_logits(target: Target, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
+    """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read."""
+
+    @torch.no_grad()
+    def head(rows: Tensor) -> Tensor:
+        with autocast:
+            return target.logits(rows)
+
+    return DeferredLogits(hidden, head, target.vocab)

@@ -1,0 +1,85 @@
+"""How good a drafter is: the expected tau on known text, and the tau of real decoding."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.formats import load_drafter
+from specdec.contracts import Drafter, DraftState
+from specdec.engine.engine import Engine
+from specdec.engine.trace import tau
+from specdec.text import encode_prompt, read_prompts
+from training.objectives.losses import pieces
+from training.objectives.student import Student
+from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
+from trees import Chain
+
+
+@torch.no_grad()
+def expected_tau(
+    drafter: Drafter, feats: Tensor, tokens: Tensor, teacher_logits: TeacherLogits, loss_mask: Tensor, steps: int
+) -> Tensor:
+    """Tokens that a round of a chain of `steps` drafts would emit, summed over the counted positions (teacher forcing).
+
+    Inputs as of an objective. Returns [3], fp64: the sum for greedy decoding, that for sampling, and the number of
+    positions. A position adds 1 + sum_j prod_{i<=j} a_i. Greedy, a_i is 1 if draft i is the target's most likely token,
+    else 0. Sampled, a_i is the chance sum_v min(p, q) that rejection sampling accepts it at temperature 1 (Leviathan et
+    al., arXiv 2211.17192); where only the likeliest tokens of p are known, this is an upper bound. A chain's earlier
+    drafts are taken to be the text's own tokens, and the chain ends where the text does.
+    """
+    following = F.pad(tokens[:, 1:], (0, 1))
+    counted = F.pad(loss_mask[:, 1:], (0, 1))
+    agrees, overlaps = _one_by_one(drafter, drafter.unroll(feats, following, steps), teacher_logits, loss_mask, steps)
+    greedy = sampled = counted
+    total = counted.sum() * torch.ones(3, dtype=torch.float64, device=tokens.device)
+    for agree, overlap in zip(agrees, overlaps, strict=True):
+        greedy, sampled = greedy * agree, sampled * overlap
+        total += torch.stack([greedy.sum(), sampled.sum(), greedy.new_zeros(())])
+    return total
+
+
+def _one_by_one(
+    drafter: Drafter, states: Iterable[DraftState], teacher_logits: TeacherLogits, loss_mask: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """Two tensors [steps,B,T]: whether draft j of position t is the target's choice, and how likely it is accepted.
+
+    Draft j of position t stands for what the target predicts at t+1+j. Both are 0 where that is not to be learnt, or
+    beyond the text.
+    """
+    vocab, states = drafter.vocab, list(states)
+    row, column = loss_mask.nonzero(as_tuple=True)
+    labels = torch.full_like(loss_mask, -1, dtype=torch.int64)  # not asked for here
+    agrees, overlaps = torch.zeros(2, steps, *loss_mask.shape, device=loss_mask.device)
+    for piece in pieces(len(row), vocab.target_size):
+        here = row[piece], column[piece]
+        teacher = read_teacher(teacher_logits, here, vocab, labels, renormalise=True)
+        for j, state in enumerate(states):
+            source = column[piece] - 1 - j
+            readout = state.readout[here[0], source.clamp(min=0)]
+            student = Student((readout @ state.head.weight.T).float()[:, None])
+            p = teacher.facing(student).whole if isinstance(teacher, TopTeacher) else teacher.whole
+            reached = source >= 0
+            at = j, here[0][reached], source[reached]
+            agree = vocab.to_target(student.best[:, 0]) == teacher.choice
+            agrees[at] = agree[reached].to(agrees)
+            overlaps[at] = torch.minimum(p, student.q[:, 0]).sum(-1)[reached]
+    return agrees, overlaps
+
+
+class Decoding:
+    """Real decoding of a run's held-out prompts."""
+
+    def __init__(self, target, prompts: Path, count: int, steps: int, max_new_tokens: int):
+        """prompts: a file for `read_prompts`, of which the first `count` are taken. steps: the length of chains."""
+        self.target, self.steps, self.max_new_tokens = target, steps, max_new_tokens
+        self.prompts = [encode_prompt(target, prompt) for prompt in read_prompts(prompts)[:count]]
+
+    def tau(self, folder: Path) -> float:
+        """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it."""
+        drafter = load_drafter(folder, self.target)
+        steps = min(self.steps, drafter.max_steps or self.steps)
+        result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
+        return tau([row.trace for row in result.rows])

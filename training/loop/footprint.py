@@ -1,0 +1,69 @@
+"""Bytes that a training step takes, from shapes alone."""
+
+import copy
+import itertools
+import math
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from specdec.contracts import Drafter
+from training.loop.trainer import Trainer
+from training.objectives.losses import PIECE
+
+
+def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
+    """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one with DDP."""
+    target, drafter, config = trainer.target, trainer.drafter, trainer.config
+    learning = [p for p in trainer.parameters.values() if p.requires_grad]
+    moments = sum(
+        p.nbytes * (1 if isinstance(optimizer, torch.optim.Muon) else 2)
+        for optimizer, _ in trainer.optimizers.parts
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+    states = (len(drafter.taps) + (target.config.layers not in drafter.taps)) * target.config.hidden
+    return {
+        "target": stored(target),
+        "drafter": sum(p.nbytes for p in trainer.parameters.values()),
+        "gradients": sum(p.nbytes for p in learning),
+        "optimiser": moments,
+        "averages": sum(p.nbytes for p in trainer.parameters.values()) * (2 if config.ema else 0),
+        "features": math.prod(shape) * states * 4,
+        "activations": saved_bytes(drafter, shape, trainer.objective.steps),
+        "pieces of logits": 6 * 4 * PIECE,
+    }
+
+
+def stored(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers. Storage that is shared counts once."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def saved_bytes(drafter: Drafter, shape: tuple[int, int], steps: int) -> int:
+    """Bytes that the unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors without
+    contents."""
+    tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
+    twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
+    twin.documents = None
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        alive = [mode.from_tensor(t) for t in tensors]
+        own = {t.untyped_storage()._cdata for t in alive}
+        feats = torch.zeros(*shape, _width(drafter))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            states = list(twin.unroll(feats, torch.zeros(shape, dtype=torch.int64), steps))
+        total = sum(size for storage, size in kept.items() if storage not in own)
+        return total + sum(state.readout.untyped_storage().nbytes() for state in states)  # and their gradients
+
+
+def _width(drafter: Drafter) -> int:
+    return len(drafter.taps) * drafter.shape.hidden

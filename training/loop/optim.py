@@ -1,0 +1,81 @@
+"""Optimisers and the learning-rate schedule."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from training.loop.weights import full, sharded_as
+
+
+class Optimizers:
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one.
+
+    lr is AdamW's and muon_lr Muon's. Muon (Jordan et al. 2024) is torch's own implementation.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        muon_lr: float | None = None,
+        not_muon: tuple[str, ...] = ("head", "embed"),
+    ):
+        """parameters: (name, parameter). muon_lr None: no Muon. A matrix whose name contains a word of `not_muon` is a
+        table of tokens, for which Muon is not meant."""
+        named = [(n, p) for n, p in parameters if p.requires_grad]
+        muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
+        chosen = {id(p) for p in muon}
+        rest = [p for _, p in named if id(p) not in chosen]
+        self.parameters = [p for _, p in named]
+        self.parts: list[tuple[torch.optim.Optimizer, float]] = []
+        if muon:
+            self.parts.append((torch.optim.Muon(muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay), muon_lr))
+        self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
+
+    def step(self, scale: float, clip: float) -> float:
+        """Clip the gradient's norm to `clip` and step, with the learning rates times `scale`. Returns the norm before
+        clipping; if that is not finite nothing is stepped."""
+        norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
+        if not math.isfinite(norm):
+            return norm
+        for optimizer, lr in self.parts:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def state_dict(self) -> list[dict]:
+        """The states of all optimisers, with full tensors in place of shards; every process must call it."""
+        return [full(optimizer.state_dict()) for optimizer, _ in self.parts]
+
+    def load_state_dict(self, states: list[dict]) -> None:
+        """Raises ValueError if the states are of other optimisers or of other parameters."""
+        if len(states) != len(self.parts):
+            raise ValueError("the states are of other optimisers")
+        for (optimizer, _), state in zip(self.parts, states, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            moments = {
+                i: {k: sharded_as(v, parameters[i]) if v.shape == parameters[i].shape else v for k, v in held.items()}
+                for i, held in state["state"].items()
+            }
+            optimizer.load_state_dict(state | {"state": moments})
+
+
+def schedule(step: int, steps: int, warmup: int, kind: str = "cosine") -> float:
+    """Factor of the learning rate at 0-based `step`: a linear warm-up, then constant, or linear or cosine to 0."""
+    if step < warmup:
+        return (step + 1) / warmup
+    left = (steps - step) / max(steps - warmup, 1)
+    if kind == "constant":
+        return 1.0
+    if kind == "linear":
+        return left
+    if kind == "cosine":
+        return 0.5 * (1 - math.cos(math.pi * left))
+    raise ValueError(f"schedule must be constant, linear or cosine, got {kind!r}")

@@ -1,0 +1,143 @@
+"""One process or many: who they are, how they share gradients, sums over all of them.
+
+Start several with `torchrun --nproc-per-node=N -m training.train ...`, or, on GPUs, `accelerate launch -m ...`.
+accelerate joins them, wraps the module (DDP), holds gradients back while they accumulate, sums and gathers. Three
+things stay ours or torch's own:
+
+- FSDP is torch's `fully_shard`. Between CPU processes accelerate makes DDP of it, without a word.
+- Batches and optimisers are not prepared. Which batch a process takes, and the update made of all gradients, must be
+  those of one process with as many batches.
+- `training.loop.weights` makes full tensors of shards. accelerate does it for a model's weights only, and moments and
+  averages need it too.
+
+A process alone does not load accelerate.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class Processes:
+    """A process alone: number `rank` of `world`, and its device. What several do together it does at once."""
+
+    def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu"):
+        self.rank, self.world, self.device = rank, world, device
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
+        """The module as all processes train it; its parameters stay where they are, as shards (DTensor) if fsdp."""
+        return module
+
+    def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
+        """Around forward and backward of one of several batches of a step: gradients are shared with the last one only.
+        module: what `wrap` gave."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of the sum of all processes' losses; with several processes, divided by their number."""
+        loss.backward()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Over all processes, element by element; every process must call it."""
+        return values
+
+    def gather(self, own: list) -> list:
+        """The items of all processes' lists, those of process 0 first; every process must call it."""
+        return own
+
+
+class Together(Processes):
+    """One of several processes, by way of accelerate."""
+
+    def __init__(self, accelerator: "Accelerator", device: str):
+        super().__init__(accelerator.process_index, accelerator.num_processes, device)
+        self.accelerator = accelerator
+
+    def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
+        if fsdp:
+            return fully_shard(module, mesh=init_device_mesh(torch.device(self.device).type, (self.world,)))
+        # Buffers are the target's, the same everywhere: sending them along would cost more than the gradients.
+        buffers = [name for name, _ in module.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, buffers)
+        return self.accelerator.prepare_model(module)
+
+    def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self.accelerator.no_sync(module)
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values, "sum")
+
+    def gather(self, own: list) -> list:
+        from accelerate.utils import gather_object
+
+        return gather_object(own)
+
+
+def join_processes(device: str) -> Processes:
+    """Meet the processes that a launcher started, over gloo on the CPU and nccl on GPUs, one GPU each; alone without
+    a launcher.
+
+    Raises ValueError if the launcher asks for a way to train that is set elsewhere here, or not at all.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return Processes(device=device)
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import GradientAccumulationPlugin
+
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
+            raise ValueError(f"the launcher asks for {name}: launch without it; trainer.fsdp=true shards the drafter")
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        # The launcher's settings of these must not change a run: conf/trainer has them.
+        mixed_precision="no",
+        dynamo_backend="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        # A drafter of more heads than the objective has steps leaves some unused.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
+    )
+    return Together(accelerator, "cpu" if device == "cpu" else str(accelerator.device))
+
+
+@dataclass
+class Sums:
+    """Sums of several batches' values, each times the batch's number of counted positions, from which means over all
+    positions are made."""
+
+    total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
+
+    def add(self, weight: Tensor, loss: Tensor, mask: Tensor, stop: bool, metrics: dict[str, Tensor]) -> None:
+        self.shapes = {name: value.shape for name, value in metrics.items()}
+        counts = weight.new_tensor([stop, mask.numel(), mask.count_nonzero()])
+        head = torch.cat([torch.stack([weight, loss.detach() * weight]), counts])
+        flat = torch.cat([head, *(value.detach().flatten() * weight for value in metrics.values())]).double()
+        self.total = flat if self.total is None else self.total + flat
+
+    def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
+        """Of all processes: counted positions, mean loss, whether any was asked to stop, (padded, learnt) tokens, and
+        mean metrics. Every process must call it."""
+        total = processes.sum(self.total).cpu()
+        weight, loss, stop, tokens, learnt = total[:5].tolist()
+        parts = (total[5:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])
+        metrics = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return weight, loss / max(weight, 1), stop > 0, (int(tokens), int(learnt)), metrics

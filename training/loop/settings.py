@@ -1,0 +1,84 @@
+"""Settings of the training loop, and of on-policy data."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from training.loop.optim import schedule
+
+
+@dataclass
+class TrainerConfig:
+    """conf/trainer/*.yaml says what each is for."""
+
+    steps: int = 1000
+    batch_tokens: int = 4096
+    accumulate: int = 1
+    lr: float = 1e-3
+    muon_lr: float | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    warmup: float = 0.02
+    schedule: str = "cosine"
+    clip: float = 0.5
+    ema: float | None = None
+    autocast: str | None = None
+    recompute: bool = False
+    fsdp: bool = False
+    seed: int = 0
+    log_every: int = 10
+    save_every: int = 200
+    keep: int = 2
+    eval_batches: int = 8
+    prompts: str | None = None
+    decode_every: int = 200
+    decode_prompts: int = 16
+    decode_tokens: int = 64
+    decode_steps: int = 5
+    wandb: bool | str = False
+
+    def __post_init__(self) -> None:
+        at_least_one = ("steps", "batch_tokens", "accumulate", "log_every", "save_every", "keep")
+        for name in (*at_least_one, "decode_every", "decode_prompts", "decode_tokens", "decode_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} must be at least 1, got {getattr(self, name)}")
+        if self.autocast not in (None, "bf16"):
+            raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"trainer.ema must be null or a decay between 0 and 1, got {self.ema}")
+        if self.wandb not in (False, "online", "offline"):
+            raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
+        schedule(0, 1, 0, self.schedule)
+
+    def autocasting(self, device: torch.device) -> AbstractContextManager:
+        """The precision in which the target and the drafter run."""
+        return nullcontext() if self.autocast is None else torch.autocast(device.type, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """Settings of `training.data.rollouts`; conf/data/files.yaml says what each is for."""
+
+    share: float = 0.0
+    start: int = 0
+    every: int = 20
+    prompts: int = 32
+    batch_size: int = 32
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    weight: float = 4.0
+    topk: int = 1
+    steps: int = 5
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"data.on_policy.share must lie between 0 (off) and 1, got {self.share}")
+        if self.start < 0:
+            raise ValueError(f"data.on_policy.start must not be negative, got {self.start}")
+        for name in ("every", "prompts", "batch_size", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"data.on_policy.{name} must be at least 1, got {getattr(self, name)}")
+        if not 1 <= self.weight < float("inf"):
+            raise ValueError(f"data.on_policy.weight must be at least 1, which is no weight, got {self.weight}")

@@ -1,0 +1,69 @@
+"""What a checkpoint of a run holds, and a run that goes on from it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from specdec.contracts import Drafter
+from training.loop.weights import full, sharded_as
+
+if TYPE_CHECKING:
+    from training.loop.trainer import Trainer
+
+
+def meaning(drafter: Drafter) -> str:
+    """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
+    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {drafter.switches}".strip()
+
+
+def state_of(run: "Trainer") -> dict:
+    """Tensors and plain values, all of them full and none of them shards; every process must call it."""
+    return {
+        "step": run.step,
+        "batches": run.batches,
+        "tokens": run.tokens,
+        "learnt": run.learnt,
+        "seconds": run.seconds,
+        "rollout_seconds": run.rollout_seconds,
+        "best": run.best,
+        "meaning": run.meaning,
+        "vocab": run.drafter.vocab.ids,
+        "drafter": full({name: p.detach() for name, p in run.parameters.items()}),
+        "averages": full(run.averages),
+        "optimizers": run.optimizers.state_dict(),
+        "rollouts": None if run.rollouts is None else run.rollouts.state_dict(),
+    }
+
+
+def restore(run: "Trainer", state: dict, path: Path) -> None:
+    """Let a run go on from the state that `path` holds. Raises ValueError if it is not that of such a run."""
+    _check_same_run(run, state, path)
+    weights = state["drafter"]
+    with torch.no_grad():
+        for name, parameter in run.parameters.items():
+            parameter.copy_(sharded_as(weights[name], parameter))
+            if run.averages is not None:
+                run.averages[name].copy_(sharded_as(state["averages"][name], parameter))
+    try:
+        run.optimizers.load_state_dict(state["optimizers"])
+    except ValueError as error:
+        raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
+    run.step, run.batches, run.tokens = state["step"], state["batches"], state["tokens"]
+    run.seconds, run.best = state["seconds"], state["best"]
+    run.learnt = state.get("learnt", 0)  # older checkpoints lack these two
+    run.rollout_seconds = state.get("rollout_seconds", 0.0)
+    if run.rollouts is not None and state.get("rollouts"):
+        run.rollouts.load_state_dict(state["rollouts"])
+
+
+def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
+    weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), run.drafter.vocab.ids
+    same_shapes = {k: v.shape for k, v in run.parameters.items()} == {k: v.shape for k, v in weights.items()}
+    same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
+    if not same_shapes or not same_vocab or state["meaning"] != run.meaning:
+        raise ValueError(
+            f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
+        )
+    if (state["averages"] is None) != (run.averages is None):
+        raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")

@@ -1,0 +1,282 @@
+"""The training loop of a drafter: steps, and what comes between them (log, evaluation, checkpoints)."""
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from drafters.formats import save_drafter
+from drafters.recurrent import RecurrentDrafter
+from specdec.cli.files import write_whole
+from specdec.model.target import Target
+from training.data import Batch, Batches
+from training.data.rollouts import Rollouts
+from training.features.online import Features, online_features
+from training.loop.checkpoint import read_newest, save_state, write_checkpoint
+from training.loop.curves import draw_curves
+from training.loop.evaluate import Decoding, expected_tau
+from training.loop.log import RunLog
+from training.loop.optim import Optimizers, schedule
+from training.loop.parallel import Processes, Sums
+from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.state import meaning, restore, state_of
+from training.loop.stopping import StopSignals
+from training.loop.weights import fill, shell
+from training.objectives.teacher import TeacherLogits
+
+
+class Learner(nn.Module):
+    """The objective over the drafter as one module, for DDP and FSDP to wrap."""
+
+    def __init__(self, drafter: nn.Module, objective):
+        super().__init__()
+        self.drafter, self.objective = drafter, objective
+
+    def forward(self, **features: Tensor | TeacherLogits) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.objective(self.drafter, **features)
+
+
+class Trainer:
+    """Trains `drafter` for `target`. It writes into the folder `out`: checkpoints/ to resume from, draft/ and best/ in
+    the published layout, log.jsonl and curves.png.
+
+    A step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
+    that count in these batches, however the batches are spread over processes. What is random in a batch depends on the
+    seed and the batch's number alone, so resuming and the number of processes do not change it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: RecurrentDrafter,
+        objective,
+        train: Batches,
+        heldout: Batches | None,
+        config: TrainerConfig,
+        out: Path,
+        run_config: dict | None = None,
+        processes: Processes | None = None,
+        on_policy: OnPolicy | None = None,
+        features: Callable[..., Features] = online_features,
+    ):
+        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere."""
+        self.data, self.features = train, features
+        self.target, self.drafter, self.objective = target, drafter, objective
+        self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
+        self.processes = processes or Processes()
+        if config.recompute:
+            if not isinstance(drafter, RecurrentDrafter):
+                raise ValueError(f"trainer.recompute is for drafters with a layer, not for {type(drafter).__name__}")
+            drafter.recompute = True
+        self.meaning = meaning(drafter)
+        alone = self.processes.world == 1 or not config.fsdp
+        self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
+        self.rollouts = None
+        if on_policy is not None and on_policy.share > 0:
+            together = config.accumulate * self.processes.world
+            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
+            self.train_data = self.rollouts
+        self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
+        self.parameters = dict(drafter.named_parameters())
+        self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
+        self.optimizers = Optimizers(
+            self.parameters.items(),
+            lr=config.lr,
+            betas=tuple(config.betas),
+            weight_decay=config.weight_decay,
+            muon_lr=config.muon_lr,
+        )
+        self.decoding = None
+        if config.prompts is not None:
+            self.decoding = Decoding(
+                target, Path(config.prompts), config.decode_prompts, config.decode_steps, config.decode_tokens
+            )
+        self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
+        self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
+        self.signals = StopSignals()
+        self.log = RunLog(out, self.main, config.wandb, run_config)
+
+    @property
+    def main(self) -> bool:
+        return self.processes.main
+
+    def train(self) -> dict:
+        """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics.
+
+        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite."""
+        try:
+            with self.signals:
+                return self._run()
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {self.out}: {error.strerror or error}; resume=true goes on from the last checkpoint"
+            ) from None
+
+    def _run(self) -> dict:
+        config, metrics, asked = self.config, {}, False
+        groups = self._groups()
+        bar = tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main)
+        mark = time.monotonic()
+        while self.step < config.steps and not asked:
+            if self.rollouts is not None and self.rollouts.due(self.step):
+                self._roll_out()
+            before = self.batches
+            values, asked, row = self._step(next(groups))
+            now = time.monotonic()
+            self.seconds, mark = self.seconds + now - mark, now
+            bar.update()
+            if self.rollouts is not None:
+                row["on_policy"] = self.rollouts.part(before, self.batches)
+            if self._due(config.log_every):
+                metrics = self._log("train", values, **row)
+                bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
+            if self._due(config.save_every) and not asked:
+                metrics |= self._evaluate()
+            if self.decoding is not None and self._due(config.decode_every) and not asked:
+                metrics |= self._decode()
+            if self._due(config.save_every) and self.step < config.steps and not asked:
+                self.save()
+        bar.close()
+        self.save()
+        if self.step < config.steps and self.main:
+            print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
+        return metrics
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.config.steps
+
+    def _groups(self) -> Iterator[list[Batch]]:
+        """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
+        batches = self.train_data.iterate(skip=self.batches)
+        own = itertools.islice(batches, self.processes.rank, None, self.processes.world)
+        while True:
+            yield list(itertools.islice(own, self.config.accumulate))
+
+    def _step(self, group: list[Batch]) -> tuple[dict[str, Tensor], bool, dict[str, float]]:
+        """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
+        asked to stop, and what else is logged."""
+        config, world, sums, losses = self.config, self.processes.world, Sums(), []
+        for i, batch in enumerate(group):
+            torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
+            with self.processes.accumulating(self.learner, last=i == len(group) - 1):
+                loss, metrics = self._loss(batch)
+                weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+                self.processes.backward(loss * weight * world)  # DDP and FSDP divide by `world`
+            losses.append(loss.detach())
+            sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
+        counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)
+        if not math.isfinite(loss):
+            self._give_up(f"the loss is {loss}", group, losses)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(max(counted, 1))
+        warmup = int(config.warmup * config.steps) if config.warmup < 1 else int(config.warmup)
+        scale = schedule(self.step, config.steps, warmup, config.schedule)
+        norm = self.optimizers.step(scale, config.clip)
+        if not math.isfinite(norm):
+            self._give_up(f"the gradient's norm is {norm}", group, losses)
+        for name, average in (self.averages or {}).items():
+            average.lerp_(self.parameters[name].detach(), 1 - config.ema)
+        self.step, self.batches = self.step + 1, self.batches + len(group) * world
+        self.tokens, self.learnt = self.tokens + tokens, self.learnt + learnt
+        return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
+
+    def _autocast(self):
+        return self.config.autocasting(self.target.device)
+
+    def _features(self, drafter: nn.Module, batch: Batch) -> Features:
+        """The objective's arguments for a batch. The drafter is told where the conversations of a row end."""
+        features = self.features(self.target, batch, drafter.taps, self._autocast())
+        drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
+        return features
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        features = self._features(self.drafter, batch)
+        with self._autocast():
+            return self.learner(**features)
+
+    def _give_up(self, what: str, group: list[Batch], losses: list[Tensor]) -> None:
+        """Save this process's batches of the step, and raise."""
+        path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
+        rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
+        write_whole(path, partial(save_state, rows))
+        raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
+
+    def _publish(self) -> None:
+        """Put the weights that are evaluated and exported into `published`; every process must call it."""
+        if self.published is not self.drafter:
+            fill(self.published, self.averages or self.parameters, here=self.main)
+
+    def _roll_out(self) -> None:
+        """Make new on-policy data, and log what its rounds say about the drafter. The time is part of `seconds`."""
+        start = time.monotonic()
+        measured = self.rollouts.renew(self.step, self.parameters)
+        self.rollout_seconds += time.monotonic() - start
+        self._log("rollout", {}, **measured, rollout_seconds=round(self.rollout_seconds, 3))
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict:
+        """Losses and accuracies by step, and the expected tau: means over the same held-out batches every time."""
+        self._publish()
+        if self.heldout is None or self.config.eval_batches < 1 or not self.main:
+            return {}
+        learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
+        depth = min(self.config.decode_steps, self.drafter.max_steps or self.config.decode_steps)
+        for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
+            batch = self.heldout.collate(indices)
+            features = self._features(self.published, batch)
+            with self._autocast():
+                loss, metrics = learner(**features)
+                tau = tau + expected_tau(self.published, **features, steps=depth)
+            weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+            sums.add(weight, loss, batch.loss_mask, False, metrics)
+        _, loss, _, _, mean = sums.means(Processes())
+        greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
+        scalars = {"loss": loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
+        logged = self._log("heldout", mean, **scalars)
+        return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
+
+    def _decode(self) -> dict:
+        """The tau of real decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
+        self._publish()
+        if not self.main:
+            return {}
+        save_drafter(self.published, self.out / "draft", self.target)
+        tau = self.decoding.tau(self.out / "draft")
+        if tau > self.best:
+            self.best = tau
+            save_drafter(self.published, self.out / "best", self.target)
+        return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
+
+    def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
+        when = {"step": self.step, "tokens": self.tokens, "learnt": self.learnt, "seconds": round(self.seconds, 3)}
+        return self.log.write(split, when, scalars, values)
+
+    def save(self) -> None:
+        """A checkpoint, the drafter in its published layout, and the curves; each whole or not at all."""
+        state = state_of(self)
+        self._publish()
+        if self.main:
+            write_checkpoint(self.out, self.step, state, self.config.keep)
+            save_drafter(self.published, self.out / "draft", self.target)
+            draw_curves(self.log.path, self.out / "curves.png")
+
+    def resume(self) -> None:
+        """Go on from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of another
+        drafter."""
+        path, state = read_newest(self.out, warn=self.main)
+        restore(self, state, path)
+        if self.main:
+            self.log.forget_after(self.step)
+
+
+def _seed(seed: int, batch: int) -> int:
+    return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])

@@ -1,0 +1,41 @@
+"""Weights in several forms: full tensors of shards and shards of full tensors, and a second drafter that holds them."""
+
+import copy
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def full(value):
+    """The value with full tensors in place of shards, through dicts and lists; every process must call it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [full(item) for item in value]
+    return value
+
+
+def shell(drafter: nn.Module) -> nn.Module:
+    """A second drafter of the same kind, with parameters of its own. Buffers, which are the target's, are shared."""
+    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> None:
+    """Give a shell these weights, as full tensors. It shares their memory where nothing need be gathered or cast.
+
+    here: whether this process wants them; every process must call it, as gathering takes all.
+    """
+    own = dict(shell.named_parameters())
+    for name, weight in weights.items():
+        value = full(weight.detach())
+        if here:
+            own[name].data = value.to(own[name].dtype)
+
+
+def sharded_as(value: Tensor, like: Tensor) -> Tensor:
+    """A full tensor, cut into shards as `like` is, if that is cut."""
+    if not isinstance(like, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,108 @@
+"""A loss over a vocabulary, fused with the head before it: computed in pieces, with no [tokens, vocabulary] matrix."""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PIECE = 1 << 22  # logits of a piece, over all its steps: 16 MiB in fp32, of which a few copies live at once
+LEAST_ROWS = 16  # a piece of fewer rows would mostly wait for the head's weight to be read
+
+
+def pieces(rows: int, width: int) -> Iterator[slice]:
+    """Cut `rows` rows of `width` logits each into pieces of about `PIECE` logits."""
+    step = max(LEAST_ROWS, PIECE // width)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+class DeferredLogits:
+    """Logits [B,T,V] that are computed where they are indexed, from a target's hidden states [B,T,H] and its head."""
+
+    def __init__(self, hidden: Tensor, head, vocab: int):
+        """hidden: after the final norm. head: [n,H] -> [n,V], with the target's cap on logits if it has one."""
+        self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
+
+    def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
+        """Row and column indices [n] -> [n,V]."""
+        return self.head(self.hidden[index])
+
+
+class Judge(Protocol):
+    """What `head_loss` asks about a piece of rows. A judge may keep what it sees, for metrics."""
+
+    def teacher(self, rows: slice):
+        """What all steps share in these rows: the teacher's distribution, for example."""
+
+    def judge(self, steps: list[int], rows: slice, teacher, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss [] of logits [n,J,U] of J steps, which it may overwrite, and slope [n,J,U] and scale [n,J,1], whose
+        product is the gradient by the logits.
+
+        The scale is apart because it is cheaper to multiply into the narrower matrices that the slope is multiplied
+        with."""
+
+
+class _HeadLoss(torch.autograd.Function):
+    """sum_j loss_j(readout_j @ head_j.T).
+
+    Forward computes each piece's gradients by readouts and heads while its logits are at hand. So no piece is kept for
+    backward, and none is computed twice. A piece holds all steps of a head at a few positions: what the steps share
+    stays in the processor's caches, and the head's weight is read once for all of them.
+    """
+
+    @staticmethod
+    def forward(ctx, judge: Judge, head_of: Sequence[int], learning: bool, *tensors: Tensor) -> Tensor:
+        steps = len(head_of)
+        readouts, heads = tensors[:steps], tensors[steps:]
+        wanted = [learning and need for need in ctx.needs_input_grad[3:]]
+        grads = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
+        kind = readouts[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else heads[0].dtype
+        fine = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=fine, device=readouts[0].device)
+        groups = [[j for j in range(steps) if head_of[j] == place] for place in range(len(heads))]
+        width = max(len(group) * len(head) for group, head in zip(groups, heads, strict=True))
+        with torch.autocast(kind, enabled=False):
+            weights = [head.to(dtype) for head in heads]
+            for rows in pieces(len(readouts[0]), width):
+                teacher = judge.teacher(rows)
+                for place, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+                    x = torch.stack([readouts[j][rows] for j in group], dim=1).to(dtype)
+                    loss, slope, scale = judge.judge(group, rows, teacher, F.linear(x, weight).to(fine))
+                    total += loss
+                    slope = slope.to(dtype)
+                    if any(wanted[j] for j in group):
+                        gradient = (slope @ weight) * scale
+                        for i, j in enumerate(group):
+                            if wanted[j]:
+                                grads[j][rows] = gradient[:, i].to(grads[j].dtype)
+                    if wanted[steps + place]:
+                        _add_product(grads[steps + place], slope.flatten(0, 1).T, (x * scale).to(dtype).flatten(0, 1))
+        ctx.grads = grads
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.grads is not None, "the gradients were handed out by an earlier backward pass"
+        # In place: a second copy of the head's gradient would be the largest tensor of the step.
+        grads, ctx.grads = [g if g is None else g.mul_(upstream.to(g.dtype)) for g in ctx.grads], None
+        return None, None, None, *grads
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out += a @ b
+
+
+def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
+    """Sum [] of the losses that `judge` gives to the logits of all steps.
+
+    readouts: for each step [n,H]. heads: for each step its head's weight [U,H], often one and the same. Both get
+    gradients if they require them. Under autocast the products are in its dtype, and everything else is in fp32.
+    """
+    distinct = list({id(head): head for head in heads}.values())
+    head_of = [next(i for i, d in enumerate(distinct) if d is head) for head in heads]
+    return _HeadLoss.apply(judge, head_of, torch.is_grad_enabled(), *readouts, *distinct)

@@ -1,0 +1,169 @@
+"""The teacher's distribution p: what the target says at n positions.
+
+All of p may be known (`Teacher`), or only its likeliest tokens and the mass of the rest (`TopTeacher`). p is the same
+for all J steps of the unroll that draft for a position, so a teacher's tensors are [n,...] and a student's [n,J,...].
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from drafters.vocab import DraftVocab
+from specdec.sampling.likely import largest
+from training.objectives.losses import DeferredLogits
+from training.objectives.student import Student
+
+
+@dataclass
+class Teacher:
+    """p over the draft vocabulary, the target's choice, and the token that follows in the text.
+
+    What only some terms need is computed when one of them first asks, once for all steps.
+    """
+
+    logp: Tensor  # [n,U] log p
+    log_share: Tensor | None  # [n,1] log of the draft vocabulary's part of the target's mass; None: p not renormalised
+    choice: Tensor  # [n] the target's most likely token, a target id
+    labels: Tensor  # [n] draft id of the text's own next token, -1 where there is none to learn
+
+    @cached_property
+    def p(self) -> Tensor:
+        """[n,U]"""
+        return self.logp.exp()
+
+    @cached_property
+    def minus_p(self) -> Tensor:
+        """[n,U]"""
+        return -self.p
+
+    @cached_property
+    def mass(self) -> Tensor:
+        """[n] sum of p: below 1 if p is not renormalised and the draft vocabulary lacks some tokens."""
+        return self.p.sum(-1)
+
+    @cached_property
+    def whole(self) -> Tensor:
+        """[n,U] p as a verifier uses it: probabilities among all V tokens."""
+        return self.p if self.log_share is None else self.p * self.log_share.exp()
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """[n] -sum p log p"""
+        return torch.special.entr(self.p).sum(-1)
+
+    @cached_property
+    def best(self) -> Tensor:
+        """[n] draft id of p's likeliest token."""
+        return largest(self.logp)[1]
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        """Probabilities and draft ids [n,k] of p's k likeliest tokens, or of all if there are fewer."""
+        return self.p.topk(min(k, self.p.shape[-1]), dim=-1)
+
+    def cross_entropy(self, student: Student) -> Tensor:
+        """[n,J] -sum p log q, computed as mass log sum exp(x) - sum p x with x the logits, which needs no log q."""
+        along = (student.logits * self.p[:, None]).sum(-1)  # on a CPU four times as fast as a matrix product
+        return self.mass[:, None] * student.log_mass - along
+
+
+@dataclass
+class TopTeacher:
+    """A teacher of which only the k likeliest tokens and the mass of all others together are known."""
+
+    ids: Tensor  # [n,k] draft ids, the likeliest first
+    top_logp: Tensor  # [n,k] log p of these
+    log_rest: Tensor  # [n,1] log of the mass of all others
+    log_share: Tensor | None  # this and the next two: see `Teacher`
+    choice: Tensor
+    labels: Tensor
+
+    def facing(self, student: Student) -> Teacher:
+        """A whole p that spreads the rest as q does. The student has J = 1.
+
+        Among all p with these k probabilities and this rest, this one is nearest to q by every f-divergence. Its
+        divergence from q is that over k tokens and one bucket for the rest: a lower bound of the true one. The gradient
+        asks nothing of q within the bucket.
+        """
+        logq = student.logq.squeeze(1)
+        log_q_rest = logq.scatter(1, self.ids, -torch.inf).logsumexp(-1, keepdim=True)
+        logp = (logq + (self.log_rest - log_q_rest)).scatter_(1, self.ids, self.top_logp)
+        return _Completed(logp, self.log_share, self.choice, self.labels, self, log_q_rest)
+
+    def repeated(self, steps: int) -> "TopTeacher":
+        """Every position `steps` times in a row."""
+        return TopTeacher(*(x if x is None else x.repeat_interleave(steps, 0) for x in vars(self).values()))
+
+
+@dataclass
+class _Completed(Teacher):
+    """What `TopTeacher.facing` makes. Its entropies are those of k tokens and one bucket."""
+
+    known: TopTeacher
+    log_q_rest: Tensor  # [n,1]
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        return -torch.cat([x.exp() * x for x in (self.known.top_logp, self.known.log_rest)], -1).sum(-1)
+
+    @cached_property
+    def best(self) -> Tensor:
+        return self.known.ids[:, 0]
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        if k > self.known.ids.shape[1]:
+            raise ValueError(
+                f"objective.terms.top_k wants the target's {k} likeliest tokens, and the cache of features keeps "
+                f"{self.known.ids.shape[1]}: make one with keep={k} or more, or lower the term's k"
+            )
+        return self.known.top_logp[:, :k].exp(), self.known.ids[:, :k]
+
+    def cross_entropy(self, student: Student) -> Tensor:
+        known = self.known
+        top = (known.top_logp.exp() * student.logq.squeeze(1).gather(1, known.ids)).sum(-1, keepdim=True)
+        return -top - known.log_rest.exp() * self.log_q_rest
+
+
+@dataclass
+class TopTokens:
+    """What a cache of features may hold in place of logits [B,T,V]: the k likeliest tokens at each position."""
+
+    ids: Tensor  # [B,T,k] draft ids, the likeliest first
+    logp: Tensor  # [B,T,k] renormalised over the draft vocabulary
+    log_rest: Tensor  # [B,T,1] log of what is missing from 1
+    log_share: Tensor  # [B,T,1] log of the draft vocabulary's part of the target's mass
+    choice: Tensor  # [B,T] the likeliest token of all, a target id
+
+
+TeacherLogits = Tensor | DeferredLogits | TopTokens
+
+
+def read_choice(logits: TeacherLogits, here: tuple[Tensor, Tensor]) -> Tensor:
+    """The target's likeliest tokens [n], target ids, at `here`, rows [n] and columns [n]."""
+    return logits.choice[here] if isinstance(logits, TopTokens) else largest(logits[here])[1]
+
+
+def read_teacher(
+    logits: TeacherLogits, here: tuple[Tensor, Tensor], vocab: DraftVocab, labels: Tensor, renormalise: bool
+) -> Teacher | TopTeacher:
+    """What the target says at `here`, rows [n] and columns [n] of logits and labels.
+
+    labels [B,T]: see `Teacher`. renormalise: let p sum to 1 over the draft vocabulary.
+    """
+    if isinstance(logits, TopTokens):
+        logp, rest, share = logits.logp[here], logits.log_rest[here], logits.log_share[here]
+        if vocab.ids is None:
+            share = None
+        elif not renormalise:
+            logp, rest, share = logp + share, rest + share, None
+        return TopTeacher(logits.ids[here], logp, rest, share, logits.choice[here], labels[here])
+    found = logits[here]
+    found = found.to(torch.promote_types(found.dtype, torch.float32))
+    chosen = vocab.select(found)
+    mass = chosen.logsumexp(-1, keepdim=True)
+    log_share = None
+    if vocab.ids is not None:
+        whole = found.logsumexp(-1, keepdim=True)
+        mass, log_share = (mass, mass - whole) if renormalise else (whole, None)
+    return Teacher(chosen - mass, log_share, largest(found)[1], labels[here])

@@ -102,8 +102,8 @@ def benchmark(s: Shapes, nodes: int, context: int, trials: int, save: Callable[[
         try:
             made = make()
         except Exception as error:
-            result["kernels"][group] = {"error": told(error)}
-            continue
+            result["kernels"][group], made = {"error": told(error)}, {}
+            save(rounded(result))
         for name, case in made.items():
             result["kernels"][name] = measure(case, watch, ceiling)
             print(f"{name}: {json.dumps(rounded(result['kernels'][name]))}", flush=True)

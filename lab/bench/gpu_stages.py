@@ -46,7 +46,8 @@ TINY = Sizes(
     target="--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 --tokens 40000 "
     "--eager",
     answers="--limit 24 --batch-size 8 --max-new-tokens 16 --shard-size 8",
-    drafter="trainer.steps=3 trainer.batch_tokens=256 data.heldout=2 objective.steps=2",
+    drafter="trainer.steps=3 trainer.schedule=constant trainer.ema=0.99 trainer.batch_tokens=256 trainer.muon_lr=0.02 "
+    "trainer.autocast=bf16 data.heldout=2 objective.steps=2",
     tau="--max-new-tokens 16",
     pair="suite.configurations=[short] suite.warmups=1 suite.trials=1",
     shapes=("tiny",),

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
-from kernel_cases import NO_LOOPS
 
 from lab.bench import kernels, replayed_rounds
 from lab.bench.formulas import TINY, KernelCase, Shapes, cases
@@ -95,7 +94,6 @@ def test_a_tau_that_the_tree_cannot_have_is_refused(monkeypatch, tmp_path, capsy
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the kernels run on the GPU")
-@pytest.mark.skipif(NO_LOOPS, reason="Triton 3.6's interpreter needs numpy below 2.5")
 @torch.no_grad()
 def test_every_case_of_the_kernels_can_be_computed():
     backends.use("triton")

@@ -9,11 +9,11 @@ The target answers the prompts plainly, and the drafter drafts along these answe
 import argparse
 from pathlib import Path
 
-from lab.models import add_model_flags, load_models
+from lab.models import add_model_flags, add_prompt_flags, load_models
 from specdec.api import Sampling, generate
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
-from specdec.cli.flags import add_flags, command_parser
+from specdec.cli.flags import command_parser
 from specdec.text import read_prompts
 from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
@@ -21,13 +21,7 @@ from trees.optimal import expected_tau, measure_acceptance, optimal_paths
 def parser() -> argparse.ArgumentParser:
     p = command_parser("tree", __doc__, "--prompt-file FILE --out FILE [options]")
     add_model_flags(p.add_argument_group("models"))
-    text = p.add_argument_group("answers")
-    text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    text.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
-    text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
-    add_flags(text, Sampling, "temperature")
-    text.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    text.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    add_prompt_flags(p.add_argument_group("answers"), limit=20, max_new_tokens=128)
     tree = p.add_argument_group("tree")
     tree.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, the root counted (default 16)")
     tree.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes (default 8)")

@@ -35,6 +35,7 @@ from trees.spec import TreeSpec
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
 FINALISTS = 4
+BUSY = 1.3  # slowest to fastest turn of plain decoding: above it the machine did something else too
 MARGIN = 1.03  # plain decoding is taken unless a tree is expected to be faster than this
 SECONDS = 1.5  # for all timing, about
 REPEATS = 3
@@ -66,13 +67,15 @@ class Choice:
     plain_tokens_per_second: float  # of a row
     best: str = ""  # the best tree, where plain decoding was chosen
     best_speedup: float = 1.0
+    busy: bool = False  # other programs disturbed the timing; such a choice is not kept
 
     def __str__(self) -> str:
+        return self._what() + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
+
+    def _what(self) -> str:
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
-            return (
-                f"tree: none, because {plain} are the best here; {self.best} would make {self.best_speedup:.2f} of it"
-            )
+            return f"tree: none, as {plain} are the best here; {self.best} would reach {self.best_speedup:.2f} of it"
         return f"tree: {self.tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
 
 
@@ -96,6 +99,8 @@ def choose_tree(
     if not recalibrate and (kept := _read(file)) is not None:
         return kept
     choice = choose(candidates(acceptance, drafter, temperature), _timer(target, drafter, batch, temperature))
+    if choice.busy:
+        return choice
     output_folder(file.parent)
     entries = asdict(choice) | {"tree": choice.tree and str(choice.tree)}
     write_text(file, json.dumps({"choice": entries, "identity": who}, indent=1) + "\n")
@@ -135,24 +140,26 @@ def choose(all_trees: Sequence[Candidate], seconds_of: Timer) -> Choice:
     once = seconds_of(None, SHORTEST)
     probes = list(dict.fromkeys(c for c in (*first, *chains) if c is not None))
     rounds = int(np.clip(SECONDS / (once * 2 * (len(probes) + FINALISTS + 2) * REPEATS), SHORTEST, LONGEST))
-    taken = _time([None, *probes], seconds_of, rounds)
+    turns = _time([None, *probes], seconds_of, rounds)
+    busy = max(turns[None]) > BUSY * min(turns[None])
+    taken = {c: min(seconds) for c, seconds in turns.items()}
     predict = _plane([(c.shape, taken[c]) for c in probes])
     ranking = sorted(all_trees, key=lambda c: -c.tau / predict(c.shape))
     finalists = [c for c in ranking if c not in taken][:FINALISTS]
-    for tree, seconds in _time([None, *finalists], seconds_of, rounds).items():
-        taken[tree] = min(seconds, taken.get(tree, seconds))
+    for c, seconds in _time([None, *finalists], seconds_of, rounds).items():
+        taken[c] = min(*seconds, taken.get(c, seconds[0]))
     plain = taken.pop(None)
     best = max(taken, key=lambda c: c.tau / taken[c])
     speedup = best.tau * plain / taken[best]
     if speedup < MARGIN:
-        return Choice(None, 1.0, 1.0, 1 / plain, str(best.tree), speedup)
-    return Choice(best.tree, best.tau, speedup, 1 / plain)
+        return Choice(None, 1.0, 1.0, 1 / plain, str(best.tree), speedup, busy)
+    return Choice(best.tree, best.tau, speedup, 1 / plain, busy=busy)
 
 
-def _time(trees: Iterable[Candidate | None], seconds_of: Timer, rounds: int) -> dict[Candidate | None, float]:
+def _time(trees: Iterable[Candidate | None], seconds_of: Timer, rounds: int) -> dict[Candidate | None, list[float]]:
     """Seconds a round of each. They take turns, and the least of all turns counts: other programs only add time."""
     turns = [{c: seconds_of(c and c.tree, rounds) for c in trees} for _ in range(REPEATS)]
-    return {c: min(turn[c] for turn in turns) for c in turns[0]}
+    return {c: [turn[c] for turn in turns] for c in turns[0]}
 
 
 def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tuple[int, int, int]], float]:

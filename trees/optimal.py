@@ -9,11 +9,14 @@ from torch import Tensor
 
 from specdec.acceptance import DIGITS, NONE, AlongTexts
 from specdec.contracts import Drafter, DraftState
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
 from trees.static import RankPath
 
-Table = Sequence[
-    Sequence[float]
-]  # accept[d-1][r]: probability that the child of rank r at depth d is the target's token
+KEPT = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
+
+# accept[d-1][r]: probability that the child of rank r at depth d is the target's token
+Table = Sequence[Sequence[float]]
 
 
 def expected_tau(paths: Sequence[Sequence[int]], accept: Table) -> float:
@@ -106,6 +109,28 @@ def _ranks_behind(
             ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
             state = drafter.expand(first, token, state.hidden, depth, ancestors)
     return torch.stack(ranks, 1)
+
+
+def along_answers(
+    target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperature: float,
+    *,
+    max_new_tokens: int = 128,
+    steps: int = 8,
+    topk: int = 8,
+    seed: int = 0,
+) -> AlongTexts:
+    """Let the target answer prompts (token ids) plainly, and the drafter draft along the answers. A drafter that goes
+    less deep than `steps`, or has fewer tokens than `topk`, goes as far as it can."""
+    answers = (
+        Engine(target).generate(prompts, max_new_tokens=max_new_tokens, sampling=Sampling(temperature), seed=seed).rows
+    )
+    steps = min(steps, drafter.max_steps or steps, drafter.block or steps)
+    topk = min(topk, drafter.vocab.size)
+    texts = [row.prompt for row in answers], [row.tokens for row in answers]
+    return AlongTexts(temperature, topk, steps, tuple(measure_ranks(target, drafter, *texts, steps, topk)))
 
 
 def measure_acceptance(

@@ -17,11 +17,7 @@ from specdec.acceptance import DIGITS, FILE, Acceptance, AlongTexts
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.cli.flags import command_parser
-from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from trees.optimal import expected_tau, measure_ranks, optimal_paths
-
-KEPT = (0.0, 1.0)  # temperatures
+from trees.optimal import KEPT, along_answers, expected_tau, optimal_paths
 
 
 def parser() -> argparse.ArgumentParser:
@@ -47,21 +43,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--keep writes into the drafter's folder: give it as --draft FOLDER")
 
 
-def along_answers(
-    args: argparse.Namespace, target, drafter, prompts: list[list[int]], temperature: float
-) -> AlongTexts:
-    """Let the target answer, and the drafter draft along the answers."""
-    answers = (
-        Engine(target)
-        .generate(prompts, max_new_tokens=args.max_new_tokens, sampling=Sampling(temperature), seed=args.seed)
-        .rows
-    )
-    steps = min(args.steps, drafter.max_steps or args.steps, drafter.block or args.steps)
-    texts = [row.prompt for row in answers], [row.tokens for row in answers]
-    ranks = measure_ranks(target, drafter, *texts, steps, args.topk)
-    return AlongTexts(temperature, args.topk, steps, tuple(ranks))
-
-
 def show(along: AlongTexts) -> None:
     print(f"temperature {along.temperature:g}")
     for depth, row in enumerate(along.table(), 1):
@@ -78,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     about = f"{len(prompts)} prompts of {args.prompt_file.name}, {args.max_new_tokens} tokens"
     temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
-    found = {t: along_answers(args, target, drafter, prompts, t) for t in temperatures}
+    how = {"max_new_tokens": args.max_new_tokens, "steps": args.steps, "topk": args.topk, "seed": args.seed}
+    found = {t: along_answers(target, drafter, prompts, t, **how) for t in temperatures}
     for along in found.values():
         show(along)
     if args.out is not None:

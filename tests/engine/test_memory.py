@@ -12,9 +12,10 @@ from drafters.ngram import NGram
 from specdec.engine import engine as engines
 from specdec.engine.engine import Engine
 from specdec.engine.memory import GIB, SMALL, Plan, Request, check, plan
+from specdec.engine.round import Round
 from specdec.model.hf_target import TransformersTarget
 from specdec.types import Sampling
-from specdec.verify import make_verifier
+from specdec.verify import make_verifier, sample_and_match
 from trees import Chain, DynamicTree, SampledTree
 
 
@@ -46,7 +47,8 @@ class Live(TorchDispatchMode):
 def test_caches_to_the_byte(drafter):
     target = tiny_target()
     drafter = DRAFTERS[drafter](target)
-    wanted = plan(target, drafter, DynamicTree(3, 3, 9), Request(batch=2, prompt=5, room=40))
+    round_ = Round(target, drafter, DynamicTree(3, 3, 9), sample_and_match)
+    wanted = plan(round_, Request(batch=2, prompt=5, room=40))
     # Embeddings, and for some the head, are the target's.
     own = {p.data_ptr(): p.nbytes for m in (target, drafter) for p in (*m.parameters(), *m.buffers())}
     assert wanted.weights == sum(own.values())
@@ -62,7 +64,7 @@ def test_caches_to_the_byte(drafter):
 
 def test_the_adapters_cache(tmp_path):
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
-    wanted = plan(target, None, None, Request(batch=3, prompt=5, room=20))
+    wanted = plan(Round(target, None, None, sample_and_match), Request(batch=3, prompt=5, room=20))
     assert wanted.target_cache == sum(kv.nbytes for kv in target.new_cache(3, 22).layers)
     assert wanted.draft_cache == 0
 
@@ -101,8 +103,7 @@ def test_the_work_stays_below_the_bound(drafter, tree, verifier, sampling, lengt
     engine.generate(prompts, max_new_tokens=1)  # tables of positions are made once
     with Live() as live:
         engine.generate(prompts, max_new_tokens=8, sampling=sampling, eos=frozenset())
-    greedy = sampling.greedy and verifier == "match"
-    wanted = plan(target, model, tree, Request(2, length, length + 8, greedy, sampling.penalised))
+    wanted = plan(engine.round, Request(2, length, length + 8, sampling.greedy, sampling.penalised))
     assert live.most <= wanted.needed
     assert wanted.needed - SMALL <= 4 * live.most
 
@@ -123,10 +124,11 @@ def test_what_fits_and_what_does_not():
 def test_refused_before_anything_is_allocated(monkeypatch, graphs):
     target = tiny_target()
     engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), graphs=graphs)
-    monkeypatch.setattr(engines, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(engines, "is_limited", lambda device: True)
+    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**6)
     with monkeypatch.context() as patch:
         patch.setattr(target, "new_cache", lambda *sizes: pytest.fail("a cache was allocated"))
         with pytest.raises(ValueError, match=r"this request does not fit: it needs 0\.\d\d"):
             engine.generate([[1, 2, 3]] * 40, max_new_tokens=200)
-    monkeypatch.setattr(engines, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**9)
     assert len(engine.generate([[1, 2, 3]], max_new_tokens=5).rows[0].tokens) == 5

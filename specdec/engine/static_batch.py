@@ -100,25 +100,30 @@ class StaticBatch(Batch):
         self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
 
     def _refresh(self, settings: RoundSettings) -> None:
-        """Copy the settings of all rows, and what else follows from the sequences, into the tensors that graphs read.
-        Those that no graph reads any more are dropped."""
+        """Copy the settings of all rows, and what else follows from the sequences, into the tensors that graphs
+        read."""
         progress = Progress(self.sequences, self.device)
         self.progress.active.copy_(progress.active)
         self.progress.left.copy_(progress.left)
         width = progress.eos.shape[1]
-        if width not in self.eos:
-            self.eos = {key[2]: self.eos[key[2]] for key in self.graphs} | {width: progress.eos}
-        self.progress.eos = self.eos[width]
+        self.progress.eos = self.eos.setdefault(width, progress.eos)
         self.progress.eos.copy_(progress.eos)
         self.kind = _kind(settings.sampling), settings.penalties is not None, settings.logprobs
         if self.kind not in self.kinds:
-            used = {key[1]: self.kinds[key[1]] for key in self.graphs}
-            self.kinds = used | {self.kind: replace(settings, clock=SilentClock())}
+            self.kinds[self.kind] = replace(settings, clock=SilentClock())
         else:
             kept = self.kinds[self.kind]
             _refill(kept.sampling, settings.sampling)
             _refill(kept.penalties, settings.penalties)
         self.settings = self.kinds[self.kind]
+        self._forget_settings()
+
+    def _forget_settings(self) -> None:
+        """Drop the settings that are not in force and that no graph reads."""
+        kinds, widths = {key[1] for key in self.graphs}, {key[2] for key in self.graphs}
+        self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds or kind == self.kind}
+        present = self.progress.eos.shape[1]
+        self.eos = {width: kept for width, kept in self.eos.items() if width in widths or width == present}
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
         bucket = next(size for size in self.buckets if size >= min(max_len, self.room))
@@ -126,12 +131,13 @@ class StaticBatch(Batch):
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
+                self._forget_settings()
             self.graphs[key] = self._capture(bucket)
         output = self.graphs[key].replay()
         self.clock.mark("round")
         # The next round, which is launched before anybody looks at this one, writes over it.
-        copies = {name: _copy(vars(output)[name]) for name in ("tree", "verdict", "logits")}
-        return replace(output, **copies) if output.tree is not None else output
+        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits")}
+        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
 
     def _capture(self, bucket: int) -> Graph:
         settings, eos, reads = self.settings, self.progress.eos, self.reads
@@ -205,9 +211,9 @@ def _refill(kept: Any, new: Any) -> None:
             vars(kept)[name].copy_(value)
 
 
-def _copy(value: DraftTree | Verdict | Tensor | None) -> DraftTree | Verdict | Tensor | None:
+def _copy(value: DraftTree | Verdict | Tensor) -> DraftTree | Verdict | Tensor:
     """The same with copies of its tensors."""
-    if value is None or isinstance(value, Tensor):
-        return value if value is None else value.clone()
+    if isinstance(value, Tensor):
+        return value.clone()
     parts = {f.name: vars(value)[f.name] for f in fields(value)}
     return replace(value, **{name: x.clone() for name, x in parts.items() if isinstance(x, Tensor)})

@@ -71,7 +71,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
     # Tables of positions, of the target's kinds of layers and the drafter's.
     small = SMALL + 3 * 2 * slots * target.cache_shape[1] * width
     prefill = small + _layers(target, drafter, batch * request.prompt) + batch * vocab * (width + VERIFY)
-    prefill += _prompt_attention(target, batch, request.prompt)
+    prefill += _prompt_attention(target, drafter, batch, request.prompt)
     # A mask for each query head and slot, and once more as what is added to scores.
     masks = batch * nodes * slots * target.query_heads * (1 + width)
     likeliest = request.greedy and (drafter is None or round_.verifier.likeliest_only)
@@ -106,12 +106,13 @@ def cublas_workspace() -> int:
     return sum(int(kib) * 1024 * int(count) for kib, count in sizes) or CUBLAS
 
 
-def _prompt_attention(target, batch: int, prompt: int) -> int:
-    """What the attention of a prefill holds beside its rows, in the layer that holds the most. A drafter's attention is
-    taken to be like the target's."""
+def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) -> int:
+    """What the attention of a prefill holds beside its rows, in the layer that holds the most. A drafter's is taken to
+    be like the target's, without a window."""
     if target.masks_prompts:
         return batch * prompt**2 * (8 + 2 * target.dtype.itemsize)
-    return max(_scores(target, batch, prompt, window) for window in target.windows)
+    windows = {*target.windows, None} if drafter is not None else target.windows
+    return max(_scores(target, batch, prompt, window) for window in windows)
 
 
 def _scores(target, batch: int, prompt: int, window: int | None) -> int:

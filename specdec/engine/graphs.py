@@ -68,7 +68,9 @@ class CudaGraphs:
             graph.register_generator_state(self.generator)
             # Other threads, such as a data loader's, may go on using the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-            with own_workspaces(), torch.cuda.graph(graph, **how):
+            # Where a capture begins torch makes tensors for its own generator, which graphs of others write to as well:
+            # outside the engine's inference mode, else torch before 2.11 could not write to them there.
+            with own_workspaces(), torch.inference_mode(False), torch.cuda.graph(graph, **how), torch.inference_mode():
                 made = run()
 
         def replay() -> Any:

@@ -9,7 +9,7 @@ inner dimension, and then cuBLAS adds a second kernel.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def kernels_of(func, args: tuple, out) -> int:
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts what is launched while a part is named. Enter it inside of `absent_gpu`, so that it sees operators first."""
+    """Counts what is launched while a part is named. It is entered inside of `absent_gpu`, to see operators first."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -46,11 +46,8 @@ def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([added] * groups, 1).unsqueeze(1)
 
 
-def ancestor_words(ancestors: Tensor, like: Tensor | None = None) -> Tensor:
-    """ancestors [B,N,M] bool -> [B,N,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen. `like`: a tensor
-    of the kind that attention works on."""
-    if like is not None and (kernel := kernel_for("ancestor_words", like)):
-        return kernel(ancestors)
+def ancestor_words(ancestors: Tensor) -> Tensor:
+    """ancestors [B,N,M] bool -> [B,N,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen."""
     padded = F.pad(ancestors, (0, -ancestors.shape[2] % 32)).unflatten(2, (-1, 32))
     place = torch.arange(32, device=ancestors.device)
     return (padded.long() << place).sum(-1).to(torch.int32)  # the highest bit becomes the sign
@@ -165,7 +162,7 @@ class CacheView:
             self.kernel = partial(
                 kernel,
                 lens=cache.lens,
-                words=None if ancestors is None else ancestor_words(ancestors, cache.layers[0]),
+                words=None if ancestors is None else ancestor_words(ancestors),
                 nodes=offset + n,
                 depth=None if ancestors is None else depth,
                 window=self.window,

@@ -1,10 +1,10 @@
-"""The kernels around a tree: what its nodes see, its levels, its selection, and the norms that draft heads read."""
+"""The kernels around a tree: its levels, its selection, and the norms that draft heads read."""
 
 import pytest
 import torch
 from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
 
-from specdec.kernels import ancestor_words, norm_pair, tree_level, tree_select
+from specdec.kernels import norm_pair, tree_level, tree_select
 from trees import DynamicTree
 from trees.dynamic import Pool, next_level
 
@@ -15,27 +15,10 @@ def launch_all(bf16, ints) -> None:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     w, n = 10, 60
     fp32, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
-    ancestor_words.launch(ints(1, n, n).bool())
     norm_pair.launch(bf16(w, 4096), bf16(w, 4096), (bf16(4096), bf16(4096)), (1e-5, 1e-5))
     tree_level.launch(fp32[:, 0], ints(1, w), seen, fp32, ints(1, w, w), 211, w)
     pool = DynamicTree.candidates(w, 8)
     tree_select.launch(ints(1), ints(1, pool), bf16(1, pool).float(), ints(1, pool), n, 8)
-
-
-@pytest.mark.parametrize(
-    ("b", "n", "columns"), [(1, 1, 1), (2, 3, 31), (1, 40, 32), (3, 7, 33), (1, 64, 64), (2, 5, 90)]
-)
-def test_ancestor_words(device, b, n, columns):
-    torch.manual_seed(0)
-    seen = torch.rand(b, n, columns) < 0.5
-    assert torch.equal(ancestor_words.launch(seen.to(device)).cpu(), ancestor_words.reference(seen))
-
-
-def test_ancestor_words_of_a_shape_that_all_rows_share(device):
-    """Views, as trees of one shape hand them on: a part of a matrix, the same for every row."""
-    causal = torch.ones(9, 9, dtype=torch.bool).tril()
-    part = causal.to(device).expand(3, 9, 9)[:, 4:6, :5]
-    assert torch.equal(ancestor_words.launch(part).cpu(), ancestor_words.reference(causal.expand(3, 9, 9)[:, 4:6, :5]))
 
 
 @in_dtypes

@@ -113,7 +113,7 @@ def measure_rounds(
     for batch in batches:
         for context in places:
             middle = context == places[len(places) // 2]
-            here = [t for t in trees if middle or t.steps in (1, steps) or t.file]
+            here = [t for t in trees if middle or t.steps in (1, steps) or t.fixed]
             runs += [(tree, context, batch) for tree in (None, *here)]
     engines = {None: Engine(target, **TIMED)}
     engines |= {tree: Engine(target, drafter, tree.build(), **TIMED) for tree in trees}

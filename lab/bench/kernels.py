@@ -30,7 +30,7 @@ from torch import Tensor
 from lab.cost.memory import size_of
 from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
-from specdec.model.attention import ancestor_words, attend, packed_mask, tree_mask
+from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
@@ -71,7 +71,7 @@ def attention_case(nodes: int, context: int) -> KernelCase:
     keys, values = kv.transpose(2, 3).unbind()
     lens = torch.tensor([context], device="cuda")
     ancestors = torch.ones(1, nodes, nodes, device="cuda").tril().bool()
-    words, groups = ancestor_words(ancestors), HEADS // KV_HEADS
+    groups = HEADS // KV_HEADS
 
     def visible(b, h, i, s):
         return (s < lens[b]) | ancestors[b, i, (s - lens[b]).clamp(0, nodes - 1)]
@@ -79,7 +79,7 @@ def attention_case(nodes: int, context: int) -> KernelCase:
     blocks = create_block_mask(visible, 1, None, nodes, slots, device="cuda")
     flex = torch.compile(flex_attention)
     return KernelCase(
-        lambda: tree_attention.launch(q, keys, values, lens, words, nodes, slots=context),
+        lambda: tree_attention.launch(q, keys, values, lens, ancestors, nodes, slots=context),
         lambda: attend(q, keys, values, packed_mask(tree_mask(lens, ancestors, slots), groups, q.dtype)),
         moved=2 * size(q) + size(kv),
         flops=4 * nodes * HEADS * DIM * slots,

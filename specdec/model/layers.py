@@ -78,13 +78,7 @@ class RMSNorm(Freezable):
         if kernel := kernel_for("rms_norm", self.weight):
             weight, eps, offset = self.weight, self.eps, self.offset
             return lambda x, y: kernel(y, weight, eps, offset, residual=x)
-        norm = self.bind()
-
-        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + y
-            return x, norm(x)
-
-        return add_norm
+        return self.bind_add_eager()
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
@@ -96,6 +90,15 @@ class RMSNorm(Freezable):
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         weight, normalise = self.weight, self.bind_normalise()
         return lambda x: normalise(x).to(x.dtype) * weight
+
+    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        weight, normalise = self.weight, self.bind_normalise()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, normalise(x).to(x.dtype) * weight
+
+        return add_norm
 
     def bind_normalise(self) -> Callable[[Tensor], Tensor]:
         """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
@@ -130,6 +133,15 @@ class OffsetRMSNorm(RMSNorm):
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         gain, normalise = self.gain(), self.bind_normalise()
         return lambda x: (normalise(x) * gain).to(x.dtype)
+
+    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        gain, normalise = self.gain(), self.bind_normalise()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, (normalise(x) * gain).to(x.dtype)
+
+        return add_norm
 
     def gain(self) -> Tensor:
         return 1 + self.weight.float()

@@ -16,18 +16,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+aten = torch.ops.aten
 PROCESSORS = 132  # of an H100 or an H200
 
 
 class _NoDevice(TorchFunctionMode):
-    """A tensor that holds nothing has no address; what keeps addresses for a kernel gets 0. A few methods ask
-    for the device before they reach an operator, so the operators are called in their place."""
+    """A tensor that holds nothing has no address; what keeps addresses for a kernel gets 0. A few methods ask for the
+    device before they reach an operator, so the operators are called in their place."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is Tensor.data_ptr:
             return 0
-        if func is Tensor.__invert__:
-            return torch.bitwise_not(*args)
+        if func in (Tensor.__invert__, Tensor.copy_):
+            return (aten.bitwise_not if func is Tensor.__invert__ else aten.copy_)(*args, **(kwargs or {}))
         if func is Tensor.contiguous:
             return args[0] if args[0].is_contiguous() else args[0].clone(memory_format=torch.contiguous_format)
         if func is Tensor.__getitem__:
@@ -35,8 +36,13 @@ class _NoDevice(TorchFunctionMode):
         if func is Tensor.__setitem__:
             x, index, value = args
             part = _indexed(x, index)
-            return part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
+            return (aten.copy_ if isinstance(value, Tensor) else aten.fill_)(part, value)
         return func(*args, **(kwargs or {}))
+
+
+def _zeros(shape: torch.Size) -> list | int:
+    """What is read of a tensor of this shape."""
+    return [_zeros(shape[1:]) for _ in range(shape[0])] if shape else 0
 
 
 def _indexed(x: Tensor, index) -> Tensor:
@@ -51,14 +57,14 @@ def _indexed(x: Tensor, index) -> Tensor:
         if i is None:
             x = x.unsqueeze(dim)
         elif isinstance(i, slice):
-            x = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1)
+            x = aten.slice(x, dim, i.start, i.stop, i.step or 1)
         elif isinstance(i, Tensor):
             tensors[dim] = i
         else:
             x = x.select(dim, i)
             continue
         dim += 1
-    return torch.ops.aten.index(x, [tensors.get(d) for d in range(max(tensors) + 1)]) if tensors else x
+    return aten.index(x, [tensors.get(d) for d in range(max(tensors) + 1)]) if tensors else x
 
 
 class _NoValues(TorchDispatchMode):
@@ -103,6 +109,7 @@ def absent_gpu(launched: Callable[[str], None] = lambda name: None) -> Iterator[
             properties = SimpleNamespace(multi_processor_count=PROCESSORS)
             stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: properties))
         stack.enter_context(patch.object(nn.Module, "_apply", _apply))
+        stack.enter_context(patch.object(FakeTensor, "tolist", lambda x: _zeros(x.shape)))
         fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_NoValues(fake))
         stack.enter_context(_NoDevice())

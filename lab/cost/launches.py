@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from specdec.engine.batch import Progress
-from specdec.engine.round import Round, RoundSettings
+from specdec.engine.clock import SilentClock
+from specdec.engine.graphs import obstacle
+from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence
+from specdec.engine.static_batch import StaticBatch
 from specdec.types import Sampling
 
 # Kernels of an operator, where it is not one, as torch's source has them (aten/src/ATen/native; for rows that fit in
@@ -37,9 +38,11 @@ KERNELS = {
 }
 NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
-ROOT, LEVEL, SELECTION, TARGET = "root", "draft levels", "selection", "target"
-VERIFICATION, COMMIT, ABSORB, SETTLE = "verification", "commit", "absorb", "settle"
-PARTS = (ROOT, LEVEL, SELECTION, TARGET, VERIFICATION, COMMIT, ABSORB, SETTLE)
+# The parts of a round, in order. Those of a drafter's levels are `LEVEL` and their number. `VERIFICATION` is all between
+# the target's forward and the commit. `ABSORB` is the drafter's forward over what was accepted, and the next root. `KEPT`
+# are copies to where the next round, and the host, find the results.
+ROOT, LEVEL, SELECTION, TARGET, VERIFICATION = "root", "level ", "selection", "target", "verification"
+COMMIT, ABSORB, SETTLE, KEPT = "commit", "absorb", "settle", "kept"
 
 
 def kernels_of(func, args: tuple, out) -> int:
@@ -93,85 +96,79 @@ class LaunchCounter(TorchDispatchMode):
 
 
 @dataclass
-class _Marks:
-    """The clock of a counted round: where a part ends, the next begins."""
-
-    counter: LaunchCounter
-
-    def mark(self, part: str) -> None:
-        self.counter.part = {"verify": COMMIT, "commit": ABSORB}.get(part, self.counter.part)
-
-
-@dataclass
 class Launches:
-    """What one round launches: kernels by part and name. Of the draft levels there are `levels`, all alike but for the
-    last, after which nothing is chosen."""
+    """What one round launches: the numbers of kernels by part and kernel."""
 
     found: dict[str, Counter]
-    levels: int
 
     def of(self, part: str) -> int:
         return sum(self.found.get(part, Counter()).values())
 
     @property
-    def level(self) -> float:
-        """Kernels of one draft level, on average."""
-        return self.of(LEVEL) / self.levels if self.levels else 0.0
+    def levels(self) -> list[int]:
+        """Of each draft level behind the first, which comes from the root."""
+        return [self.of(part) for part in self.found if part.startswith(LEVEL)]
 
     @property
     def total(self) -> int:
-        return sum(self.of(part) for part in PARTS)
+        return sum(self.of(part) for part in self.found)
 
 
-def count_round(round_: Round, sampling: Sampling | None = None, context: int = 1024, rows: int = 1) -> Launches:
-    """Count a round of `rows` rows behind `context` committed tokens, on the device of the target: within `absent_gpu`
-    kernels, on the CPU operators. Call it without gradients."""
-    target, drafter, device = round_.target, round_.drafter, round_.target.device
-    room = context + 4 * round_.path
-    cache = target.new_cache(rows, round_.target_slots(room)).clear(rows)
-    state = None
-    if drafter is not None:
-        drafter.reset(rows, round_.draft_slots(room))
-        drafter.cache.clear(rows)
-        width = len(drafter.taps) * target.config.hidden
-        feats = torch.zeros(rows, round_.path, width, dtype=target.dtype, device=device) if width else None
-        tokens = torch.zeros(rows, round_.path, dtype=torch.int64, device=device)
-        state = drafter.extend(feats, tokens, tokens[:, 0] + 1, context)
-    cache.max_len = context
-    progress = Progress([Sequence([0], 100, eos=frozenset({1})) for _ in range(rows)], device)
-    root = torch.zeros(rows, dtype=torch.int64, device=device)
-    itself = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
-    counter = LaunchCounter()
-    settings = RoundSettings(sampling or Sampling(), None, _Marks(counter))
-    with counter, _parts(counter, round_) as levels:
-        counter.part = ROOT
-        output = round_.play(root, state, cache, progress.active, settings, itself)[2]
-        counter.part = SETTLE
-        progress.settle(output.tokens, output.n)
-        counter.part = None
-    return Launches(counter.found, len(levels))
+class _Counted:
+    """A `Backend` of static batches that captures nothing: the round runs as often as for a graph, and is counted."""
+
+    generator = None
+
+    def __init__(self, counter: "LaunchCounter"):
+        self.counter = counter
+
+    def forget(self) -> None:
+        pass
+
+    def capture(self, run: Callable, kept: list[Tensor]) -> Callable:
+        run()  # the first makes constants
+        self.counter.found.clear()
+        self.counter.part = ROOT
+        with self.counter:
+            made = run()
+        self.counter.part = None
+        return lambda: made
+
+
+def count_round(
+    round_: Round, counter: LaunchCounter, sampling: Sampling | None = None, context: int = 1024, rows: int = 1
+) -> Launches:
+    """Count a round of `rows` rows behind up to `context` tokens as it is captured, on the device of the target: within
+    `absent_gpu`, whose kernels go to `counter.note`, or on the CPU. Call it without gradients.
+
+    Raises ValueError for what cannot be captured."""
+    if why := obstacle(round_.target, round_.drafter):
+        raise ValueError(why)
+    counter.found = {}
+    batch = StaticBatch(round_, rows, context, _Counted(counter), SilentClock())
+    batch.begin(SilentClock())
+    batch.observed = False
+    batch.admit([Sequence([0], 9, sampling=sampling or Sampling(), eos=frozenset({1})) for _ in range(rows)])
+    with _parts(counter, batch):
+        batch.launch(context, ())
+    return Launches(counter.found)
 
 
 @contextmanager
-def _parts(counter: LaunchCounter, round_: Round) -> Iterator[list[int]]:
-    """While this lasts the pieces of the round tell the counter which part begins. Gives a list of the levels."""
-    target, drafter, policy = round_.target, round_.drafter, round_.policy
-    levels: list[int] = []
-    changed = [(target, "forward", counter.then(target.forward, TARGET, VERIFICATION))]
+def _parts(counter: LaunchCounter, batch: StaticBatch) -> Iterator[None]:
+    """While this lasts the pieces of the round tell the counter which part begins."""
+    target, drafter, policy = batch.round.target, batch.round.drafter, batch.round.policy
+    hooks = [(target, "forward", TARGET, VERIFICATION), (batch.cache, "commit", COMMIT, ABSORB)]
+    hooks += [(batch.progress, "settle", SETTLE, KEPT)]
+    hooks += [(policy, name, SELECTION, None) for name in ("pooled", "select") if hasattr(policy, name)]
+    changed = [(owner, name, counter.then(getattr(owner, name), *parts)) for owner, name, *parts in hooks]
     if drafter is not None:
-        expand = counter.then(drafter.expand, LEVEL)
-
-        def level(*args):
-            levels.append(args[3])
-            return expand(*args)
-
-        changed.append((drafter, "expand", level))
-    if hasattr(policy, "select"):
-        changed.append((policy, "select", counter.then(policy.select, SELECTION)))
+        expand = drafter.expand
+        changed.append((drafter, "expand", lambda *args: counter.then(expand, f"{LEVEL}{args[3]}")(*args)))
     for owner, name, function in changed:
         object.__setattr__(owner, name, function)
     try:
-        yield levels
+        yield
     finally:
         for owner, name, _ in changed:
             object.__delattr__(owner, name)

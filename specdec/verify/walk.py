@@ -7,15 +7,13 @@ from specdec.types import DraftTree, Verdict
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
-    """hit [B,N] -> [B,N] bool: is every node on the way from the root a hit? The root counts as one, and is made one in
-    `hit` itself."""
-    hit.select(1, 0).fill_(True)
-    return (hit[:, None] >= tree.ancestors).all(-1)  # of truth values a >= b says that b implies a
+    """hit [B,N], whatever it says of the root -> [B,N] bool: is every node on the way from the root a hit?"""
+    # Of truth values a >= b says that b implies a.
+    return (hit[:, None, 1:] >= tree.ancestors[..., 1:]).all(-1)
 
 
 def deepest(tree: DraftTree, hit: Tensor) -> Tensor:
-    """hit [B,N] of which no two siblings are true -> [B] the node that the only path without a miss ends in. The root
-    becomes a hit."""
+    """hit [B,N] of which no two siblings are true -> [B] the node that the only path without a miss ends in."""
     return (alive(tree, hit) * tree.depth).max(1).indices  # where only the root is alive, the first of zeros: the root
 
 

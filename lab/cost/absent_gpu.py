@@ -1,7 +1,8 @@
 """A GPU that is not there: code runs on tensors that say they are on it, and hold nothing.
 
 Shapes, dtypes and devices are those of a GPU, so the code takes the paths that it takes on one, its Triton kernels
-among them, at any size of model and in no memory. No value is computed. It serves to count what would be launched.
+among them, at any size of model and in no memory. No value is computed. It serves to count what would be launched. What
+kept tensors there, such as a model or a tree policy, is of no use afterwards.
 """
 
 from collections.abc import Callable, Iterator

@@ -38,24 +38,23 @@ KERNELS = {
 }
 NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
 
-# The parts of a round, in order. Those of a drafter's levels are `LEVEL` and their number. `VERIFICATION` is all between
-# the target's forward and the commit. `ABSORB` is the drafter's forward over what was accepted, and the next root. `KEPT`
-# are copies to where the next round, and the host, find the results.
+# The parts of a round, in order. Those of a drafter's levels are `LEVEL` and their number. `VERIFICATION` is all
+# between the target's forward and the commit. `ABSORB` is the drafter's forward over what was accepted, and the next
+# root. `KEPT` are copies to where the next round, and the host, find the results.
 ROOT, LEVEL, SELECTION, TARGET, VERIFICATION = "root", "level ", "selection", "target", "verification"
 COMMIT, ABSORB, SETTLE, KEPT = "commit", "absorb", "settle", "kept"
 
 
-def kernels_of(func, args: tuple, out) -> int:
-    """Kernels that an operator launches on a GPU, given its arguments and its result; on the CPU 1 for any work."""
+def kernels_of(func, out, device: str) -> int:
+    """What an operator costs on a device of this type, given its result: on a GPU the kernels that it launches, on the
+    CPU 1 if it does any work."""
     name = func.__name__.split(".")[0]
-    made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    made = [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.device.type == device]
     aliases = [r.alias_info for r in func._schema.returns]
     view = any(info is not None and not info.is_write for info in aliases)
     if name in NOTHING or view or not any(x.numel() for x in made):
         return 0
-    if not any(x.is_cuda for x in made):
-        return int(not any(isinstance(x, Tensor) and x.is_cuda for x in tree_leaves(args)))
-    return KERNELS.get(name, 1)
+    return 1 if device == "cpu" else KERNELS.get(name, 1)
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -64,6 +63,7 @@ class LaunchCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.part: str | None = None
+        self.device = "cuda"  # the type of the device whose operators count
         self.found: dict[str, Counter] = {}  # by part, kernels by name
 
     def note(self, name: str, kernels: int = 1) -> None:
@@ -80,7 +80,7 @@ class LaunchCounter(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
-        self.note(func.__name__.split(".")[0], kernels_of(func, (args, kwargs), out))
+        self.note(func.__name__.split(".")[0], kernels_of(func, out, self.device))
         return out
 
     def then(self, function: Callable, part: str, after: str | None = None) -> Callable:
@@ -144,7 +144,7 @@ def count_round(
     Raises ValueError for what cannot be captured."""
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(why)
-    counter.found = {}
+    counter.found, counter.device = {}, round_.target.device.type
     batch = StaticBatch(round_, rows, context, _Counted(counter), SilentClock())
     batch.begin(SilentClock())
     batch.observed = False

@@ -31,7 +31,7 @@ def remarks(rows: list[dict]) -> dict[str, list[str]]:
     """Remarks, each with the configurations that it is about."""
     out: dict[str, list[str]] = {}
     for row in rows:
-        for kind in ("failed", "skipped", "note"):
+        for kind in ("failed", "skipped", "note", "differs"):
             if kind in row:
                 out.setdefault(f"{row['contender']}, {kind}: {row[kind]}", []).append(row["configuration"])
     return out

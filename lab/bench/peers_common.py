@@ -26,7 +26,7 @@ class Peer(Contender):
     """Another engine on the target's weights, in `dtype`, with as many threads as torch has when it is made."""
 
     engine: str  # its name
-    same_weights = True
+    peer = True
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         """slots: tokens of the longest text that will be decoded, its prompt included."""

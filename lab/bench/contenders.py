@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lab.cost.memory import size_of, wait
+from lab.cost.memory import read_bytes, size_of, wait
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
@@ -38,11 +38,20 @@ class Contender:
     """Decodes one prompt of token ids into `new` tokens. No end-of-text token ends it."""
 
     ours = False  # decodes with this project's engine
+    peer = False  # decodes with another engine than transformers, and with the target's own weights
     drafts = False  # its speed depends on what is accepted
     weights: int  # bytes, those of a drafter or an assistant included
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         raise NotImplementedError
+
+    def moved(self, target, context: float) -> float:
+        """Bytes that plain decoding with its weights must read for the token behind `context` tokens."""
+        return read_bytes(target, context, packed=self.ours)
+
+    def details(self) -> dict:
+        """Further entries of its rows, such as the version of an engine."""
+        return {}
 
 
 class _Marks(Observer):

@@ -4,7 +4,6 @@ import platform
 import shlex
 import sys
 import time
-from pathlib import Path
 
 import torch
 

@@ -15,6 +15,8 @@ PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
 ROOMS = [
     [
         "specdec.types",
+        "specdec.acceptance",
+        "specdec.machine",
         "specdec.registry",
         "specdec.cli.errors",
         "specdec.cli.flags",
@@ -30,6 +32,7 @@ ROOMS = [
     ["specdec.text"],
     ["specdec.engine"],
     ["trees", "drafters"],
+    ["specdec.auto"],
     ["specdec.api"],
     ["training"],
     ["lab"],

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
+from lab.bench.agreement import compare_texts
 from lab.bench.contenders import Contender, NotAvailable, TimedRun
-from lab.cost.memory import PeakMemory, read_bytes
+from lab.cost.memory import PeakMemory
 from lab.cost.simulated_tau import MARK
 from specdec.types import Sampling
 
@@ -149,7 +150,7 @@ class Bench:
         measured = {name: trials for name, trials in kept.items() if trials}
         for name, trials in measured.items():
             told[name] |= self._summary(name, configuration, trials)
-        self._compare(told, measured, sampling)
+        self._compare(told, measured, configuration, sampling)
         return list(told.values())
 
     def _check_room(self, configuration: Configuration) -> None:
@@ -207,10 +208,11 @@ class Bench:
             "time_to_first_token_ms": 1e3 * first,
             "cache_bytes": max(run.cache_bytes for run in runs),
             "weight_bytes": self.made[name].weights,
+            **self.made[name].details(),
         }
         if steps:
             rate = _median_rate(trials, lambda run: len(run.tokens) - 1, lambda run: sum(run.steps))
-            moved = read_bytes(self.target, configuration.prompt + configuration.new / 2, packed=self.made[name].ours)
+            moved = self.made[name].moved(self.target, configuration.prompt + configuration.new / 2)
             p50, p95 = np.percentile(steps, [50, 95])
             out |= {
                 "decode_tokens_per_second": rate,
@@ -227,10 +229,17 @@ class Bench:
     def _accidental(self, name: str) -> bool:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
-    def _compare(self, rows: dict[str, dict], kept: dict[str, list[list[TimedRun]]], sampling: Sampling) -> None:
+    def _compare(
+        self,
+        rows: dict[str, dict],
+        kept: dict[str, list[list[TimedRun]]],
+        configuration: Configuration,
+        sampling: Sampling,
+    ) -> None:
         """Compare speeds with our plain decoding and with the fastest of transformers, and greedy texts with ours."""
         speed = {name: rows[name]["tokens_per_second"] for name in kept}
-        others = {name: r for name, r in speed.items() if not (self.made[name].ours or self._accidental(name))}
+        own = {name for name in kept if self.made[name].ours or self.made[name].peer}  # have the target's own weights
+        others = {name: r for name, r in speed.items() if name not in own and not self._accidental(name)}
         best = max(others, key=others.get) if others else None
         for name, rate in speed.items():
             if best is not None:
@@ -238,13 +247,15 @@ class Bench:
             if "plain" in speed:
                 rows[name]["to_plain"] = rate / speed["plain"]
             comparable = "plain" in speed and sampling.greedy and MARK not in name
-            if comparable and (self.made[name].ours or not self.random_weights):
-                pairs = [
-                    (mine.tokens, plain.tokens)
-                    for trial, reference in zip(kept[name], kept["plain"], strict=False)
-                    for mine, plain in zip(trial, reference, strict=True)
+            if comparable and (name in own or not self.random_weights):
+                texts = [
+                    (prompt, mine.tokens, plain.tokens)
+                    for trial, (ours, reference) in enumerate(zip(kept[name], kept["plain"], strict=False))
+                    for prompt, mine, plain in zip(
+                        self.prompts(trial, configuration.prompt), ours, reference, strict=True
+                    )
                 ]
-                rows[name]["same_text_as_plain"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+                rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
 
 
 def _void(row: dict) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lab.bench.device_time import Run
 from lab.cost.memory import size_of
-from specdec.model.attention import ancestor_words, attend, packed_mask, tree_mask
+from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
@@ -81,7 +81,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
     keys, values = kv.transpose(2, 3).unbind()
     lens = s.ints(context)
     ancestors = torch.ones(1, nodes, nodes, device=s.device).tril().bool()
-    words, groups = ancestor_words(ancestors), s.heads // s.kv_heads
+    groups = s.heads // s.kv_heads
 
     def visible(b, h, i, slot):
         return (slot < lens[b]) | ancestors[b, i, (slot - lens[b]).clamp(0, nodes - 1)]
@@ -89,7 +89,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
     blocks = create_block_mask(visible, 1, None, nodes, slots, device=s.device)
     flex = torch.compile(flex_attention)
     return KernelCase(
-        lambda: tree_attention.launch(q, keys, values, lens, words, nodes, slots=context),
+        lambda: tree_attention.launch(q, keys, values, lens, ancestors, nodes, slots=context),
         lambda: attend(q, keys, values, packed_mask(tree_mask(lens, ancestors, slots), groups, q.dtype)),
         moved=2 * size(q) + size(kv),
         flops=4 * nodes * s.heads * s.dim * slots,

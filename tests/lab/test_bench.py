@@ -10,7 +10,7 @@ from helpers import save_hf, tiny_drafter, tiny_target
 
 from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
 from lab.bench.bench_command import main
-from lab.bench.contenders import NotAvailable, Ours, TimedRun, of_transformers_by_name
+from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
 from lab.bench.table import print_rows, remarks
 from lab.cost.memory import bandwidth, read_bytes
 from lab.cost.simulated_tau import MARK, SimulatedTau
@@ -23,7 +23,7 @@ from trees import Chain
 PLAIN = Configuration("short", prompt=4, new=5)
 
 
-class Scripted:
+class Scripted(Contender):
     """A contender that says what its runs took."""
 
     weights, drafts = 1000, False

@@ -4,7 +4,7 @@ Code that can use a kernel asks `kernel_for` for it, once per decoding where tha
 torch. Triton is not imported before a kernel is chosen.
 
 A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
-`launch_all`, in tests/kernels; and its case in lab/bench/kernels.py.
+`launch_all`, in tests/kernels; and its case in lab/bench/formulas.py.
 
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask

@@ -1,6 +1,8 @@
 """What conf/ registers: a file conf/GROUP/NAME.yaml is the only place where a name is tied to a class."""
 
 import os
+from copy import deepcopy
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -20,7 +22,13 @@ def settings(group: str, name: str) -> dict:
     known = names(group)
     if name not in known:
         raise ValueError(f"there is no {group} {name!r}: choose one of {', '.join(known)}")
-    return read_yaml(CONF / group / f"{name}.yaml", "settings")
+    return deepcopy(_read_once(CONF / group / f"{name}.yaml"))
+
+
+@cache
+def _read_once(file: Path) -> dict:
+    """The file is read several times at every start."""
+    return read_yaml(file, "settings")
 
 
 def target(group: str, name: str) -> type:

@@ -1,7 +1,8 @@
 """Speed of several ways to decode, side by side in one run (docs/bench.md).
 
-In each configuration every contender is warmed up. Then all take turns, trial by trial, and medians over the trials
-count. What fails, does not fit or would come after the time budget is a row with the reason: nothing is left out.
+In each configuration every contender is warmed up and has its first trial. Then all take turns, trial by trial, and
+medians over the trials count. So a run that is cut off has measured those that were begun. What fails, does not fit or
+would come after the time budget is a row with the reason: nothing is left out.
 """
 
 import statistics
@@ -102,6 +103,7 @@ class Bench:
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
     progress: Callable[[str], None] = lambda what: None  # told what is being done
+    save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:
         if self.warmups < 0 or self.trials < 1:
@@ -124,19 +126,32 @@ class Bench:
             self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))
             if not _void(row):
                 kept[name] = []
-        for trial in range(self.trials):
+                self._turn(name, configuration, sampling, rows, kept)
+            self.save(self._summarised(rows, kept, configuration, sampling))
+        for _ in range(1, self.trials):
             for name in list(kept):
+                self._turn(name, configuration, sampling, rows, kept)
+                self.save(self._summarised(rows, kept, configuration, sampling))
+        return self._summarised(rows, kept, configuration, sampling)
 
-                def turn(name: str = name, trial: int = trial) -> None:
-                    kept[name].append(self._trial(name, configuration, sampling, trial, rows[name]))
+    def _turn(self, name: str, configuration: Configuration, sampling: Sampling, rows: dict, kept: dict) -> None:
+        """The next trial of a contender; one that fails is not in `kept` any longer."""
 
-                self._attempt(rows[name], turn)
-                if _void(rows[name]):
-                    del kept[name]
-        for name, trials in kept.items():
-            rows[name] |= self._summary(name, configuration, trials)
-        self._compare(rows, kept, configuration, sampling)
-        return list(rows.values())
+        def trial() -> None:
+            kept[name].append(self._trial(name, configuration, sampling, len(kept[name]), rows[name]))
+
+        self._attempt(rows[name], trial)
+        if _void(rows[name]):
+            del kept[name]
+
+    def _summarised(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> list[dict]:
+        """The rows with what the trials so far say."""
+        told = {name: dict(row) for name, row in rows.items()}
+        measured = {name: trials for name, trials in kept.items() if trials}
+        for name, trials in measured.items():
+            told[name] |= self._summary(name, configuration, trials)
+        self._compare(told, measured, configuration, sampling)
+        return list(told.values())
 
     def _check_room(self, configuration: Configuration) -> None:
         need, context = configuration.prompt + configuration.new, self.target.config.context

@@ -3,8 +3,8 @@
     specdec bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
     specdec bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
 
-Prints a table and writes one JSON file, anew after every configuration; the last line is one JSON object. docs/bench.md
-says what the numbers mean, `--cfg job` prints every setting.
+Prints a table and writes one JSON file, anew after every trial; the last line is one JSON object. docs/bench.md says
+what the numbers mean, `--cfg job` prints every setting.
 """
 
 import json
@@ -119,6 +119,11 @@ def run(config: DictConfig) -> None:
     result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
     result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
     result["weights"] = "random: only speed means anything" if settings.get("shape") else target.name
+    rows: list[dict] = []
+
+    def save(more: list[dict]) -> None:
+        write_json(out, result | {"rows": rows + more})
+
     bench = Bench(
         target,
         contenders,
@@ -130,11 +135,11 @@ def run(config: DictConfig) -> None:
         seed=settings["seed"],
         random_weights=settings.get("shape") is not None,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
+        save=save,
     )
-    rows: list[dict] = []
     for configuration in configurations:
         rows += bench.run(configuration)
-        write_json(out, result | {"rows": rows})
+        save([])
     print_rows(rows, title)
     speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))

@@ -18,12 +18,12 @@ from lab.cost.model import CostModel
 from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.cost.tune import Tuned, report_of, tree_entries, tune, write_settings
 from lab.machine import machine
-from lab.models import add_model_flags, check_counts, load_models, read_encoded
+from lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from lab.output import console, progress_bar
 from lab.replay import record
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.flags import add_flags, command_parser, read_flags, whole_numbers
+from specdec.cli.flags import command_parser, read_flags, whole_numbers
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -37,13 +37,8 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("models")
     add_model_flags(model, "token_map", "feedback")
     text = p.add_argument_group("what is decoded")
-    text.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    text.add_argument("--limit", type=int, default=16, help="prompts (default 16)")
-    text.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    add_prompt_flags(text, limit=16, max_new_tokens=64)
     text.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
-    add_flags(text, Sampling, "temperature")
-    text.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     tries = p.add_argument_group("what is tried")
     tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="(default 1,2,4,8)")
     tries.add_argument("--steps", type=int, default=8, help="levels at most (default 8)")
@@ -115,7 +110,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
     """Measure, replay, predict, try."""
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     trees, sampling = trees_of(args, drafter), Sampling(args.temperature)
-    dynamic = [tree for tree in trees if tree.file is None]
+    dynamic = [tree for tree in trees if not tree.fixed]
     costs = measured_costs(
         target,
         drafter,
@@ -125,7 +120,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         topks=sorted({tree.topk for tree in dynamic}),
         steps=max(tree.steps for tree in dynamic),
         nodes=args.num_draft_tokens,
-        statics=[tree for tree in trees if tree.file is not None],
+        statics=[tree for tree in trees if tree.fixed],
         batches=sorted({min(args.batch_size, len(prompts)), len(prompts) % args.batch_size or args.batch_size}),
         sampling=sampling,
         repeats=args.repeats,

@@ -160,6 +160,26 @@ def test_nothing_begins_after_the_budget():
     assert rows["late"]["skipped"] == "the budget of 0.2 s is used up"
 
 
+def test_what_was_measured_before_a_cut_is_kept():
+    class Cut(Scripted):
+        def __call__(self, *args):
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return super().__call__(*args)
+
+    saved = []
+    job = bench(plain=Scripted([2.0], ours=True), cut=Cut([1.0]), late=Scripted([1.0]))
+    job.save = saved.append
+    with pytest.raises(KeyboardInterrupt):
+        job.run(PLAIN)
+    assert [row["contender"] for row in saved[0]] == ["plain", "cut", "late"]
+    assert [by_name(rows)["plain"].get("trials") for rows in saved] == [1, 1, 1, 2]  # each begun, and a second turn
+    last = by_name(saved[-1])
+    assert last["plain"]["tokens_per_second"] == 5 / 2
+    assert last["cut"]["to_plain"] == 2
+    assert last["late"]["trials"] == 1
+
+
 @pytest.mark.parametrize("settings", [{"warmups": -1}, {"budget": 0}])
 def test_settings_that_cannot_be(settings):
     with pytest.raises(ValueError, match="must be"):

@@ -47,7 +47,7 @@ def make(target, out, **how) -> Sweep:
         "sampling": Sampling(),
         "verifier": make_verifier("match"),
     }
-    return Sweep(target, "fingerprint", how.pop("benchmark", BENCHMARK), out, **common | how)
+    return Sweep(target, "signature", how.pop("benchmark", BENCHMARK), out, **common | how)
 
 
 def points_of(found: Sweep, drafter_path):
@@ -112,7 +112,7 @@ def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeyp
     assert not set(keys()) & set(first)
 
 
-def test_a_fingerprint_is_of_what_the_files_hold(drafter_path, tmp_path):
+def test_a_signature_is_of_what_the_files_hold(drafter_path, tmp_path):
     copy = tmp_path / "elsewhere"
     shutil.copytree(drafter_path, copy)
     assert signature(copy) == signature(drafter_path)

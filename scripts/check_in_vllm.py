@@ -51,6 +51,7 @@ class Case:
     drafter: Path
     exported: Path
     method: str
+    steps: int | None  # that it drafts, whatever is asked
 
 
 def arguments() -> argparse.Namespace:
@@ -119,11 +120,15 @@ def run(*command: object) -> None:
 # The two sides
 
 
-def in_vllm(python: Path, job: dict, folder: Path) -> dict:
-    """What `vllm_side.py` answers to a job."""
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    run(python, SIDE, folder / "job.json", folder / "answer.json")
-    return json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+def in_vllm(python: Path, jobs: list[dict], folder: Path) -> list[dict]:
+    """What `vllm_side.py` answers to jobs. Raises ValueError if one is not answered."""
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
+    run(python, SIDE, folder / "jobs.json", folder)
+    files = [folder / f"{number}.json" for number in range(len(jobs))]
+    for job, file in zip(jobs, files, strict=True):
+        if not file.exists():
+            raise ValueError(f"vLLM did not decode with {job['speculative']}: run {SIDE.name} by hand, it says why")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def here(target: Target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: int) -> list[dict]:
@@ -160,11 +165,10 @@ def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
     return out
 
 
-def compare(case: Case, target: Target, python: Path, prompts: list[list[int]], args, folder: Path) -> dict:
+def compare(case: Case, answer: dict, target: Target, prompts: list[list[int]], args) -> dict:
+    """vLLM's answer to a case beside ours, with the drafter and with its export read back."""
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
-    steps = drafters[0].max_steps or args.steps
-    speculative = {"model": str(case.exported), "method": case.method, "num_speculative_tokens": steps}
-    answer = in_vllm(python, job_of(target, prompts, args, speculative), folder)
+    steps = case.steps or args.steps
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
     wrong = differences(answer["rows"], ours)
     wrong += [f"the export read back: {what}" for what in differences(answer["rows"], again)]
@@ -173,7 +177,12 @@ def compare(case: Case, target: Target, python: Path, prompts: list[list[int]], 
     return {"case": case.name, "method": case.method, "steps": steps, "texts_equal": texts} | counted | {"wrong": wrong}
 
 
-def job_of(target: Target, prompts: list[list[int]], args, speculative: dict | None) -> dict:
+def job_of(case: Case | None, target: Target, prompts: list[list[int]], args) -> dict:
+    """What vLLM is to do; without a case, to decode plainly."""
+    speculative = None
+    if case is not None:
+        steps = case.steps or args.steps
+        speculative = {"model": str(case.exported), "method": case.method, "num_speculative_tokens": steps}
     return {
         "target": str(Path(target.name).resolve()),
         "prompts": prompts,
@@ -191,11 +200,11 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
     cases, refused = [], {}
     for path in sorted(path.parent for path in DEMO_TARGET.parent.glob("*/config.json") if path.parent != DEMO_TARGET):
         try:
-            family = export(path, folder / path.name, "vllm", DEMO_TARGET).family
+            checkpoint = export(path, folder / path.name, "vllm", DEMO_TARGET)
         except ValueError as error:
             refused[path.name] = str(error)
         else:
-            cases.append(Case(path.name, path, folder / path.name, vllm_variants.METHODS[family.title]))
+            cases.append(Case(path.name, path, folder / path.name, *vllm_variants.method_of(checkpoint)))
     return cases, refused
 
 
@@ -221,12 +230,12 @@ def main() -> None:
         if args.variants:
             cases += [Case(*fields) for fields in vllm_variants.make(folder / "variants", target)]
         cases = [case for case in cases if not args.only or case.name in args.only]
-        plain = in_vllm(python, job_of(target, prompts, args, None), folder)
+        plain, *answers = in_vllm(python, [job_of(case, target, prompts, args) for case in (None, *cases)], folder)
         ours = here(target, None, prompts, 0, args.max_new_tokens)
         wrong = [f"plain: {what}" for what in differences(plain["rows"], ours)]
         results = []
-        for case in cases:
-            results.append(compare(case, target, python, prompts, args, folder))
+        for case, answer in zip(cases, answers, strict=True):
+            results.append(compare(case, answer, target, prompts, args))
             wrong += [f"{case.name}: {what}" for what in results[-1]["wrong"]]
             print(f"{case.name}: {'; '.join(results[-1]['wrong']) or 'the same'}", file=sys.stderr, flush=True)
     console(120).print(as_table(results, len(prompts)))

@@ -1,18 +1,22 @@
 """Greedy decoding in vLLM, for `check_in_vllm.py`. The Python of vLLM's own environment runs it, so it imports nothing
 of ours.
 
-    python scripts/vllm_side.py JOB.json ANSWER.json
+    python scripts/vllm_side.py JOBS.json ANSWERS
 
-The job names a target, prompts as token ids, the number of new tokens, and vLLM's speculative settings or null. The
-answer holds, for each prompt, the tokens and what vLLM counted: drafts, drafted and accepted tokens, accepted by
-position.
+A job names a target, prompts as token ids, the number of new tokens, and vLLM's speculative settings or null. The
+answer to job i, ANSWERS/i.json, holds for each prompt the tokens and what vLLM counted: drafts, drafted and accepted
+tokens, accepted by position. Each job has a process of its own, and there is no answer if vLLM refuses. They are forked
+from one that has imported vLLM, which takes longer than the decoding.
 """
 
 import json
+import multiprocessing
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
+PACKAGES = ("vllm", "torch", "transformers")  # of that environment, after SETTINGS are set
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,12 +46,8 @@ def less(now: dict, before: dict) -> dict:
     return {name: now[name] - before[name] for name in COUNTERS} | {"by_position": by_position}
 
 
-def answer(job: dict) -> dict:
-    os.environ.update(SETTINGS)
-    import torch
-    import transformers
-    import vllm
-
+def answer(job: dict, file: Path) -> None:
+    vllm, torch, transformers = (import_module(name) for name in PACKAGES)
     llm = vllm.LLM(
         model=job["target"],
         speculative_config=job["speculative"],
@@ -67,10 +67,19 @@ def answer(job: dict) -> dict:
         now = counts(llm)
         rows.append({"tokens": list(out.outputs[0].token_ids)} | less(now, before))
         before = now
-    versions = {"vllm": vllm.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-    return {"versions": versions, "rows": rows}
+    versions = {package.__name__: package.__version__ for package in (vllm, torch, transformers)}
+    file.write_text(json.dumps({"versions": versions, "rows": rows}))
+
+
+def main() -> None:
+    os.environ.update(SETTINGS)
+    import_module("vllm")
+    jobs, answers = map(Path, sys.argv[1:])
+    for number, job in enumerate(json.loads(jobs.read_text())):
+        process = multiprocessing.get_context("fork").Process(target=answer, args=(job, answers / f"{number}.json"))
+        process.start()
+        process.join()
 
 
 if __name__ == "__main__":
-    job, result = map(Path, sys.argv[1:])
-    result.write_text(json.dumps(answer(json.loads(job.read_text()))))
+    main()

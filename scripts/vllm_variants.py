@@ -109,19 +109,25 @@ def medusa_variants(head: Checkpoint, target) -> Iterator[tuple[str, Checkpoint]
 BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medusa_variants}
 
 
-def make(folder: Path, target) -> list[tuple[str, Path, Path, str]]:
-    """Name of the case, folder of the head, folder of its export, vLLM's method."""
+def method_of(checkpoint: Checkpoint) -> tuple[str, int | None]:
+    """vLLM's name for the method, and the number of tokens that the drafter always drafts; None for any."""
+    heads = checkpoint.meaning.shape.heads if checkpoint.family.title == "Medusa" else None
+    return METHODS[checkpoint.family.title], heads
+
+
+def make(folder: Path, target) -> list[tuple[str, Path, Path, str, int | None]]:
+    """Name of the case, folder of the head, folder of its export, and what `method_of` says."""
     made = []
     for bundled, variants in BUNDLED.items():
         checkpoint = open_checkpoint(DEMO_TARGET.parent / bundled)
-        family, method = checkpoint.family, METHODS[checkpoint.family.title]
+        family, method = checkpoint.family, method_of(checkpoint)
         for name, head in variants(checkpoint, target):
             place = folder / f"{bundled} {name}".replace(",", "").replace(" ", "_")
             exported = place.with_name(place.name + "_in_vllm")
             write_folder(place, *find_layout(family, family.saved_as).write(head.meaning, head.tensors, None))
             export(place, exported, "vllm", DEMO_TARGET)
-            made.append((f"{bundled}: {name}", place, exported, method))
+            made.append((f"{bundled}: {name}", place, exported, *method))
     place = made[0][1]
     exported = place.with_name(place.name + "_in_sglang")
     convert(place, exported, "eagle3", DEMO_TARGET)
-    return [*made, ("eagle3: convert --to eagle3", place, exported, "eagle3")]
+    return [*made, ("eagle3: convert --to eagle3", place, exported, "eagle3", None)]

@@ -163,7 +163,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
 
 
 def warn_of_servers(drafter, target: Target) -> None:
-    """Say on one line which servers could not load what is about to be trained, and which settings would change that."""
+    """Say on one line which servers could not load what is about to be trained, and what would change that."""
     reasons = without_a_form(drafter, target)
     if reasons:
         said = ", and ".join(f"no form in {SERVERS[server]} ({reason})" for server, reason in reasons.items())
@@ -186,7 +186,7 @@ def run(config: DictConfig) -> None:
             f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
             f"parameters, taps {trainer.drafter.taps}"
         )
-        warn_of_servers(trainer.drafter, trainer.target)
+        warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
         report = {"step": trainer.step} | metrics

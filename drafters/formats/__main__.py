@@ -9,11 +9,12 @@ import json
 import sys
 from pathlib import Path
 
-from drafters.formats import FAMILIES, Checkpoint, check, inspect
+from drafters.formats import FAMILIES, Checkpoint, check, inspect, vllm
 from drafters.formats.convert import SERVERS, convert, export
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
+from specdec.model.checkpoint import read_json
 from specdec.text import read_prompts
 
 
@@ -72,6 +73,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         _warn(export(args.source, args.destination, args.server, args.target))
         print(f"for {args.server}: {args.destination}")
+        for note in vllm.notes(read_json(args.destination / "config.json")):
+            print(f"note: {note}")
 
 
 def _warn(checkpoint: Checkpoint) -> None:

@@ -125,8 +125,8 @@ def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
     for tap, state in ((0, "the embeddings"), (target.layers if target else -1, "the state after the final norm")):
         if tap in taps:
             raise ValueError(
-                f"the drafter reads {state} (hidden state {tap}), for which this layout has no name (train with taps "
-                f"between)"
+                f"the drafter reads {state} (hidden state {tap}), for which this layout has no name (train with "
+                "drafter.taps from 1 to the number of layers less 1)"
             )
     return {LAYER_IDS: list(taps), "eagle_config": {LAYER_IDS: [tap - 1 for tap in taps]}}
 

@@ -128,6 +128,22 @@ def needed(target: TargetFacts | None) -> TargetFacts:
     return target
 
 
+def notes(config: dict) -> list[str]:
+    """What a user should know of an export: what it costs, and who does not read it."""
+    out = []
+    if FINAL_NORM.items() <= config.items():
+        out.append(
+            "the last tap is read before the target's final norm, whose weight is in input_norm; vLLM reads this, the "
+            "speculators library does not"
+        )
+    if config.get("own_embedding"):
+        out.append(
+            f"the bias of fc is in an embedding of the head's own, {config['vocab_size']} x {config['hidden_size']} "
+            "numbers beside the target's (heads trained with drafter.fc_bias=false need none)"
+        )
+    return out
+
+
 EAGLE3 = Layout("vllm", "EAGLE-3 as vLLM reads it", recognise_eagle3, read_eagle3, write_eagle3, names_layers=True)
 # What is written is read as the layout of EAGLE-1/2's authors.
 EAGLE = Layout("vllm", "EAGLE-1/2 as vLLM reads it", lambda config, tensors: False, eagle.read, write_eagle)

@@ -1,0 +1,76 @@
+"""The backend that compiles rounds (docs/compile.md)."""
+
+import sys
+import time
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.compiled import build
+from specdec.engine.compiled.graph import RoundGraph, make_graph
+from specdec.engine.compiled.record import record
+from specdec.model import native
+
+LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
+
+
+class CompiledRounds:
+    """Rounds of one engine on the CPU, each as one compiled function. A `static_batch.Backend`.
+
+    A record serves all bounds up to that of its capture, and a replay has run when it returns: it need not be read
+    late. Raises ValueError, one sentence, if this machine cannot compile."""
+
+    any_bound = True
+    late = False
+
+    def __init__(self):
+        native.load()  # before the models are bound: their products are then operators that a graph can hold
+        self.generator = torch.Generator()
+
+    def forget(self) -> None:
+        pass
+
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        before, numbers = [x.clone() for x in kept], self.generator.get_state()
+
+        def undone(at: int) -> Any:
+            try:
+                return record(run, at)
+            finally:
+                for x, old in zip(kept, before, strict=True):
+                    x.copy_(old)
+                self.generator.set_state(numbers)
+
+        undone(bound)  # what is made once and kept is made now
+        graph = make_graph(undone(bound), undone(max(bound // 2, 1)))
+        return replay_of(graph, self.compile(graph))
+
+    def compile(self, graph: RoundGraph) -> build.Compiled:
+        """A compiled graph, told in a line on standard error with the time that it took."""
+        start, library = time.perf_counter(), build.kept_library(graph)
+        known = library.is_file()
+        if not known:
+            print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
+            build.make_library(graph, library)
+        compiled, seconds = build.load(library), time.perf_counter() - start
+        done = "a compiled round was loaded in" if known else "done and kept for the next time, in"
+        print(f"{'note: ' if known else ''}{done} {seconds:.1f} s", file=sys.stderr, flush=True)
+        return compiled
+
+
+def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:
+    """The round as a function of the bound."""
+    ruler, *inputs = graph.inputs
+
+    def replay(bound: int) -> Any:
+        for drawn, call in graph.draws:
+            if call.op._schema.is_mutable:
+                call.op(drawn, *call.args[1:], **call.kwargs)
+            else:
+                drawn.copy_(call.op(*call.args, **call.kwargs))
+        return graph.returned(compiled([ruler[: max(bound, LEAST)], *inputs]))
+
+    return replay

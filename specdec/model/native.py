@@ -1,0 +1,86 @@
+"""Products with packed weights as operators over tensors, which compiled rounds can hold (docs/compile.md).
+
+FBGEMM and oneDNN take a packed weight as an object of their own kind, and Inductor's graphs hold none of those.
+`native.cpp` puts the object behind a tensor. It is compiled once for each version of torch and of itself, and kept in
+the user's cache. From `load` on, `cpu_linear` binds its products to these operators. They compute the same numbers, and
+a call takes 2 us instead of 11.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec.cli.files import kept_folder, write_whole
+
+SOURCE = Path(__file__).with_name("native.cpp")
+
+Product = Callable[[Tensor], Tensor]
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, or g++, or, on macOS, clang++. Raises ValueError if it is not there."""
+    if sys.platform == "win32":
+        raise ValueError("compiled rounds are not available on Windows: decode without --compile")
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name) is None:
+        raise ValueError(f"a C++ compiler is needed to compile, and there is no {name}: install it, or name one in CXX")
+    return name
+
+
+def load() -> None:
+    """Make the operators known to torch. Raises ValueError, one sentence, if they cannot be compiled."""
+    if not loaded():
+        _load()
+
+
+def loaded() -> bool:
+    return _load.cache_info().currsize > 0
+
+
+@functools.cache
+def _load() -> None:
+    text = SOURCE.read_bytes()
+    key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
+    library = kept_folder("compiled") / f"native-{key}.so"
+    if not library.is_file():
+        write_whole(library, _compile)
+    torch.ops.load_library(library)
+    for name in ("fp16_linear", "onednn_linear"):
+        torch.library.register_fake(f"specdec::{name}", _like)
+
+
+def _like(x: Tensor, *rest) -> Tensor:
+    return x.new_empty(x.shape[0], rest[-1])
+
+
+def _compile(library: Path) -> None:
+    root = Path(torch.__file__).parent
+    include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    how = ["-O2", "-std=c++20", "-shared", "-fPIC", "-w", *include, str(SOURCE), "-o", str(library)]
+    linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    done = subprocess.run([compiler(), *how, *linked], capture_output=True, text=True, check=False)
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        raise ValueError(f"the C++ compiler refuses {SOURCE.name}: {errors[0]}")
+
+
+def fp16_product(packed: torch.ScriptObject, size: int) -> Product:
+    """x [R,in] -> [R,size] with a weight that FBGEMM has packed."""
+    operators = torch.ops.specdec
+    product, handle = operators.fp16_linear.default._op, operators.hold_fp16(packed)
+    return lambda x: product(x, handle, size)
+
+
+def onednn_product(packed: Tensor, bias: Tensor | None) -> Product:
+    """x [R,in] -> [R,out] with a weight [out,in] that oneDNN has packed."""
+    operators, size = torch.ops.specdec, packed.shape[0]
+    product, handle = operators.onednn_linear.default._op, operators.hold_onednn(packed)
+    return lambda x: product(x, handle, bias, size)

@@ -128,6 +128,7 @@ class Verifier(Protocol):
     lossless: bool  # the output is distributed as the target's own
     needs_q: bool  # works on trees of policies that sample only
     chains_only: bool
+    likeliest_only: bool  # at temperature 0 it asks of logits for the likeliest tokens, and for no probabilities
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None

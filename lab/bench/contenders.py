@@ -11,8 +11,9 @@ from torch import nn
 from lab.cost.memory import size_of, wait
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
-from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.types import Sampling, Verifier
 from specdec.verify import sample_and_match
 
@@ -43,6 +44,18 @@ class Contender:
         raise NotImplementedError
 
 
+class _Marks(Observer):
+    """When the engine's steps were told."""
+
+    reads = Reads.TOKENS
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, report: RoundReport) -> None:
+        self.times.append(time.perf_counter())
+
+
 class Ours(Contender):
     """This project's engine, plainly or with a drafter."""
 
@@ -59,19 +72,15 @@ class Ours(Contender):
         self.weights = weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        marks: list[float] = []
-
-        def observe(_: RoundReport) -> None:
-            marks.append(time.perf_counter())
-
+        marks = _Marks()
         with _Caches(self.engine) as caches:
             wait(self.engine.device)
             start = time.perf_counter()
             result = self.engine.generate(
-                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=observe
+                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=marks
             )
             seconds = time.perf_counter() - start
-        steps = [now - before for before, now in pairwise(marks)]
+        steps = [now - before for before, now in pairwise(marks.times)]
         return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
 
 

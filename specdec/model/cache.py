@@ -32,6 +32,7 @@ class KVCache:
         self.rows = [kv.view(2, rows * slots, -1) for kv in self.memory]
         self.flat = [both.unbind() for both in self.rows]
         self.all_lens = torch.zeros(rows, dtype=torch.int64, device=like.device)
+        self.all_starts = torch.arange(rows, device=like.device)[:, None] * slots  # made once: graphs read it
         self.max_len = 0
         self.move = kernel_for("commit", like)
         if self.move is not None:
@@ -45,7 +46,7 @@ class KVCache:
         self.layers = [kv[:, first : first + count] for kv in self.memory]  # each [2,B,S,K,Dh]
         self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
         self.lens = self.all_lens[first : first + count]
-        self.row_start = torch.arange(first, first + count, device=self.lens.device)[:, None] * self.slots
+        self.row_start = self.all_starts[first : first + count]
 
     @property
     def capacity(self) -> int:

@@ -111,6 +111,7 @@ class Target(nn.Module):
     tokenizer = None
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
+    masks_prompts = False  # a prefill needs no mask of T x T
     parts: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 

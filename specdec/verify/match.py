@@ -24,6 +24,7 @@ class SampleAndMatch:
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = True
 
     def __call__(
         self,

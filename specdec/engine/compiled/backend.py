@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.engine.compiled import build
 from specdec.engine.compiled.graph import RoundGraph, make_graph
-from specdec.engine.compiled.record import record
+from specdec.engine.compiled.record import Record, record
 from specdec.model import native
 
 LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
@@ -34,19 +34,7 @@ class CompiledRounds:
         pass
 
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        before, numbers = [x.clone() for x in kept], self.generator.get_state()
-
-        def undone(at: int) -> Any:
-            try:
-                return record(run, at)
-            finally:
-                for x, old in zip(kept, before, strict=True):
-                    x.copy_(old)
-                self.generator.set_state(numbers)
-
-        undone(bound)  # what is made once and kept is made now
-        graph = make_graph(undone(bound), undone(max(bound // 2, 1)))
-        return replay_of(graph, self.compile(graph))
+        return compiled_run(run, kept, self.generator, [bound, max(bound // 2, 1)], self.compile)
 
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
@@ -59,6 +47,30 @@ class CompiledRounds:
         done = "a compiled round was loaded in" if known else "done and kept for the next time, in"
         print(f"{'note: ' if known else ''}{done} {seconds:.1f} s", file=sys.stderr, flush=True)
         return compiled
+
+
+def compiled_run(
+    run: Callable[[int], Any],
+    kept: abc.Sequence[Tensor],
+    generator: torch.Generator,
+    bounds: list[int],
+    compile: Callable[[RoundGraph], build.Compiled],
+) -> Callable[[int], Any]:
+    """What `run` does, compiled, for all bounds up to the first of two, or for the only one. kept: as for a capture."""
+    before, numbers = [x.clone() for x in kept], generator.get_state()
+
+    def undone(bound: int) -> Record:
+        try:
+            return record(run, bound)
+        finally:
+            for x, old in zip(kept, before, strict=True):
+                x.copy_(old)
+            generator.set_state(numbers)
+
+    undone(bounds[0])  # what is made once and kept is made now
+    one, *other = [undone(bound) for bound in bounds]
+    graph = make_graph(one, *other)
+    return replay_of(graph, compile(graph))
 
 
 def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:

@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from specdec.model import native
 LIBRARY = "round.so"
 OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # between the kernels little would gain from optimising
 
+Result = TypeVar("Result")
 Compiled = Callable[[list[Tensor]], list[Tensor]]  # the graph's inputs -> its outputs
 
 
@@ -55,30 +57,47 @@ def make_library(graph: RoundGraph, library: Path) -> None:
     folder = output_folder(library.parent.parent)
     aside = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
     try:
-        _compile(graph, aside / LIBRARY)
-        for rest in aside.iterdir():  # sources and logs
-            if rest.stem != library.stem:
-                shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+        made, whole = _compile(graph, aside / "made"), aside / "whole"
+        whole.mkdir()
+        for suffix in (".so", ".json"):  # the second says how operators are called that have no place in C
+            if made.with_suffix(suffix).is_file():
+                made.with_suffix(suffix).rename((whole / LIBRARY).with_suffix(suffix))
         if not library.is_file():  # another process may have been faster
-            os.replace(aside, library.parent)
+            os.replace(whole, library.parent)
     except OSError as error:
         raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _compile(graph: RoundGraph, library: Path) -> None:
+def compile_now(graph: RoundGraph) -> Compiled:
+    """A graph of tensors on any device as a function, which keeps nothing but what Inductor itself does."""
+    from torch._inductor import compile
+
+    compiled = _guarded(graph, lambda stand_ins: compile(graph.module, stand_ins))
+    return lambda inputs: compiled(*inputs)
+
+
+def _compile(graph: RoundGraph, folder: Path) -> Path:
+    """The library, in a new folder with all that it was made of."""
     from torch._inductor import aot_compile  # takes seconds to import
 
+    options = OPTIONS | {"aot_inductor.output_path": str(folder)}
+    return Path(_guarded(graph, lambda stand_ins: aot_compile(graph.module, tuple(stand_ins), options=options)))
+
+
+def _guarded(graph: RoundGraph, compile: Callable[[list[Tensor]], Result]) -> Result:
+    """Compile with stand-ins for the graph's inputs. Raises ValueError, one sentence, if that fails."""
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stand_ins, check = _stand_ins(graph)
         try:
-            aot_compile(graph.module, tuple(stand_ins), options=OPTIONS | {"aot_inductor.output_path": str(library)})
+            out = compile(stand_ins)
         except Exception as error:  # whatever Inductor or the compiler has against it
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ValueError(f"this round cannot be compiled: {reason}") from error
         check()
+    return out
 
 
 def _stand_ins(graph: RoundGraph) -> tuple[list[Tensor], Callable[[], None]]:

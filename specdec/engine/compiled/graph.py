@@ -34,10 +34,11 @@ class RoundGraph:
         return with_tensors(self.made, {id(old): x for old, x in zip(self.new, outputs, strict=True)})
 
 
-def make_graph(one: Record, other: Record) -> RoundGraph:
-    """The graph of a round that was recorded with two bounds.
+def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
+    """The graph of a round that was recorded with two bounds, or, for one bound only, once.
 
     Raises ValueError for a round whose operators depend on the bound otherwise than by numbers on a line."""
+    other = other or one
     if [call.op for call in one.calls] != [call.op for call in other.calls]:
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
     return GraphBuilder(one, other).build()
@@ -66,8 +67,9 @@ class GraphBuilder:
         for x in found:
             self.nodes.setdefault(id(x), self._view(x))
         self.bound = self.emit(aten.sym_size.int, (ruler, 0))
+        drawn = {id(call.out) for _, call in self.draws}  # also what made the memory for them is left out
         for call, same in zip(self.one.calls, self.other.calls, strict=True):
-            if not call.draws and not rewrite.rewritten(self, call):
+            if id(call.out) not in drawn and not rewrite.rewritten(self, call):
                 self._copy(call, same)
         outside = {id(x) for x in found}
         new = [x for x in tensors_in(self.one.made) if id(x) in self.nodes and id(x) not in outside]

@@ -64,7 +64,7 @@ def _like(x: Tensor, *rest) -> Tensor:
 def _compile(library: Path) -> None:
     root = Path(torch.__file__).parent
     include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    how = ["-O2", "-std=c++20", "-shared", "-fPIC", "-w", *include, str(SOURCE), "-o", str(library)]
+    how = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", *include, str(SOURCE), "-o", str(library)]
     linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
     done = subprocess.run([compiler(), *how, *linked], capture_output=True, text=True, check=False)
     if done.returncode:

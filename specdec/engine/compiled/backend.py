@@ -39,14 +39,13 @@ class CompiledRounds:
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
         start, library = time.perf_counter(), build.kept_library(graph)
-        known = library.is_file()
-        if not known:
-            print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
-            build.make_library(graph, library)
-        compiled, seconds = build.load(library), time.perf_counter() - start
-        done = "a compiled round was loaded in" if known else "done and kept for the next time, in"
-        print(f"{'note: ' if known else ''}{done} {seconds:.1f} s", file=sys.stderr, flush=True)
-        return compiled
+        if compiled := build.load(library):
+            print(f"note: loaded a compiled round in {time.perf_counter() - start:.2f} s", file=sys.stderr)
+            return compiled
+        print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
+        build.make_library(graph, library)
+        print(f"{time.perf_counter() - start:.1f} s, and it is kept for the next time", file=sys.stderr)
+        return build.load(library)
 
 
 def compiled_run(

@@ -45,8 +45,13 @@ def processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def load(library: Path) -> Compiled:
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run
+def load(library: Path) -> Compiled | None:
+    """The function in a library; None if it is not there, or does not load and is removed."""
+    try:
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run if library.is_file() else None
+    except RuntimeError:  # it was made by other versions of what it is linked with, or is damaged
+        shutil.rmtree(library.parent, ignore_errors=True)
+        return None
 
 
 def make_library(graph: RoundGraph, library: Path) -> None:
@@ -118,7 +123,7 @@ def _stand_ins(graph: RoundGraph) -> tuple[list[Tensor], Callable[[], None]]:
     def check() -> None:
         for guard in shapes.guards:
             for length in {2, 3, most // 2, most - 1, most}:
-                if guard.expr.subs(bound, length) != True:  # noqa: E712: it is sympy's
+                if not guard.expr.subs(bound, length):
                     raise ValueError(f"this round cannot be compiled: it holds for {guard.expr} only")
 
     return out, check

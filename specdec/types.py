@@ -20,7 +20,8 @@ from torch import Tensor
 class DraftTree:
     """Candidate continuations. Node 0 is the root: the last emitted token, which the target has not seen yet.
 
-    Nodes are sorted breadth first, so parents[b, i] < i for i > 0 (the root is its own parent).
+    Nodes are sorted breadth first, so parents[b, i] < i for i > 0 (the root is its own parent). Siblings carry
+    different tokens.
     """
 
     tokens: Tensor  # [B, N] target vocabulary ids

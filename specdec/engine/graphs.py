@@ -73,14 +73,15 @@ class CudaGraphs:
                 run = compiled_run(run, kept, self.generator, [bound], compile_now)
             self._warm_up(run, kept, bound)
             graph = torch.cuda.CUDAGraph()
-            # A replay then draws what the generator would give next, and moves it on as the round itself does.
-            graph.register_generator_state(self.generator)
             # Other threads, such as a data loader's, may go on using the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-            # Where a capture begins torch makes tensors for its own generator, which graphs of others write to as well:
-            # outside the engine's inference mode, else torch before 2.11 could not write to them there.
-            with own_workspaces(), torch.inference_mode(False), torch.cuda.graph(graph, **how), torch.inference_mode():
-                made = run(bound)
+            # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
+            # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
+            with own_workspaces(), torch.inference_mode(False):
+                # A replay then draws what the generator would give next, and moves it on as the round itself does.
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph, **how), torch.inference_mode():
+                    made = run(bound)
 
         def replay(_: int) -> Any:
             graph.replay()

@@ -46,13 +46,6 @@ def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([added] * groups, 1).unsqueeze(1)
 
 
-def ancestor_words(ancestors: Tensor) -> Tensor:
-    """ancestors [B,N,M] bool -> [B,N,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen."""
-    padded = F.pad(ancestors, (0, -ancestors.shape[2] % 32)).unflatten(2, (-1, 32))
-    place = torch.arange(32, device=ancestors.device)
-    return (padded.long() << place).sum(-1).to(torch.int32)  # the highest bit becomes the sign
-
-
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
 
@@ -149,7 +142,7 @@ class CacheView:
         window: int | None = None,
         scale: float | None = None,
     ):
-        nodes = torch.arange(offset, offset + n, device=cache.lens.device)
+        nodes = cache.places[offset : offset + n]
         self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
         self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
@@ -162,7 +155,7 @@ class CacheView:
             self.kernel = partial(
                 kernel,
                 lens=cache.lens,
-                words=None if ancestors is None else ancestor_words(ancestors),
+                ancestors=ancestors,
                 nodes=offset + n,
                 depth=None if ancestors is None else depth,
                 window=self.window,

@@ -84,8 +84,8 @@ def test_warm_up_and_capture(log):
     replay = backend.capture(run, [kept], 256)
     assert log == [
         "side 1 waits for current", "run on side 1", "run on side 1", "current waits for side 1",
-        "generator registered",
-        "workspaces cleared", "capture in pool 1, thread_local", "run on side 1", "captured", "workspaces cleared",
+        "workspaces cleared", "generator registered",
+        "capture in pool 1, thread_local", "run on side 1", "captured", "workspaces cleared",
     ]  # fmt: skip
     log.clear()
     assert replay(7) == "made for 256"

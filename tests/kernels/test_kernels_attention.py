@@ -6,7 +6,6 @@ from kernel_cases import close, in_dtypes, on_devices, roundings, sums
 
 from specdec.kernels import tree_attention
 from specdec.kernels.tree_attention import split_count
-from specdec.model.attention import ancestor_words
 from trees.ancestors import ancestors_of
 
 pytestmark = on_devices
@@ -16,8 +15,8 @@ def launch_all(bf16, ints) -> None:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
     keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
-    words = torch.zeros(1, nodes, 2, dtype=torch.int32)
-    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), words, nodes, splits=8)
+    ancestors = torch.zeros(1, nodes, nodes, dtype=torch.bool)
+    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), ancestors, nodes, splits=8)
 
 
 def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,9 +42,8 @@ def check(device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=Non
         ancestors, depth = ancestors[:, -n:], depth if n == nodes else None
     keys, values = kv.transpose(2, 3).unbind()
     wanted = tree_attention.reference(q.double(), keys.double(), values.double(), lens, ancestors, depth=depth, **how)
-    words = None if causal else ancestor_words(ancestors).to(device)
     got = tree_attention.launch(
-        *(x.to(device) for x in (q, keys, values, lens)), words, nodes,
+        *(x.to(device) for x in (q, keys, values, lens)), None if causal else ancestors.to(device), nodes,
         depth=None if depth is None else depth.to(device), splits=splits, **how,
     )  # fmt: skip
     assert got.dtype == dtype
@@ -114,7 +112,7 @@ def test_what_is_hidden_makes_a_difference(device):
     for bit in range(5):
         wrong = ancestors.clone()
         wrong[0, 5, bit] ^= True
-        inputs = (x.to(device) for x in (q, keys, values, torch.tensor([10]), ancestor_words(wrong)))
+        inputs = (x.to(device) for x in (q, keys, values, torch.tensor([10]), wrong))
         with pytest.raises(AssertionError, match="more than rounding"):
             close(tree_attention.launch(*inputs, 6).cpu(), wanted, 1e-4)
 

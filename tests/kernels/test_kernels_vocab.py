@@ -55,15 +55,38 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [5, 2200])
-def test_filters_keep_what_sorting_keeps(device, vocab, filters):
+@pytest.mark.parametrize(("vocab", "parts"), [(5, 1), (2200, 1), (2200, 4)])
+def test_filters_keep_what_sorting_keeps(device, vocab, parts, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, vocab) * 3
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters))
-    kept = logits / filters[0] >= least[:, None]
+    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=parts))
+    kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert torch.equal(kept, filtered_probs(logits, Sampling(*filters)) > 0)
     assert kept.gather(1, tokens[:, None]).all()
+
+
+@pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.3)], ids=str)
+@pytest.mark.parametrize("order", ["falling", "few"])
+def test_parts_may_hold_nothing(device, filters, order):
+    """All survivors in one part, and parts whose logits are all -inf, as a grammar's mask leaves them."""
+    logits = torch.randn(2, 900, generator=torch.Generator().manual_seed(0)).sort(descending=True).values * 2
+    if order == "few":
+        logits[:, 300:] = -torch.inf
+    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=8))
+    kept = logits >= least[:, None]
+    assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
+    assert kept.gather(1, tokens[:, None]).all()
+
+
+@pytest.mark.parametrize("filters", [(1.3, 0, 1.0, 0.0), (1.3, 0, 1.0, 0.1), (1.3, 30, 0.9, 0.0)], ids=str)
+def test_parts_do_not_change_the_draw(device, filters):
+    torch.manual_seed(0)
+    logits = torch.randn(8, 300, device=device)
+    draws = [
+        filtered_sampling.launch(logits, *filters, torch.Generator(device).manual_seed(3), parts)[0] for parts in (1, 4)
+    ]
+    assert torch.equal(*draws)
 
 
 @pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0)], ids=str)
@@ -72,7 +95,7 @@ def test_filters_keep_ties(device, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, 3000).bfloat16()
     _, least = filtered_sampling.launch(logits.to(device), *filters)
-    kept = logits.float() / filters[0] >= least.cpu()[:, None]
+    kept = logits >= least.cpu()[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
 
 

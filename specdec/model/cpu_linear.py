@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specdec.model import native
-
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row
 MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
@@ -48,7 +46,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Product:
     the fastest way that this processor has."""
     packed = pack(weight)
     if isinstance(packed, Fp16Weight):
-        return _fp16_linear(packed, weight.shape[0], bias)
+        return _fp16_linear(packed, bias)
     many = _plain_linear(weight, bias) if packed is None else _onednn_linear(packed, bias)
     if not _can_be_blocked(weight):
         return many
@@ -62,25 +60,17 @@ def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
-    if native.loaded():
-        return native.onednn_product(packed, bias)
     product = torch.ops.mkldnn._linear_pointwise.default._op  # the bare operator takes 1 us less than its wrapper
     return lambda x: product(x, packed, bias, "none", [], "")
 
 
-def _fp16_linear(weight: Fp16Weight, size: int, bias: Tensor | None) -> Product:
-    product, scale = _fp16_product(weight.packed, size), weight.scale
+def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
+    (packed, scale), product = weight, torch.ops.quantized.linear_dynamic_fp16.default._op
     if bias is not None:
-        return lambda x: torch.add(bias, product(x), alpha=scale)
-    return product if scale == 1 else lambda x: product(x).mul_(scale)
-
-
-def _fp16_product(packed: torch.ScriptObject, size: int) -> Product:
-    """x [R,in] -> [R,size], not scaled."""
-    if native.loaded():
-        return native.fp16_product(packed, size)
-    product = torch.ops.quantized.linear_dynamic_fp16.default._op
-    return lambda x: product(x, packed)
+        return lambda x: torch.add(bias, product(x, packed), alpha=scale)
+    if scale == 1:
+        return lambda x: product(x, packed)
+    return lambda x: product(x, packed).mul_(scale)
 
 
 def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:

@@ -1,9 +1,13 @@
 """Products with packed weights as operators over tensors, which compiled rounds can hold (docs/compile.md).
 
 FBGEMM and oneDNN take a packed weight as an object of their own kind, and Inductor's graphs hold none of those.
-`native.cpp` puts the object behind a tensor. It is compiled once for each version of torch and of itself, and kept in
-the user's cache. From `load` on, `cpu_linear` binds its products to these operators. They compute the same numbers, and
-a call takes 2 us instead of 11.
+`native.cpp` puts the object behind a tensor, its handle, and calls the same product with it. It is compiled once for
+each version of torch and of itself, and kept in the user's cache.
+
+    torch.ops.specdec.hold_fp16(packed)                             the handle of a weight that FBGEMM has packed
+    torch.ops.specdec.hold_onednn(packed)                           ... that oneDNN has packed
+    torch.ops.specdec.fp16_linear(x, handle, size)                  x [R,in] -> [R,size]
+    torch.ops.specdec.onednn_linear(x, handle, bias, size)
 """
 
 import functools
@@ -12,7 +16,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,8 +24,6 @@ from torch import Tensor
 from specdec.cli.files import kept_folder, write_whole
 
 SOURCE = Path(__file__).with_name("native.cpp")
-
-Product = Callable[[Tensor], Tensor]
 
 
 def compiler() -> str:
@@ -35,18 +36,9 @@ def compiler() -> str:
     return name
 
 
+@functools.cache
 def load() -> None:
     """Make the operators known to torch. Raises ValueError, one sentence, if they cannot be compiled."""
-    if not loaded():
-        _load()
-
-
-def loaded() -> bool:
-    return _load.cache_info().currsize > 0
-
-
-@functools.cache
-def _load() -> None:
     text = SOURCE.read_bytes()
     key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
     library = kept_folder("compiled") / f"native-{key}.so"
@@ -70,17 +62,3 @@ def _compile(library: Path) -> None:
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
         raise ValueError(f"the C++ compiler refuses {SOURCE.name}: {errors[0]}")
-
-
-def fp16_product(packed: torch.ScriptObject, size: int) -> Product:
-    """x [R,in] -> [R,size] with a weight that FBGEMM has packed."""
-    operators = torch.ops.specdec
-    product, handle = operators.fp16_linear.default._op, operators.hold_fp16(packed)
-    return lambda x: product(x, handle, size)
-
-
-def onednn_product(packed: Tensor, bias: Tensor | None) -> Product:
-    """x [R,in] -> [R,out] with a weight [out,in] that oneDNN has packed."""
-    operators, size = torch.ops.specdec, packed.shape[0]
-    product, handle = operators.onednn_linear.default._op, operators.hold_onednn(packed)
-    return lambda x: product(x, handle, bias, size)

@@ -27,7 +27,7 @@ class CompiledRounds:
     late = False
 
     def __init__(self):
-        native.load()  # before the models are bound: their products are then operators that a graph can hold
+        native.load()
         self.generator = torch.Generator()
 
     def forget(self) -> None:

@@ -63,6 +63,9 @@ class GraphBuilder:
         found = list(found_tensors(self.one.calls))
         for x in found:
             self._place(x)
+        for call in self.one.calls:
+            for packed in (x for x in call.args if isinstance(x, torch.ScriptObject)):
+                self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fp16(packed))
         self._place_draws()
         for x in found:
             self.nodes.setdefault(id(x), self._view(x))
@@ -95,6 +98,9 @@ class GraphBuilder:
     def _place(self, x: Tensor) -> None:
         """Make x an input, or, if it lies in a storage that is written, all of that: inputs that are written may not
         overlap."""
+        if x.layout is not torch.strided:  # a weight that oneDNN has packed
+            self.nodes[id(x)] = self._input(torch.ops.specdec.hold_onednn(x))
+            return
         key = storage_of(x)
         if key not in self.written:
             self.nodes[id(x)] = self._input(x)

@@ -3,6 +3,7 @@
 - **Rows written by `index_copy_`**, as `KVCache` writes keys and values. Its views of the cache share memory, and for
   views Inductor copies the whole cache, there and back. Written into the memory itself, as one tensor of rows, nothing
   is copied but the rows.
+- **Products with packed weights** (`cpu_linear`), whose weights are no tensors that Inductor knows: `native`.
 - **The largest of many and its place**, `max` over the vocabulary. Inductor's loop carries the place along and is ten
   times slower than one over the values, and another that looks for the first that equals the largest.
 """
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from specdec.engine.compiled.graph import GraphBuilder
 
 aten = torch.ops.aten
+# By name, as not every build of torch has both.
+FP16_LINEAR, ONEDNN_LINEAR = "quantized.linear_dynamic_fp16.default", "mkldnn._linear_pointwise.default"
 MANY = 512  # elements among which the largest is looked for in two loops
 
 
@@ -25,6 +28,8 @@ def rewritten(builder: "GraphBuilder", call: Call) -> bool:
     """Put something else in the place of the call, if there is something for it."""
     if call.op is aten.index_copy_.default:
         return _write_rows(builder, call)
+    if str(call.op) in (FP16_LINEAR, ONEDNN_LINEAR):
+        return _multiply(builder, call)
     if call.op is aten.max.dim and call.args[0].device.type == "cpu":
         return _largest(builder, call)
     return False
@@ -62,6 +67,17 @@ def _write_rows(builder: "GraphBuilder", call: Call) -> bool:
     values = builder.emit(aten.reshape.default, (builder.nodes[id(source)], [blocks * len(index), width]))
     builder.emit(aten.index_put_.default, (memory, [rows], values))
     builder.put(call.out, builder.nodes[id(x)])
+    return True
+
+
+def _multiply(builder: "GraphBuilder", call: Call) -> bool:
+    x, packed, size = builder.nodes[id(call.args[0])], builder.nodes[id(call.args[1])], call.out.shape[-1]
+    if str(call.op) == FP16_LINEAR:
+        node = builder.emit(torch.ops.specdec.fp16_linear.default, (x, packed, size))
+    else:
+        bias = call.args[2] if call.args[2] is None else builder.nodes[id(call.args[2])]
+        node = builder.emit(torch.ops.specdec.onednn_linear.default, (x, packed, bias, size))
+    builder.put(call.out, node)
     return True
 
 

@@ -178,7 +178,7 @@ def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> 
 
 
 def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
-    """Whole decodings, which take turns: plainly, speculatively, and with an observer who looks at nothing."""
+    """Whole decodings, which take turns: plainly, speculatively, and with an observer who may read everything."""
     plain, fast = Engine(scene.target), Engine(scene.target, scene.drafter, scene.tree, scene.verifier)
     ways = {"plain loop": (plain, None), "loop": (fast, None), "observed loop": (fast, lambda report: None)}
     rounds: dict[str, list[float]] = {name: [] for name in ways}  # seconds of one

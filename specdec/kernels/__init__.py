@@ -4,7 +4,7 @@ Code that can use a kernel asks `kernel_for` for it, once per decoding where tha
 torch. Triton is not imported before a kernel is chosen.
 
 A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
-`launch_all`, in tests/kernels; and its case in lab/bench/kernels.py.
+`launches`, in tests/kernels; and its case in lab/bench/kernels.py.
 
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
@@ -28,6 +28,7 @@ from torch import Tensor
 KERNELS = ("tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling")
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_LIKELY = 32  # the largest k of `head_topk`; for each of the best its merge passes over all candidates
 
 _backend = dict.fromkeys(KERNELS, "auto")
 

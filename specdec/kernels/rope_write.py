@@ -90,6 +90,7 @@ def launch(
     q_heads = heads - 2 * kv_heads
     assert qkv.stride(2) == 1
     assert qkv.stride(1) == dim
+    assert keys.stride() == values.stride() == (kv_heads * dim, 1)
     q = torch.empty(rows, q_heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rope_write[(rows, heads)](
         qkv, cos.contiguous(), sin.contiguous(), cos if gains is None else gains, slots, q, keys, values, qkv.stride(0),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from drafters.formats import load_drafter
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Engine, Result, RoundReport
+from specdec.engine.engine import Engine, Result
+from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.checkpoint import DTYPES
@@ -148,7 +149,7 @@ def answer(
     logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
-    observer: Callable[[RoundReport], None] | None = None,
+    observer: Observer | Callable[[RoundReport], None] | None = None,
 ) -> Generation:
     """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
 

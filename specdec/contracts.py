@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specdec.acceptance import Acceptance
 from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
@@ -99,6 +100,7 @@ class Drafter(nn.Module):
     documents: Tensor | None = None  # None: one text each
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
+    acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
 
     def heads_in_use(self) -> list[LinearMap]:

@@ -2,6 +2,8 @@
 
 import os
 
+import checkout  # noqa: F401  (processes that tests start import this checkout too, installed or not)
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads would wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra != "test" for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
 
@@ -47,7 +48,7 @@ def imported(*folders: str) -> tuple[set[str], set[str]]:
 
 
 def test_what_the_program_imports_is_what_is_declared():
-    needed, optional = declared(PROJECT["dependencies"]), declared(EXTRAS["wandb"] + EXTRAS["data"])
+    needed, optional = declared(PROJECT["dependencies"]), declared(OPTIONAL)
     at_once, anywhere = imported(*ROOMS)
     assert anywhere == set(needed) | set(optional)
     assert at_once <= set(needed), "extras are imported where they are used, and refused there if they are missing"
@@ -58,7 +59,7 @@ def test_what_the_tests_import_is_what_is_declared():
     _, anywhere = imported("tests")
     compared = {"speculators"}  # with requirements-speculators.txt
     assert anywhere - compared <= set(needed) | set(test)
-    optional = declared(EXTRAS["wandb"] + EXTRAS["data"])  # tested where installed
+    optional = declared(OPTIONAL)  # tested where installed
     assert {name for module, name in test.items() if module not in anywhere | set(optional)} <= TOOLS
 
 

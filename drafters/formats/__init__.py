@@ -14,6 +14,7 @@ from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp
 from drafters.formats.base import Family, Layout, Meaning, Tensors, facts_of
 from drafters.formats.token_map import read_token_map
 from drafters.layers import restrict
+from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve, write_folder
 
@@ -118,8 +119,10 @@ def load_drafter(
         checkpoint = replace(checkpoint, meaning=replace(checkpoint.meaning, feedback=feedback))
     drafter = checkpoint.construct(target)
     drafter.conventions = checkpoint.conventions()
+    drafter.acceptance = read_acceptance(resolve(path))
     if token_map is not None:
         restrict(drafter, read_token_map(Path(token_map), target.vocab).ids)
+        drafter.acceptance = None  # it was measured with all tokens
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
     drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
     return drafter

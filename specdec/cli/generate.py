@@ -42,7 +42,9 @@ def parser() -> argparse.ArgumentParser:
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)
     sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    tree = p.add_argument_group("draft tree")
+    add_flags(tree, TreeSettings)
+    tree.add_argument("--recalibrate", action="store_true", help="for --tree auto: measure anew what rounds cost here")
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
@@ -87,6 +89,8 @@ def main(argv: list[str] | None = None) -> None:
     check_flags(args)
     prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
     session = Session(args)
+    if session.choice is not None:
+        print(session.choice, file=sys.stderr)
     if args.chat:
         chat(session)
         session.write_trace()

@@ -6,7 +6,9 @@ keeps for the next one lies in tensors that never move (`static_batch.StaticBatc
 """
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +23,29 @@ from specdec.kernels import backends
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
 
 
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device, and of the runs that warm up for them. Only one captures at a time. What
+    the runs leave in torch's allocator can be taken by no other stream, so one stream for each engine would waste it;
+    torch's own default is one stream for the process, whatever the device."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let cuBLAS take the workspaces of a capture from the pool of the graph.
+
+    Torch keeps a workspace for each handle and stream. A graph has its address, and does not hold it. A workspace that
+    a warm-up has made would serve all graphs captured on the stream, and torch 2.13 gives it back as soon as one of
+    them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's
+    own `cudagraph_trees`, and leaves none behind that others would find in the pool."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 class CudaGraphs:
     """Graphs of one engine, in one memory pool: they never run at the same time, and what a round leaves in the pool is
     copied out before the next."""
@@ -28,7 +53,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device):
         self.device = device
         self.generator = torch.Generator(device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = capture_stream(device)
         self.forget()
 
     def forget(self) -> None:
@@ -39,11 +64,15 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             self._warm_up(run, kept)
             graph = torch.cuda.CUDAGraph()
-            # A replay then draws what the generator would give next, and moves it on as the round itself does.
-            graph.register_generator_state(self.generator)
             # Other threads, such as a data loader's, may go on using the device while this one captures.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                made = run()
+            how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+            # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
+            # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
+            with own_workspaces(), torch.inference_mode(False):
+                # A replay then draws what the generator would give next, and moves it on as the round itself does.
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph, **how), torch.inference_mode():
+                    made = run()
 
         def replay() -> Any:
             graph.replay()

@@ -154,7 +154,7 @@ class CacheView:
         window: int | None = None,
         scale: float | None = None,
     ):
-        nodes = torch.arange(offset, offset + n, device=cache.lens.device)
+        nodes = cache.places[offset : offset + n]
         self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
         self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from specdec.acceptance import FILE as ACCEPTANCE
 from specdec.cli.files import replace_folder
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -246,4 +247,4 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
-    replace_folder(Path(folder), fill, ("config.json", "model.safetensors"), "a drafter")
+    replace_folder(Path(folder), fill, ("config.json", "model.safetensors", ACCEPTANCE), "a drafter")

@@ -21,7 +21,8 @@ REGISTERS = 65_536  # of a multiprocessor
 def lines_of(script: str, folder, *arguments: str) -> list[dict]:
     """What a script prints, from a process of its own in which the interpreter is off."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     environment.setdefault("TRITON_CACHE_DIR", str(folder))
     command = [sys.executable, str(HERE / script), *arguments]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

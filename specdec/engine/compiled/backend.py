@@ -39,12 +39,16 @@ class CompiledRounds:
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
         start, library = time.perf_counter(), build.kept_library(graph)
-        if compiled := build.load(library):
+        if compiled := build.load_if_kept(library):
             print(f"note: loaded a compiled round in {time.perf_counter() - start:.2f} s", file=sys.stderr)
             return compiled
         print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
-        build.make_library(graph, library)
-        print(f"{time.perf_counter() - start:.1f} s, and it is kept for the next time", file=sys.stderr)
+        said = "it failed"
+        try:
+            build.make_library(graph, library)
+            said = f"{time.perf_counter() - start:.1f} s, and it is kept for the next time"
+        finally:
+            print(said, file=sys.stderr)
         return build.load(library)
 
 

@@ -45,11 +45,16 @@ def processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def load(library: Path) -> Compiled | None:
+def load(library: Path) -> Compiled:
+    """The function in a library. Raises RuntimeError for one that does not load."""
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run
+
+
+def load_if_kept(library: Path) -> Compiled | None:
     """The function in a library; None if it is not there, or does not load and is removed."""
     try:
-        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run if library.is_file() else None
-    except RuntimeError:  # it was made by other versions of what it is linked with, or is damaged
+        return load(library) if library.is_file() else None
+    except RuntimeError:  # it is damaged, or what it is linked with has changed
         shutil.rmtree(library.parent, ignore_errors=True)
         return None
 
@@ -67,10 +72,10 @@ def make_library(graph: RoundGraph, library: Path) -> None:
         for suffix in (".so", ".json"):  # the second says how operators are called that have no place in C
             if made.with_suffix(suffix).is_file():
                 made.with_suffix(suffix).rename((whole / LIBRARY).with_suffix(suffix))
-        if not library.is_file():  # another process may have been faster
-            os.replace(whole, library.parent)
+        os.replace(whole, library.parent)
     except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
+        if not library.is_file():  # else another process was faster
+            raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -154,7 +154,7 @@ def commit_case(s: Shapes, context: int, steps: int = 8) -> KernelCase:
     return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (steps - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
 
 
-def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelCase]:
+def vocabulary_cases(s: Shapes, nodes: int, width: int = 10) -> dict[str, KernelCase]:
     from specdec.kernels import filtered_sampling, head_topk
 
     hidden, weight, logits = s.random(width, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
@@ -180,7 +180,7 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelC
     }
 
 
-def tree_cases(s: Shapes, nodes: int, width: int = 8, steps: int = 6) -> dict[str, KernelCase]:
+def tree_cases(s: Shapes, nodes: int, width: int = 10, steps: int = 8) -> dict[str, KernelCase]:
     """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
     from specdec import kernels
     from specdec.kernels import norm_pair, tree_level, tree_select

@@ -14,6 +14,8 @@ from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling
+from trees import DynamicTree
+from trees.dynamic import best_tree, next_level
 
 DTYPE = torch.bfloat16
 
@@ -174,6 +176,42 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelC
     }
 
 
+def tree_cases(s: Shapes, nodes: int, width: int = 8, steps: int = 8) -> dict[str, KernelCase]:
+    """What stands around a draft head: the norms of its inputs, a level of a tree, and the selection of its nodes."""
+    from specdec.kernels import norm_pair, tree_level, tree_select
+
+    x, y = s.random(1, width, s.hidden), s.random(1, width, s.hidden)
+    norm = RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE)
+    plain, itself = norm.bind_eager(), torch.eye(width, dtype=torch.bool, device=s.device)
+    scores, places = torch.zeros(1, width, device=s.device), torch.arange(1, width + 1, device=s.device)[None]
+    seen, found = itself[None], []
+    for depth in range(1, steps):
+        gains = s.random(1, width, s.drafts).float().log_softmax(-1).topk(width)
+        given, start = (scores, places, seen, *gains), 1 + DynamicTree.candidates(width, depth)
+        every, parents, scores, _, _, places, seen = next_level(itself, *given, start, width)
+        found.append((gains.indices.flatten(1), every, parents))
+    first = gains.indices[:, 0], torch.zeros(1, width, device=s.device), torch.zeros_like(places)
+    pool, root = [torch.cat(parts, 1) for parts in zip(first, *found, strict=True)], s.ints(0)
+    n = min(nodes, pool[0].shape[1])
+    return {
+        "norm_pair": KernelCase(
+            lambda: norm_pair.launch(x, y, (norm.weight, norm.weight), (1e-5, 1e-5)),
+            lambda: torch.cat([plain(x), plain(y)], -1),
+            moved=2 * size(x, y),
+        ),
+        "tree_level": KernelCase(
+            lambda: tree_level.launch(*given, start, width),
+            lambda: next_level(itself, *given, start, width),
+            moved=size(*given, every, parents, seen),
+        ),
+        "tree_select": KernelCase(
+            lambda: tree_select.launch(root, *pool, n, steps),
+            lambda: best_tree(root, *pool, n, steps),
+            moved=size(*pool) + n * n,
+        ),
+    }
+
+
 def cases(s: Shapes, nodes: int, context: int) -> dict[str, Callable[[], dict[str, KernelCase]]]:
     """What makes the cases, in groups: one that cannot be made leaves the others."""
     return {
@@ -182,4 +220,5 @@ def cases(s: Shapes, nodes: int, context: int) -> dict[str, Callable[[], dict[st
         "layers": lambda: layer_cases(s, nodes),
         "commit": lambda: {"commit": commit_case(s, context)},
         "vocabulary": lambda: vocabulary_cases(s, nodes),
+        "trees": lambda: tree_cases(s, nodes),
     }

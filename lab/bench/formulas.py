@@ -161,6 +161,14 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelC
     hidden, weight, logits = s.random(width, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+
+    def sampled(rows: Tensor) -> KernelCase:
+        return KernelCase(
+            lambda: filtered_sampling.launch(rows, *filters),
+            lambda: draw(filtered_probs(rows, sampling), None),
+            moved=size(rows),
+        )
+
     return {
         "head_topk": KernelCase(
             lambda: head_topk.launch(hidden, weight, width),
@@ -168,11 +176,8 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelC
             moved=size(hidden, weight),
             flops=2 * width * s.hidden * s.drafts,
         ),
-        "filtered_sampling": KernelCase(
-            lambda: filtered_sampling.launch(logits, *filters),
-            lambda: draw(filtered_probs(logits, sampling), None),
-            moved=size(logits),
-        ),
+        "filtered_sampling": sampled(logits),
+        "filtered_sampling_of_a_row": sampled(logits[:1]),
     }
 
 
@@ -220,5 +225,5 @@ def cases(s: Shapes, nodes: int, context: int) -> dict[str, Callable[[], dict[st
         "layers": lambda: layer_cases(s, nodes),
         "commit": lambda: {"commit": commit_case(s, context)},
         "vocabulary": lambda: vocabulary_cases(s, nodes),
-        "trees": lambda: tree_cases(s, nodes),
+        "tree": lambda: tree_cases(s, nodes),
     }

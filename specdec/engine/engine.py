@@ -31,8 +31,8 @@ class Result:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last, without the time that the observer took."""
-        return self.seconds - self.prefill_seconds - self.parts.get("output", 0.0)
+        """From the first token to the last, without the time of the observer, and of capturing or compiling rounds."""
+        return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
 
 class Engine:
@@ -44,6 +44,7 @@ class Engine:
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
+    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md).
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
     """
@@ -56,16 +57,18 @@ class Engine:
         verifier: Verifier = sample_and_match,
         *,
         graphs: bool | Backend | None = None,
+        compile: bool = False,
         overlap: bool | None = None,
         compact: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.device
-        self.graphs = make_graphs(graphs, self.round)
-        if overlap is False and self.graphs is not None:
+        self.graphs = make_graphs(graphs, self.round, compile)
+        late = self.graphs is not None and self.graphs.backend.late
+        if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
-        self.overlap = self.graphs is not None if overlap is None else overlap
+        self.overlap = late if overlap is None else overlap
         self.compact = compact
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
@@ -207,7 +210,7 @@ class Engine:
         try:
             while (report := self._step()) is not None:
                 if report.prefill:
-                    prefill_seconds = time.perf_counter() - start
+                    prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from specdec.engine.clock import SilentClock
 from specdec.engine.graphs import obstacle
+from specdec.engine.report import Reads
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence
 from specdec.engine.static_batch import StaticBatch
@@ -147,7 +148,7 @@ def count_round(
     counter.found, counter.device = {}, round_.target.device.type
     batch = StaticBatch(round_, rows, context, _Counted(counter), SilentClock())
     batch.begin(SilentClock())
-    batch.observed = False
+    batch.reads = Reads.TOKENS
     batch.admit([Sequence([0], 9, sampling=sampling or Sampling(), eos=frozenset({1})) for _ in range(rows)])
     with _parts(counter, batch):
         batch.launch(context, ())

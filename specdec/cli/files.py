@@ -7,6 +7,7 @@ beside it; the next write of the same name cleans up.
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,24 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     with _one_sentence(path), _removed_on_error(aside):
         fill(aside)
         put_in_place(path)
+
+
+def keep(path: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` make a file or a folder in a folder of its own, and put it in place when it is whole. Several
+    processes may do so at once for the same path: they all make the same.
+
+    Raises ValueError if the disk does not take it; nothing else is left.
+    """
+    with _one_sentence(path), tempfile.TemporaryDirectory(suffix=".partial", dir=path.parent) as aside:
+        made = Path(aside) / path.name
+        fill(made)
+        for part in (*made.rglob("*"), made):
+            _sync(part)
+        try:
+            os.replace(made, path)
+        except OSError:
+            if not path.is_dir():  # else another process was faster
+                raise
 
 
 def write_text(path: Path, text: str) -> None:

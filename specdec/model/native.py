@@ -16,13 +16,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specdec.cli.files import kept_folder
+from specdec.cli.files import keep, kept_folder
 
 SOURCE = Path(__file__).with_name("native.cpp")
 
@@ -44,7 +43,7 @@ def load() -> None:
     key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
     library = kept_folder("compiled") / f"native-{key}.so"
     if not library.is_file():
-        _compile(library)
+        keep(library, _compile)
     torch.ops.load_library(library)
     for name in ("fp16_linear", "onednn_linear"):
         torch.library.register_fake(f"specdec::{name}", _like)
@@ -55,14 +54,6 @@ def _like(x: Tensor, *rest) -> Tensor:
 
 
 def _compile(library: Path) -> None:
-    """Put the library in place when it is whole; other processes may be doing the same."""
-    with tempfile.TemporaryDirectory(prefix="partial-", dir=library.parent) as aside:
-        made = Path(aside) / library.name
-        _run_compiler(made)
-        os.replace(made, library)
-
-
-def _run_compiler(library: Path) -> None:
     root = Path(torch.__file__).parent
     include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
     how = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", *include, str(SOURCE), "-o", str(library)]

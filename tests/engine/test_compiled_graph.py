@@ -15,6 +15,8 @@ from specdec.engine import graphs
 from specdec.engine.compiled import build, rewrite
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run
 from specdec.engine.engine import Engine
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model import cpu_linear
 from specdec.model.target import Target
 from specdec.types import Sampling
@@ -110,6 +112,19 @@ def test_what_a_round_made_is_new_each_time():
     compiled.generate(SHORT["prompts"], max_new_tokens=12, observer=lambda r: kept.append((r.tree, r.logits)))
     trees = [tree for tree, _ in kept if tree is not None]
     assert len({tree.tokens.data_ptr() for tree in trees}) == len(trees) > 2
+
+
+def test_a_compiled_run_is_traced(tmp_path):
+    """With the time of its rounds, that of compiling apart."""
+    target, drafter, policy = parts()
+    recorder = Recorder()
+    result = interpreting(target, drafter, policy).generate([[3, 5, 7]], max_new_tokens=12, observer=recorder)
+    write_trace(recorder.trace, tmp_path / "trace")
+    (row,) = read_trace(tmp_path / "trace").rows
+    assert [token for r in row.rounds for token in r.emitted] == result.rows[0].tokens[1:]
+    assert {part for r in row.rounds for part in r.seconds} == {"round", "host"}
+    assert result.parts["capture"] > 0
+    assert result.parts["round"] < result.decode_seconds < result.seconds - result.parts["capture"]
 
 
 def test_rows_are_written_into_the_memory_itself():

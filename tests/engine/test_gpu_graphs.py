@@ -8,6 +8,7 @@ import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
+from specdec import kernels
 from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
@@ -71,6 +72,21 @@ def test_every_bucket(monkeypatch):
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
     assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
     assert {key[0] for key in replayed.graphs.batch.graphs} == {8, 16, 32, 48}
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3"])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_rounds_that_are_compiled_first(drafter, sampling):
+    """Of torch's operators: Triton's kernels are none of Inductor's graphs."""
+    kernels.use("torch")
+    try:
+        pair = parts(drafter)
+        compiled = Engine(*pair, compile=True)
+        for seed in (0, 1):
+            told = [outcome(engine, sampling=sampling, seed=seed) for engine in (compiled, launching(*pair))]
+            assert_same(*told)
+    finally:
+        kernels.use("auto")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])

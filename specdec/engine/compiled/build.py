@@ -1,10 +1,8 @@
 """Inductor makes a library of a graph, and the library is kept: the next process loads it without Inductor."""
 
 import hashlib
-import os
 import platform
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.cli.files import kept_folder, output_folder
+from specdec.cli.files import keep, kept_folder, output_folder
 from specdec.engine.compiled.graph import RoundGraph
 from specdec.model import native
 
@@ -64,20 +62,16 @@ def make_library(graph: RoundGraph, library: Path) -> None:
 
     Raises ValueError, one sentence, if that fails."""
     native.compiler()  # or the reason why not
-    folder = output_folder(library.parent.parent)
-    aside = Path(tempfile.mkdtemp(prefix="partial-", dir=folder))
-    try:
-        made, whole = _compile(graph, aside / "made"), aside / "whole"
-        whole.mkdir()
+
+    def fill(folder: Path) -> None:
+        made = _compile(graph, folder.with_name("made"))
+        folder.mkdir()
         for suffix in (".so", ".json"):  # the second says how operators are called that have no place in C
             if made.with_suffix(suffix).is_file():
-                made.with_suffix(suffix).rename((whole / LIBRARY).with_suffix(suffix))
-        os.replace(whole, library.parent)
-    except OSError as error:
-        if not library.is_file():  # else another process was faster
-            raise ValueError(f"cannot write to {folder}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+                shutil.copy(made.with_suffix(suffix), (folder / LIBRARY).with_suffix(suffix))
+
+    output_folder(library.parent.parent)
+    keep(library.parent, fill)
 
 
 def compile_now(graph: RoundGraph) -> Compiled:

@@ -1,6 +1,7 @@
 """A chain: the drafter's most likely token, `steps` times."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
@@ -18,26 +19,21 @@ class Chain:
             raise ValueError(f"steps must be at least 1, got {steps}")
         self.steps, self.num_draft_tokens = steps, steps + 1
 
+    def shallower(self, steps: int) -> "Chain":
+        return Chain(steps)
+
     def draft_slots(self) -> int:
         return self.steps - 1
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
         b, n, device = len(root), self.num_draft_tokens, root.device
-        causal = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n)
-        tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=device)]
-        first, state = state, drafter.root(state)
-        for level in range(1, self.steps + 1):
-            best, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
-            tokens.append(drafter.vocab.to_target(draft_id))
-            logq.append(logq[-1] + best)
-            if level < self.steps:
-                state = drafter.expand(first, tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
+        tokens, logq = drafter.chain(state, self.steps)
         nodes = torch.arange(n, device=device).expand(b, n)
         return DraftTree(
-            tokens=torch.cat(tokens, 1),
+            tokens=torch.cat([root[:, None], tokens], 1),
             parents=(nodes - 1).clamp(min=0),
             depth=nodes,
-            ancestors=causal,
+            ancestors=torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n),
             steps=self.steps,
-            logq=torch.cat(logq, 1),
+            logq=F.pad(logq, (1, 0)),
         )

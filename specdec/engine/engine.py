@@ -29,7 +29,7 @@ class RoundReport:
     """What a step did to its rows: a prefill, or a round. Row i of everything in it is the sequence `rows[i]`.
 
     What the round made on the device is lent: it is the engine's again when the observer returns. tree, verdict and
-    logits are None for a prefill and for plain decoding."""
+    logits are None for a prefill, for plain decoding, and where the drafter had nothing to propose for any row."""
 
     rows: list[Sequence]  # each as it is by now; among them may be some that had ended before
     emitted: list[list[int]]  # what was added to the rows
@@ -39,6 +39,7 @@ class RoundReport:
     prefill: bool = False  # the rows have just joined, and emitted their first token
     tree: DraftTree | None = None
     verdict: Verdict | None = None
+    levels: list[int] | None = None  # of the tree, by row: so many count, the nodes behind them are void; None: all
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
 
@@ -67,6 +68,7 @@ class Engine:
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
+    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         graphs: bool | Backend | None = None,
         overlap: bool | None = None,
         compact: bool = True,
+        abstain: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
@@ -87,7 +90,7 @@ class Engine:
         if overlap is False and self.graphs is not None:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
         self.overlap = self.graphs is not None if overlap is None else overlap
-        self.compact = compact
+        self.compact, self.abstain = compact, abstain
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
@@ -170,13 +173,14 @@ class Engine:
 
     def _conclude(self, read: ReadRound) -> RoundReport:
         """Add what a round emitted to its sequences."""
-        emitted, accepted = [], []
+        emitted, accepted, levels = [], [], read.levels
         for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
             if row.finish is not None:
                 emitted.append([])
                 accepted.append(0)
                 continue
             row.trace.accepted.append(count - 1)
+            row.trace.undrafted += self.drafter is None or (levels is not None and levels[i] == 0)
             kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
             row.trace.emitted.append(len(kept))
             emitted.append(kept)
@@ -185,6 +189,7 @@ class Engine:
         clock.mark("host")
         report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
         report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
+        report.levels = levels
         return report
 
     # A batch from beginning to end
@@ -244,7 +249,8 @@ class Engine:
         if self.graphs is None:
             self._check_memory(request, room)
             generator = torch.Generator(self.device)
-            batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
+            how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
+            batch = Batch(self.round, rows, room, generator, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(request, room, kept=self.graphs.batch is not None)

@@ -67,9 +67,10 @@ class Matches(DraftState):
         return Matches(self.drafter, *(x[index] for x in (self.text, self.lens, self.hidden, self.levels)))
 
     def joined(self, other: "Matches") -> "Matches":
-        state = super().joined(other)
-        text, lens = torch.cat([self.text, other.text]), torch.cat([self.lens, other.lens])
-        return Matches(self.drafter, text, lens, state.hidden, state.levels)
+        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
+        lengths = torch.cat([F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)])
+        text, lens, levels = (torch.cat([getattr(x, n) for x in (self, other)]) for n in ("text", "lens", "levels"))
+        return Matches(self.drafter, text, lens, lengths, levels)
 
 
 class NGram(Drafter):
@@ -140,10 +141,16 @@ class NGram(Drafter):
     def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
         if not on_host(first.hidden):
             return super().chain(first, steps)
-        text, lens, lengths = (x.numpy() for x in (first.text, first.lens, first.hidden[:, 0]))
-        rows = [self._voting.chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(lens)]
+        text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
+        ends = self._ends(first.lens, lengths.shape[1])
+        rows = [self._voting.chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]
         ids, logq = (torch.from_numpy(np.array(part)) for part in zip(*rows, strict=True))
         return self.vocab.to_target(ids), logq.float()
+
+    @staticmethod
+    def _ends(lens: Tensor, places: int) -> np.ndarray:
+        """lens [B] for numpy. A row that has ended may be longer than was said, and what comes of it is void."""
+        return lens.numpy().clip(max=places + 1)
 
     @cached_property
     def _voting(self) -> Voting:
@@ -154,7 +161,7 @@ class NGram(Drafter):
         """The state at the end of rows text [B,S], lens [B], of which none has more than `places` + 1 tokens."""
         if on_host(text):
             found = np.zeros((len(lens), 1, places), dtype=np.int64)
-            for row, tokens, n in zip(found[:, 0], text.numpy(), lens.numpy(), strict=True):
+            for row, tokens, n in zip(found[:, 0], text.numpy(), self._ends(lens, places), strict=True):
                 row[: n - 1] = match_lengths(tokens[:n], self.max_ngram)
             lengths, levels = torch.from_numpy(found), torch.from_numpy(self._levels(found[:, 0].max(-1)))
         else:

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
@@ -57,12 +56,10 @@ class DraftState:
         return DraftState(self.hidden[index], self.readout[index], self.head, levels)
 
     def joined(self, other: "DraftState") -> "DraftState":
-        """These rows, and below them the rows of `other`. What a drafter keeps of a position may be as long as its text
-        (n-grams): the shorter ones are filled up with zeros."""
-        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
-        hidden = [F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)]
+        """These rows, and below them the rows of `other`."""
         levels = None if self.levels is None else torch.cat([self.levels, other.levels])
-        return DraftState(torch.cat(hidden), torch.cat([self.readout, other.readout]), self.head, levels)
+        hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
+        return DraftState(hidden, readout, self.head, levels)
 
     def slot(self, level: int, width: int) -> "DraftState":
         """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lab.cost.memory import size_of, wait
+from lab.cost.simulated_tau import SimulatedTau
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine, RoundReport
@@ -55,7 +56,9 @@ class Ours(Contender):
         tree: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
     ):
-        self.engine, self.drafts = Engine(target, drafter, tree, verifier), drafter is not None
+        # A simulated tau counts rounds that draft: nobody may leave one out.
+        abstain = not isinstance(verifier, SimulatedTau)
+        self.engine, self.drafts = Engine(target, drafter, tree, verifier, abstain=abstain), drafter is not None
         self.weights = weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:

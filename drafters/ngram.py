@@ -83,8 +83,8 @@ class NGram(Drafter):
     suffixes counting more (after SuffixDecoding, arXiv 2411.04975).
 
     Without a match it proposes nothing, and behind one of n tokens `reach` (n - 1) levels: longer matches are right
-    more often, and for longer (SuffixDecoding's draft grows with the match too). reach None: as many as the tree has, as
-    transformers does.
+    more often, and for longer (SuffixDecoding's draft grows with the match too). reach None: as many levels as the tree
+    has behind any match, as transformers does.
     """
 
     capturable = False  # what it remembers of a position grows with the text

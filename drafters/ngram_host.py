@@ -1,6 +1,8 @@
-"""The n-gram drafter for one row whose tokens lie on the host, as numpy arrays. It gives what the operators of
-`drafters.ngram` give, which says what that is, in a tenth of their time: a row has a few matches, not one for each place
-or token."""
+"""The n-gram drafter for one row whose tokens lie on the host, as numpy arrays.
+
+It gives what the operators of `drafters.ngram` give, in a fraction of their time: a row has a few matches, and not one
+for each place and token. There it says what is computed.
+"""
 
 import math
 from dataclasses import dataclass

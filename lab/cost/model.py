@@ -31,7 +31,7 @@ class Costs(Protocol):
     def plain(self, context: np.ndarray, batch: float) -> np.ndarray: ...
 
     def empty(self, tree: TreeSpec, context: np.ndarray, batch: float) -> np.ndarray:
-        """A round of this tree in which the drafter has nothing to propose: plain, and the drafter absorbs the token."""
+        """A round in which this tree's drafter has nothing to propose: a plain one, whose token it absorbs."""
 
 
 class _Fit:

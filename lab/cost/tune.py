@@ -60,23 +60,22 @@ def predict(
         emitted, taken = [[1] * sum(row) for row in emitted], tokens
     seconds, rounds = 0.0, 0
     for number, (size, contexts) in enumerate(round_contexts(emitted, prompts, batch)):
-        here = None if tree is None or drafted is None else drafted[number * batch : (number + 1) * batch]
         if tree is None:
             times = costs.plain(contexts, size)
-        elif here is None:
+        elif drafted is None:
             times = costs.round(tree, contexts, size)
         else:
-            times = _times(
-                costs, tree, contexts, size, np.max([np.pad(r, (0, len(contexts) - len(r))) for r in here], 0)
-            )
+            rows = drafted[number * batch : (number + 1) * batch]
+            levels = np.max([np.pad(row, (0, len(contexts) - len(row))) for row in rows], axis=0)
+            times = _times(costs, tree, contexts, size, levels)
         seconds += float(np.sum(times))
         rounds += len(contexts)
     return Prediction(tree, tokens / seconds, tokens / taken, seconds / rounds)
 
 
 def _times(costs: Costs, tree: TreeSpec, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
-    """Seconds of a batch's rounds, of which each drafts so many levels. A static tree without its last levels is taken to
-    cost what the whole tree does."""
+    """Seconds of a batch's rounds, each of which drafts so many levels. A static tree without its last levels is taken
+    to cost what the whole one does."""
     times = np.empty(len(contexts))
     for deep in np.unique(levels):
         at = levels == deep

@@ -148,9 +148,8 @@ class DraftingAlong:
             if along.q is not None:
                 along.q[places] = q.cpu()[rows]
             if seen.levels is not None:
-                along.levels = (
-                    torch.zeros(len(along.ranks), dtype=torch.int32) if along.levels is None else along.levels
-                )
+                if along.levels is None:
+                    along.levels = torch.zeros(len(along.ranks), dtype=torch.int32)
                 along.levels[places] = seen.levels.cpu()[rows].int()
             for topk in self.topks:
                 pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen)

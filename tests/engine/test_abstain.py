@@ -1,5 +1,7 @@
 """A drafter that has nothing to propose, or less than the tree has room for: rounds shrink to what there is."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
@@ -160,7 +162,7 @@ def test_a_text_without_a_match_is_decoded_plainly():
     repeated = [*row.prompt, *row.tokens]
     for r in range(min(len(seen), 10)):
         committed = repeated[: len(row.prompt) + 1 + sum(row.trace.emitted[:r])]
-        pairs = list(zip(committed, committed[1:], strict=False))
+        pairs = list(pairwise(committed))
         assert (seen[r] > 1) == (pairs[-1] in pairs[:-1])
 
 

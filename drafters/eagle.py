@@ -32,14 +32,15 @@ class Eagle(RecurrentDrafter):
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.head = SharedHead(head, vocab.ids)
+        self.own_embedding = False  # True: the embedding is not the target's, and is saved with the head
 
     def fuse(self, feats: Tensor) -> Tensor:
         return feats
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = self.fc(torch.cat([embeds, hidden], dim=-1))
-        x = x + self.attention(x, rope, attend)
-        return x + self.mlp(self.post_norm(x))
+        x, normed = self.post_norm.add(x, self.attention(x, rope, attend))
+        return x + self.mlp(normed)
 
     def start_from(self, target) -> None:
         """`fc` passes the feature through, so the first guess is near the target's last prediction; and, turned at

@@ -1,32 +1,15 @@
 """What a result says about the machine, the software and the command that made it."""
 
-import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from specdec.cli.revision import revision
 from specdec.engine.recorder import versions
-
-
-def processor() -> str:
-    """The processor's name as Linux tells it; elsewhere what Python knows."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
-    except OSError:
-        lines = []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
-
-
-def machine(device: torch.device) -> dict:
-    """What a time depends on beside the code: processor, cores, torch's threads, device."""
-    kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
-    return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
+from specdec.machine import machine, processor
 
 
 def machine_in_short() -> dict:
@@ -49,13 +32,10 @@ def command_line() -> str:
 
 def provenance(device: torch.device) -> dict:
     """Where, with what and how a result came to be: machine, versions, revision of the code, command, time."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "machine": machine(device) | {"platform": platform.platform(), "device": str(device)},
         "versions": versions() | ({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
-        "revision": revision.stdout.strip() or None,
+        "revision": revision(),
         "command": command_line(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -11,13 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels import kernel_for
+from specdec.acceptance import Acceptance
+from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
 from specdec.sampling.likely import top_logprobs
 from specdec.types import DraftTree, Sampling, SamplingBatch
-
-MOST = 32  # the largest k that the kernel `head_topk` takes
 
 
 @dataclass
@@ -42,7 +41,7 @@ class DraftState:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
-        if self.head is not None and self.head.bias is None and k <= MOST:
+        if self.head is not None and self.head.bias is None and k <= MOST_LIKELY:
             kernel = kernel_for("head_topk", self.readout)
             if kernel is not None and self.head.weight.dtype == self.readout.dtype:
                 logp, ids = kernel(self.readout.flatten(0, 1), self.head.weight, k)
@@ -103,6 +102,7 @@ class Drafter(nn.Module):
     documents: Tensor | None = None  # None: one text each
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
+    acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
 
     def heads_in_use(self) -> list[LinearMap]:
@@ -161,15 +161,14 @@ class Drafter(nn.Module):
     def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
         """What chains call: the likeliest token, and the likeliest behind it, `steps` times. Target ids, and the
         log-probabilities of the path so far, [B,steps] each."""
-        b, device = len(first.hidden), first.hidden.device
-        causal = torch.ones(steps, steps, dtype=torch.bool, device=device).tril().expand(b, -1, -1)
         state, tokens, logq = self.root(first), [], []
         for level in range(1, steps + 1):
             best, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
             tokens.append(self.vocab.to_target(draft_id))
             logq.append(logq[-1] + best if logq else best)
             if level < steps:
-                state = self.expand(first, tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
+                ancestors = tokens[-1].new_ones(len(tokens[-1]), 1, level, dtype=torch.bool)
+                state = self.expand(first, tokens[-1], state.hidden, level, ancestors)
         return torch.cat(tokens, 1), torch.cat(logq, 1)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:

@@ -13,7 +13,16 @@ PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
-    ["specdec.types", "specdec.registry", "specdec.cli.errors", "specdec.cli.flags", "specdec.cli.files"],
+    [
+        "specdec.types",
+        "specdec.acceptance",
+        "specdec.machine",
+        "specdec.registry",
+        "specdec.cli.errors",
+        "specdec.cli.flags",
+        "specdec.cli.files",
+        "specdec.cli.revision",
+    ],
     ["specdec.cli.hydra_entry"],
     ["specdec.kernels"],
     ["specdec.model"],
@@ -23,6 +32,7 @@ ROOMS = [
     ["specdec.text"],
     ["specdec.engine"],
     ["trees", "drafters"],
+    ["specdec.auto"],
     ["specdec.api"],
     ["training"],
     ["lab"],

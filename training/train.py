@@ -4,7 +4,6 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 """
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +14,13 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from drafters.formats import open_checkpoint
+from drafters.formats.convert import SERVERS, without_a_form
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.revision import revision
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
@@ -114,10 +115,8 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
     """Write config.yaml: resolved settings, versions and revision. Empty the log unless the run goes on."""
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
-    text = head + OmegaConf.to_yaml(config, resolve=True)
-    write_text(out / "config.yaml", text)
+    made_by = f"torch {torch.__version__}, transformers {transformers.__version__}, revision {revision() or 'unknown'}"
+    write_text(out / "config.yaml", f"# {made_by}\n" + OmegaConf.to_yaml(config, resolve=True))
     if not resume:
         write_text(out / "log.jsonl", "")
 
@@ -161,6 +160,14 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     )
 
 
+def warn_of_servers(drafter, target: Target) -> None:
+    """Say on one line which servers could not load what is about to be trained, and what would change that."""
+    reasons = without_a_form(drafter, target)
+    if reasons:
+        said = ", and ".join(f"no form in {SERVERS[server]} ({reason})" for server, reason in reasons.items())
+        print(f"warning: this drafter has {said}")
+
+
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     all_settings(config)  # mistakes are told before the target is loaded
@@ -177,6 +184,7 @@ def run(config: DictConfig) -> None:
             f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
             f"parameters, taps {trainer.drafter.taps}"
         )
+        warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
         report = {"step": trainer.step} | metrics

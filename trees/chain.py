@@ -18,6 +18,9 @@ class Chain:
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
         self.steps, self.num_draft_tokens = steps, steps + 1
+        self.nodes = torch.arange(steps + 1)
+        self.parents = (self.nodes - 1).clamp(min=0)
+        self.causal = self.nodes[:, None] >= self.nodes
 
     def shallower(self, steps: int) -> "Chain":
         return Chain(steps)
@@ -26,14 +29,19 @@ class Chain:
         return self.steps - 1
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
-        b, n, device = len(root), self.num_draft_tokens, root.device
+        self._move(root.device)
+        b, n = len(root), self.num_draft_tokens
         tokens, logq = drafter.chain(state, self.steps)
-        nodes = torch.arange(n, device=device).expand(b, n)
         return DraftTree(
             tokens=torch.cat([root[:, None], tokens], 1),
-            parents=(nodes - 1).clamp(min=0),
-            depth=nodes,
-            ancestors=torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(b, n, n),
+            parents=self.parents.expand(b, n),
+            depth=self.nodes.expand(b, n),
+            ancestors=self.causal.expand(b, n, n),
             steps=self.steps,
             logq=F.pad(logq, (1, 0)),
         )
+
+    def _move(self, device: torch.device) -> None:
+        """Bring the shape to the device of the first root, once."""
+        if self.nodes.device != device:
+            self.nodes, self.parents, self.causal = (x.to(device) for x in (self.nodes, self.parents, self.causal))

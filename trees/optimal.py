@@ -1,17 +1,22 @@
 """The static tree that accepts the most: from measured acceptance by depth and rank (Sequoia, arXiv 2402.12374)."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from specdec.acceptance import DIGITS, NONE, AlongTexts
 from specdec.contracts import Drafter, DraftState
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
 from trees.static import RankPath
 
-Table = Sequence[
-    Sequence[float]
-]  # accept[d-1][r]: probability that the child of rank r at depth d is the target's token
+KEPT = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
+
+# accept[d-1][r]: probability that the child of rank r at depth d is the target's token
+Table = Sequence[Sequence[float]]
 
 
 def expected_tau(paths: Sequence[Sequence[int]], accept: Table) -> float:
@@ -51,15 +56,13 @@ def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
 
 
 @torch.inference_mode()
-def measure_acceptance(
+def measure_ranks(
     target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int
-) -> Tensor:
-    """accept [steps,topk] of a drafter on texts of the target: how often the child of rank r at depth d is the text's
-    token, of all places where the tokens before were among the `topk` children too.
+) -> list[str]:
+    """For each text of the target, the ranks of its tokens among the `topk` children of a drafter on `steps` levels, as
+    `specdec.acceptance` writes them.
 
     From every place of every output the drafter drafts along the text itself, its own output fed back as in decoding.
-    Every place counts once. Decoding begins its rounds more often where drafts fail, so where hits come in long runs,
-    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
     prompts and outputs are token ids, row by row; all rows run as one batch.
     """
     device = target.device
@@ -72,33 +75,73 @@ def measure_acceptance(
     drafter.reset(len(texts), longest + 1 + steps)
     prompts = None if feats is None else feats[:, :first]
     state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
-    hits = torch.zeros(steps, topk, device=device)
-    tries = torch.zeros(steps, 1, device=device)
+    found = []
     for place in range(most):  # the root is token `place` of each output
-        _follow_text(drafter, state, texts, start + place, end, hits, tries)
+        found.append(_ranks_behind(drafter, state, texts, start + place, end, steps, topk))
         root = (start + place)[:, None].clamp(max=longest - 1)
         absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
         more = (start + place + 1 < end).long()
         state = drafter.extend(absorbed, texts.gather(1, root + 1), more, first + place + 1)
-    return hits / tries.clamp(min=1)
+    ranks = torch.stack(found, 1).tolist()  # [B][place][steps]
+    return [" ".join(map(_word, row[: len(out) - 1])) for row, out in zip(ranks, outputs, strict=True)]
 
 
-def _follow_text(
-    drafter: Drafter, state: DraftState, texts: Tensor, root: Tensor, end: Tensor, hits: Tensor, tries: Tensor
-) -> None:
-    """Draft the tokens behind root [B] of texts [B,T], which end [B] bounds, and count where each stood."""
-    steps, topk = hits.shape
+def _word(ranks: list[int]) -> str:
+    return "".join(DIGITS[rank] for rank in itertools.takewhile(lambda rank: rank >= 0, ranks)) or NONE
+
+
+def _ranks_behind(
+    drafter: Drafter, state: DraftState, texts: Tensor, root: Tensor, end: Tensor, steps: int, topk: int
+) -> Tensor:
+    """Draft the tokens behind root [B] of texts [B,T], which end [B] bounds: -> [B,steps] the rank of each, -1 where it
+    is not among the children, or one before it was not, or the text is over."""
     b = len(texts)
     alive = torch.ones_like(root, dtype=torch.bool)
+    end = end if state.levels is None else end.minimum(root + 1 + state.levels)  # behind that nothing is drafted
     first, state = state, drafter.root(state)
+    ranks = []
     for depth in range(1, steps + 1):
         token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
         ids = drafter.vocab.to_target(state.top(topk)[1][:, 0])
-        alive = alive & (root + depth < end)
-        found = (ids == token) & alive[:, None]
-        hits[depth - 1] += found.sum(0)
-        tries[depth - 1] += alive.sum()
+        found = (ids == token) & (alive & (root + depth < end))[:, None]
         alive = found.any(1)
+        ranks.append(torch.where(alive, found.long().argmax(1), -1))
         if depth < steps:
             ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
             state = drafter.expand(first, token, state.hidden, depth, ancestors)
+    return torch.stack(ranks, 1)
+
+
+def along_answers(
+    target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    temperature: float,
+    *,
+    max_new_tokens: int = 128,
+    steps: int = 8,
+    topk: int = 8,
+    seed: int = 0,
+) -> AlongTexts:
+    """Let the target answer prompts (token ids) plainly, and the drafter draft along the answers. A drafter that goes
+    less deep than `steps`, or has fewer tokens than `topk`, goes as far as it can."""
+    answers = (
+        Engine(target).generate(prompts, max_new_tokens=max_new_tokens, sampling=Sampling(temperature), seed=seed).rows
+    )
+    steps = min(steps, drafter.max_steps or steps, drafter.block or steps)
+    topk = min(topk, drafter.vocab.size)
+    texts = [row.prompt for row in answers], [row.tokens for row in answers]
+    return AlongTexts(temperature, topk, steps, tuple(measure_ranks(target, drafter, *texts, steps, topk)))
+
+
+def measure_acceptance(
+    target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int
+) -> Tensor:
+    """accept [steps,topk] of a drafter on texts of the target: how often the child of rank r at depth d is the text's
+    token, of all places where the tokens before were among the `topk` children too.
+
+    Every place counts once. Decoding begins its rounds more often where drafts fail, so where hits come in long runs,
+    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
+    """
+    texts = measure_ranks(target, drafter, prompts, outputs, steps, topk)
+    return torch.tensor(AlongTexts(0.0, topk, steps, tuple(texts)).table())

@@ -7,6 +7,7 @@ grows the tree. Its texts are
     drawn 3,1,1     children drawn from the drafter's distribution: so many of each node, level by level
     static          a name of conf/tree
     my/tree.yaml    a file with `paths` of child ranks: a static tree
+    paths 0 1 0.0   the same paths, written out
 """
 
 import itertools
@@ -25,7 +26,8 @@ from trees.static import StaticTree
 
 TOPK, STEPS, NODES = 4, 5, 16  # where nothing else is said
 WORDS = ("topk", "steps", "num_draft_tokens")
-DRAWN = "drawn "
+DRAWN, PATHS = "drawn ", "paths "
+AUTO = "auto"  # of `TreeSettings`: the tree that is fastest here
 
 
 @dataclass(frozen=True, order=True)
@@ -34,8 +36,8 @@ class TreeSpec:
     `num_draft_tokens` nodes, the root counted; None stands for the steps + 1 nodes of a chain, and for 16, or as many
     as there are, of a dynamic tree.
 
-    With `expansion` or `file`, whose shape the three then are, use `of` or `parse`. A spec need not be buildable: a
-    sweep crosses all values, and `build` refuses what cannot be.
+    With `expansion`, `file` or `paths`, whose shape the three then are, use `of` or `parse`. A spec need not be
+    buildable: a sweep crosses all values, and `build` refuses what cannot be.
     """
 
     topk: int = TOPK
@@ -43,6 +45,7 @@ class TreeSpec:
     num_draft_tokens: int | None = None  # a number from here on
     file: str | None = None  # a name of conf/tree, or a file with `paths`
     expansion: tuple[int, ...] = ()  # of a drawn tree: children of each node, level by level
+    paths: tuple[tuple[int, ...], ...] = ()  # of a static tree without a file
 
     def __post_init__(self) -> None:
         if min(self.topk, self.steps) < 1:
@@ -83,6 +86,15 @@ class TreeSpec:
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, None, policy.expansion)
 
     @classmethod
+    def static(cls, paths: Iterable[Iterable[int]]) -> "TreeSpec":
+        """The tree of these paths of child ranks (`trees.StaticTree`); a chain, if it is one."""
+        paths = tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)))
+        policy = StaticTree(paths)
+        if policy.num_draft_tokens == policy.steps + 1 and policy.topk == 1:
+            return cls(1, policy.steps)
+        return cls(policy.topk, policy.steps, policy.num_draft_tokens, None, (), paths)
+
+    @classmethod
     def parse(cls, text: str | os.PathLike) -> "TreeSpec":
         """The spec of a text of one of the forms above. Raises ValueError, one sentence, for anything else."""
         text = str(text)
@@ -90,6 +102,8 @@ class TreeSpec:
             return cls(*map(int, text.split("/")))
         if re.fullmatch(rf"{DRAWN}\d+(,\d+)*", text):
             return cls.drawn(map(int, text.removeprefix(DRAWN).split(",")))
+        if re.fullmatch(rf"{PATHS}\d+(\.\d+)*( \d+(\.\d+)*)*", text):
+            return cls.static([int(rank) for rank in path.split(".")] for path in text.removeprefix(PATHS).split(" "))
         policy = _from_conf_or_file(text)
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, text)
 
@@ -114,10 +128,17 @@ class TreeSpec:
             return _from_conf_or_file(self.file)
         if self.expansion:
             return SampledTree(self.expansion)
+        if self.paths:
+            return StaticTree(self.paths)
         if self.topk == 1:
             self._check_nodes(self.num_draft_tokens)
             return Chain(self.steps)
         return DynamicTree(self.topk, self.steps, self.num_draft_tokens)
+
+    @property
+    def fixed(self) -> bool:
+        """It is a static tree: every round has the same shape, and costs depend on it."""
+        return self.file is not None or bool(self.paths)
 
     @property
     def most_nodes(self) -> int:
@@ -145,11 +166,13 @@ class TreeSpec:
     def __str__(self) -> str:
         if self.expansion:
             return DRAWN + ",".join(map(str, self.expansion))
+        if self.paths:
+            return PATHS + " ".join(".".join(map(str, path)) for path in self.paths)
         return self.file or shape_of(self)
 
     def entries(self) -> dict:
         """The entries of a settings file that say so; a tree file by its absolute path."""
-        if self.expansion:
+        if self.expansion or self.paths:
             return {"tree": str(self)}
         if self.file is not None:
             return {"tree": self.file if self.file in registry.names("tree") else str(Path(self.file).resolve())}
@@ -175,13 +198,20 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": f"instead of these: {', '.join(registry.names('tree'))}, or a file with `paths` of child ranks",
+            "help": "instead of these: auto, the fastest here by the drafter's acceptance.json (default where there is "
+            f"one); {', '.join(registry.names('tree'))}; or a file with `paths` of child ranks",
         },
     )
 
+    @property
+    def automatic(self) -> bool:
+        """The tree is to be chosen: `auto` was asked for, or nothing was."""
+        return self.tree == AUTO or self == TreeSettings()
+
     def spec(self) -> TreeSpec:
-        """Raises ValueError, one sentence, for settings that contradict each other, and for no tree."""
-        return TreeSpec.of(**asdict(self))
+        """What was asked for; where it is to be chosen, the default. Raises ValueError, one sentence, for settings that
+        contradict each other, and for no tree."""
+        return TreeSpec() if self.automatic else TreeSpec.of(**asdict(self))
 
 
 def shape_of(tree: TreePolicy | TreeSpec) -> str:

@@ -37,7 +37,7 @@ def identity(target, drafter, **how) -> dict:
         for name, module in (("target", target), ("drafter", drafter))
         if isinstance(module, torch.nn.Module)
     }
-    trees = [tree.path.read_text(encoding="utf-8") for tree in how.get("statics", ())]
+    trees = [str(t) if t.paths else t.path.read_text(encoding="utf-8") for t in how.get("statics", ())]
     known = {"drafter": type(drafter).__name__, "conventions": dict(drafter.conventions), **shapes}
     return {
         "machine": machine(target.device),
@@ -70,14 +70,16 @@ def load_costs(file: Path) -> list[RoundCost]:
 
 
 def _entries(cost: RoundCost) -> dict:
-    tree = None
-    if (t := cost.tree) is not None:
-        tree = {"topk": t.topk, "steps": t.steps, "num_draft_tokens": t.num_draft_tokens, "file": t.file}
-    return {"setting": tree, "context": cost.context, "batch": cost.batch, "seconds": cost.seconds}
+    return {
+        "setting": None if cost.tree is None else str(cost.tree),
+        "context": cost.context,
+        "batch": cost.batch,
+        "seconds": cost.seconds,
+    }
 
 
-def _tree(entries: dict | None) -> TreeSpec | None:
-    return None if entries is None else TreeSpec(**entries)
+def _tree(text: str | None) -> TreeSpec | None:
+    return None if text is None else TreeSpec.parse(text)
 
 
 def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False, progress=None, **how) -> CostModel:

@@ -67,10 +67,10 @@ class _BatchFit:
     def __init__(self, points: list[RoundCost]):
         trees = [p for p in points if p.tree is not None]
         plain = [p for p in points if p.tree is None]
-        self.widths = sorted({p.tree.topk for p in trees if not p.tree.file})
+        self.widths = sorted({p.tree.topk for p in trees if not p.tree.fixed})
         knots = sorted({p.tree.num_draft_tokens for p in trees})
         self.grow = {w: _Fit(_grow, _of(trees, "grow", w)) for w in self.widths}
-        statics = {p.tree for p in trees if p.tree.file}
+        statics = {p.tree for p in trees if p.tree.fixed}
         self.static = {s: _Fit(lambda s, c: [1, c], _of([p for p in trees if p.tree == s], "grow")) for s in statics}
         self.verify = _Fit(lambda s, c: [*hats(knots, s.num_draft_tokens), s.steps, c, c * s.num_draft_tokens],
                            _of(trees, "verify"))  # fmt: skip
@@ -82,7 +82,7 @@ class _BatchFit:
 
     def parts(self, tree: TreeSpec, context: np.ndarray) -> dict[str, np.ndarray]:
         flat = np.zeros_like(context, dtype=float)
-        if tree.file:
+        if tree.fixed:
             grow = self.static[tree](tree, context)
         else:
             shares = zip(self.widths, hats(self.widths, tree.topk), strict=True)
@@ -109,7 +109,7 @@ def _of(points: list[RoundCost], part: str, width: int | None = None) -> list[tu
     return [
         ((p.tree, p.context), p.seconds[part])
         for p in points
-        if width is None or (p.tree.topk == width and not p.tree.file)
+        if width is None or (p.tree.topk == width and not p.tree.fixed)
     ]
 
 
@@ -152,11 +152,11 @@ class CostModel:
 
     def _check(self, tree: TreeSpec, batch: float) -> None:
         trees = [p.tree for p in self.points if p.tree is not None]
-        if tree.file and tree not in trees:
+        if tree.fixed and tree not in trees:
             raise ValueError(f"rounds of the static tree {tree} were not measured: measure it too")
-        widths = [s.topk for s in trees if not s.file]
+        widths = [s.topk for s in trees if not s.fixed]
         for name, value, known in (
-            ("topk", min(widths) if tree.file else tree.topk, widths),
+            ("topk", min(widths) if tree.fixed else tree.topk, widths),
             ("num_draft_tokens", tree.num_draft_tokens, [s.num_draft_tokens for s in trees]),
             ("batch size", batch, self.batches),
         ):

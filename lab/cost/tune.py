@@ -103,7 +103,7 @@ def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> lis
     firsts = {}
     for p in ranking:
         if p.tokens_per_second >= least:
-            firsts.setdefault("static" if p.tree.file else p.tree.topk, p)
+            firsts.setdefault("static" if p.tree.fixed else p.tree.topk, p)
     first = list(firsts.values())
     return [*first, *(p for p in ranking if p not in first)][:count]
 

@@ -110,7 +110,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
     """Measure, replay, predict, try."""
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     trees, sampling = trees_of(args, drafter), Sampling(args.temperature)
-    dynamic = [tree for tree in trees if tree.file is None]
+    dynamic = [tree for tree in trees if not tree.fixed]
     costs = measured_costs(
         target,
         drafter,
@@ -120,7 +120,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         topks=sorted({tree.topk for tree in dynamic}),
         steps=max(tree.steps for tree in dynamic),
         nodes=args.num_draft_tokens,
-        statics=[tree for tree in trees if tree.file is not None],
+        statics=[tree for tree in trees if tree.fixed],
         batches=sorted({min(args.batch_size, len(prompts)), len(prompts) % args.batch_size or args.batch_size}),
         sampling=sampling,
         repeats=args.repeats,

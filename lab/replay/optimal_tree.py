@@ -1,61 +1,80 @@
-"""Measure how often a drafter's children are right, by depth and rank, and write the best static tree for it.
+"""Measure how often a drafter's children are right, by depth and rank; keep it for `--tree auto`, or write a tree.
 
+    specdec tree --draft DRAFT --prompt-file questions.jsonl --keep
     specdec tree --prompt-file questions.jsonl --out tree.yaml
     specdec generate --prompt-file others.jsonl --tree tree.yaml
 
-The target answers the prompts plainly, and the drafter drafts along these answers. Test the tree on other prompts.
+The target answers the prompts plainly, and the drafter drafts along these answers. --keep writes acceptance.json into
+the drafter's folder, for the temperatures 0 and 1. --out writes the static tree of --num-draft-tokens nodes that
+accepts the most. Test the tree on other prompts.
 """
 
 import argparse
 from pathlib import Path
 
-from lab.models import add_model_flags, add_prompt_flags, load_models
-from specdec.api import Sampling, generate
+from lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
+from specdec.acceptance import DIGITS, FILE, Acceptance, AlongTexts
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.cli.flags import command_parser
-from specdec.text import read_prompts
-from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+from trees.optimal import KEPT, along_answers, expected_tau, optimal_paths
 
 
 def parser() -> argparse.ArgumentParser:
-    p = command_parser("tree", __doc__, "--prompt-file FILE --out FILE [options]")
+    p = command_parser("tree", __doc__, "--prompt-file FILE (--keep | --out FILE) [options]")
     add_model_flags(p.add_argument_group("models"))
     add_prompt_flags(p.add_argument_group("answers"), limit=20, max_new_tokens=128)
     tree = p.add_argument_group("tree")
     tree.add_argument("--num-draft-tokens", type=int, default=16, help="nodes, the root counted (default 16)")
     tree.add_argument("--steps", type=int, default=8, help="no node is deeper, nor than the drafter goes (default 8)")
     tree.add_argument("--topk", type=int, default=8, help="no node has more children (default 8)")
-    tree.add_argument("--out", type=Path, required=True, help="a YAML file for `specdec generate --tree`")
+    tree.add_argument("--out", type=Path, help="a YAML file for `specdec generate --tree`")
+    tree.add_argument("--keep", action="store_true", help=f"write {FILE} into the drafter's folder, for --tree auto")
     return p
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    check_counts(args, "limit", "max_new_tokens", "num_draft_tokens", "steps", "topk")
+    if not args.keep and args.out is None:
+        raise ValueError("give --keep, --out FILE or both: what shall be written?")
+    if args.topk > len(DIGITS):
+        raise ValueError(f"--topk must be {len(DIGITS)} at most, got {args.topk}")
+    if args.keep and not (args.draft and Path(args.draft).is_dir()):
+        raise ValueError("--keep writes into the drafter's folder: give it as --draft FOLDER")
+
+
+def show(along: AlongTexts) -> None:
+    print(f"temperature {along.temperature:g}")
+    for depth, row in enumerate(along.table(), 1):
+        print(f"depth {depth}: " + "  ".join(f"{share:6.1%}" for share in row))
 
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    check_flags(args)
     target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
-    steps = min(args.steps, drafter.max_steps or args.steps)
-    prompts = read_prompts(args.prompt_file)[: args.limit]
-    answers = generate(
-        target,
-        prompts,
-        sampling=Sampling(args.temperature),
-        max_new_tokens=args.max_new_tokens,
-        seed=args.seed,
-        raw=args.raw,
-    ).rows
-    accept = measure_acceptance(
-        target, drafter, [row.prompt for row in answers], [row.tokens for row in answers], steps, args.topk
-    ).tolist()
-    paths = optimal_paths(accept, args.num_draft_tokens)
-    for depth, row in enumerate(accept, 1):
-        print(f"depth {depth}: " + "  ".join(f"{share:6.1%}" for share in row))
-    print(
-        f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau {expected_tau(paths, accept):.3f}"
-    )
-    write_tree(args.out, paths, f"Of {len(prompts)} prompts of {args.prompt_file.name}: see lab/replay/optimal_tree.py")
+    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
+    about = f"{len(prompts)} prompts of {args.prompt_file.name}, {args.max_new_tokens} tokens"
+    temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
+    how = {"max_new_tokens": args.max_new_tokens, "steps": args.steps, "topk": args.topk, "seed": args.seed}
+    found = {t: along_answers(target, drafter, prompts, t, **how) for t in temperatures}
+    for along in found.values():
+        show(along)
+    if args.out is not None:
+        accept, along = found[args.temperature].table(), found[args.temperature]
+        paths = optimal_paths(accept, args.num_draft_tokens)
+        print(
+            f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau "
+            f"{expected_tau(paths, accept):.3f}, {along.tau(paths):.3f} along these answers"
+        )
+        write_tree(args.out, paths, f"Of {about}: see lab/replay/optimal_tree.py")
+    if args.keep:
+        file = Path(args.draft) / FILE
+        write_text(file, Acceptance(tuple(found.values()), about).as_text())
+        print(f"wrote {file}")
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:

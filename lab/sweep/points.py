@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from lab.models import bundled
+from specdec.acceptance import FILE
 from specdec.api import load_drafter
 from specdec.contracts import Drafter
 from specdec.model.checkpoint import SMALL_FILES, resolve, weight_files
@@ -81,7 +82,9 @@ def signature(path: str) -> str:
 
     Raises ValueError if there is none."""
     folder = resolve(path)
-    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern)} | set(weight_files(folder))
+    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != FILE} | set(
+        weight_files(folder)
+    )
     digests = [[file.name, _file_digest(file)] for file in sorted(files)]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
 

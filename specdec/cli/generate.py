@@ -38,11 +38,14 @@ def parser() -> argparse.ArgumentParser:
     add_flags(model, ModelSettings)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
+    model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
     model.add_argument("--settings", type=Path, help="YAML of flags, as specdec tune writes; typed flags override it")
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)
     sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    tree = p.add_argument_group("draft tree")
+    add_flags(tree, TreeSettings)
+    tree.add_argument("--recalibrate", action="store_true", help="for --tree auto: measure anew what rounds cost here")
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
@@ -68,6 +71,8 @@ def check_flags(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --tree, which is a whole tree")
     if not args.no_draft:
         read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
+    if args.compile and args.no_graphs:
+        raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
     if args.logprobs and not args.json:
@@ -87,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     check_flags(args)
     prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
     session = Session(args)
+    if session.choice is not None:
+        print(session.choice, file=sys.stderr)
     if args.chat:
         chat(session)
         session.write_trace()

@@ -1,17 +1,19 @@
 """Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from specdec import kernels
 from specdec.api import Generation, ModelSettings, Sampling, answer
+from specdec.auto import choose_tree
 from specdec.cli.flags import read_flags
 from specdec.cli.screen import Screen
-from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
+from specdec.engine.report import Observer, Observers
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.text import check_stops, clean
-from specdec.verify import VerifierSettings
+from specdec.verify import SampleAndMatch, VerifierSettings
 from trees.spec import TreeSettings
 
 
@@ -27,33 +29,52 @@ class Session:
         self.sampling = read_flags(Sampling, args)
         self.stops = [clean(stop) for stop in args.stop or ()]
         check_stops(self.stops)
-        tree = read_flags(TreeSettings, args).spec().build()
-        self.tree = None if args.no_draft else tree
+        trees = read_flags(TreeSettings, args)
+        self.tree = None if args.no_draft else trees.spec().build()
         self.verifier = read_flags(VerifierSettings, args).make()
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
-        graphs = False if args.no_graphs else None
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)
-        self.plain = Engine(self.target, graphs=graphs)
+        self.choice = None
+        if self.drafter is not None and trees.automatic:
+            self._choose_tree(asked=trees.tree is not None)
+        if args.compile and self.target.device.type == "cuda":
+            kernels.use("torch")  # Inductor makes its own of torch's operators
+        how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
+        self.plain = Engine(self.target, **how)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
             self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
+
+    def _choose_tree(self, asked: bool) -> None:
+        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible."""
+        why = _obstacle(self)
+        if why is not None:
+            if asked:
+                raise ValueError(f"--tree auto cannot choose: {why}")
+            return
+        args = self.args
+        self.choice = choose_tree(
+            self.target,
+            self.drafter,
+            batch=args.batch_size,
+            temperature=self.sampling.temperature,
+            recalibrate=args.recalibrate,
+        )
+        self.tree = self.choice.tree and self.choice.tree.build()
+        if self.tree is None:
+            self.drafter = None
 
     def write_trace(self) -> None:
         """Write the trace to the folder of --trace, if it was asked for."""
         if self.recorder is not None:
             write_trace(self.recorder.trace, self.args.trace)
 
-    def observer(self, screen: Screen) -> Callable[[RoundReport], None]:
+    def observer(self, screen: Screen) -> Observer:
         """What is told of every round: the screen, and the recorder if there is one."""
-
-        def both(report: RoundReport) -> None:
-            screen(report)
-            self.recorder(report)
-
-        return screen if self.recorder is None else both
+        return screen if self.recorder is None else Observers(screen, self.recorder)
 
     def run(
         self,
@@ -76,6 +97,15 @@ class Session:
             raw=args.raw,
             observer=screen and self.observer(screen),
         )
+
+
+def _obstacle(session: Session) -> str | None:
+    """Why no tree can be chosen by measured acceptance, or None."""
+    if session.drafter.acceptance is None:
+        return "this drafter has no acceptance.json; `specdec tree --keep` writes it"
+    if not isinstance(session.verifier, SampleAndMatch):
+        return f"acceptance was measured with the rule match, and not with {session.verifier}"
+    return None
 
 
 def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation], list[Generation]]:

@@ -2,6 +2,7 @@
 
 from specdec.api import Generation
 from specdec.cli.session import Session
+from trees.spec import shape_of
 
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
@@ -37,6 +38,7 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         "tau": total.tau,
         "acceptance_by_depth": total.acceptance_by_depth,
         "drafter": (dict(session.drafter.conventions) or None) if session.drafter else None,
+        "tree": None if session.tree is None else shape_of(session.tree),
         "verifier": None if total.verifier is None else str(total.verifier),
         "lossless": total.lossless,
         "tokens_per_second": total.tokens_per_second,

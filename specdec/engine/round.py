@@ -4,7 +4,7 @@ Everything in it happens on the device, without waiting: `tests/engine/test_no_s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
@@ -33,7 +34,7 @@ class RoundSettings:
 
 @dataclass
 class RoundOutput:
-    """What a round made on the device. tree, verdict and logits are None if it drafted nothing, or nobody looks."""
+    """What a round made on the device. tree, verdict and logits are None if nothing was drafted or nobody reads."""
 
     tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
     n: Tensor  # [B] how many of them
@@ -46,6 +47,14 @@ class RoundOutput:
     def to_read(self) -> list[Tensor]:
         """What the host wants to know."""
         return [x for x in (self.tokens, self.n, self.logprobs, self.levels) if x is not None]
+
+    def only(self, reads: Reads) -> "RoundOutput":
+        """This, without what nobody reads."""
+        if self.tree is None or reads >= Reads.LOGITS:
+            return self
+        if reads < Reads.TREES:
+            return replace(self, tree=None, verdict=None, logits=None)
+        return replace(self, tree=replace(self.tree, q=None), logits=None)
 
 
 class Round:

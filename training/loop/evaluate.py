@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.formats import load_drafter
+from specdec.acceptance import FILE, Acceptance
+from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.trace import tau
@@ -16,6 +18,7 @@ from training.objectives.losses import pieces
 from training.objectives.student import Student
 from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
 from trees import Chain
+from trees.optimal import KEPT, along_answers
 
 
 @torch.no_grad()
@@ -74,7 +77,7 @@ class Decoding:
 
     def __init__(self, target, prompts: Path, count: int, steps: int, max_new_tokens: int):
         """prompts: a file for `read_prompts`, of which the first `count` are taken. steps: the length of chains."""
-        self.target, self.steps, self.max_new_tokens = target, steps, max_new_tokens
+        self.target, self.steps, self.max_new_tokens, self.file = target, steps, max_new_tokens, prompts
         self.prompts = [encode_prompt(target, prompt) for prompt in read_prompts(prompts)[:count]]
 
     def tau(self, folder: Path) -> float:
@@ -83,3 +86,11 @@ class Decoding:
         steps = min(self.steps, drafter.max_steps or self.steps)
         result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
         return tau([row.trace for row in result.rows])
+
+    def keep_acceptance(self, folder: Path) -> None:
+        """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`."""
+        drafter = load_drafter(folder, self.target)
+        how = {"max_new_tokens": self.max_new_tokens}
+        found = tuple(along_answers(self.target, drafter, self.prompts, temperature, **how) for temperature in KEPT)
+        about = f"{len(self.prompts)} prompts of {self.file.name}, {self.max_new_tokens} tokens"
+        write_text(folder / FILE, Acceptance(found, about).as_text())

@@ -146,6 +146,9 @@ class Trainer:
                 self.save()
         bar.close()
         self.save()
+        if self.decoding is not None and self.main and not asked:
+            for name in ("draft", "best"):
+                self.decoding.keep_acceptance(self.out / name)
         if self.step < config.steps and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics

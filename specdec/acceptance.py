@@ -1,0 +1,127 @@
+"""How often a drafter is right, as measured: `acceptance.json` beside its weights.
+
+From every token of some answers of the target, the drafter drafted along the answer. What is kept of each place is the
+rank at which each following token stood among the likeliest children, up to the first token that was not among them.
+Ranks are digits of base 36, so "00a" says: rank 0, rank 0, rank 10, then none; "-" says none at once.
+
+From that follow the acceptance by depth and rank, and the tau of every static tree, round by round as decoding goes.
+"""
+
+import json
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+FILE = "acceptance.json"
+FORMAT = "specdec acceptance 1"
+DIGITS = string.digits + string.ascii_lowercase
+NONE = "-"
+WORD = re.compile(r"[0-9a-z]+|-")
+
+
+@dataclass(frozen=True)
+class AlongTexts:
+    """What a drafter proposed along answers that the target gave at one temperature."""
+
+    temperature: float
+    topk: int  # children that were looked at
+    steps: int  # levels that were looked at
+    texts: tuple[str, ...]  # of each answer, a word for each token but the last
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"a temperature must be 0 or positive, got {self.temperature}")
+        if not 1 <= self.topk <= len(DIGITS) or self.steps < 1:
+            raise ValueError(f"topk must be 1 to {len(DIGITS)} and steps 1 at least, got {self.topk} and {self.steps}")
+        for text in self.texts:
+            for word in text.split():
+                if (
+                    not WORD.fullmatch(word)
+                    or len(word) > self.steps
+                    or (word != NONE and max(word) > DIGITS[self.topk - 1])
+                ):
+                    raise ValueError(f"{word!r} is no word of ranks below {self.topk} on at most {self.steps} levels")
+
+    @cached_property
+    def places(self) -> list[list[str]]:
+        """The ranks at every place of every answer, "" where the next token was not among the children."""
+        return [[word.replace(NONE, "") for word in text.split()] for text in self.texts]
+
+    def table(self) -> list[list[float]]:
+        """accept[d-1][r]: how often the child of rank r at depth d is the answer's token, where those before were
+        children too. Every place counts once."""
+        hits = [[0] * self.topk for _ in range(self.steps)]
+        tries = [0] * self.steps
+        for words in self.places:
+            for at, word in enumerate(words):
+                for depth in range(min(len(word) + 1, self.steps, len(words) - at)):
+                    tries[depth] += 1
+                    if depth < len(word):
+                        hits[depth][DIGITS.index(word[depth])] += 1
+        return [[hit / max(of, 1) for hit in row] for row, of in zip(hits, tries, strict=True)]
+
+    def tau(self, paths: Sequence[Sequence[int]]) -> float:
+        """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers."""
+        nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
+        emitted = rounds = 0
+        for words in self.places:
+            at = 0
+            while at < len(words):
+                depth = 0
+                while depth < len(words[at]) and words[at][: depth + 1] in nodes:
+                    depth += 1
+                emitted += min(depth + 1, len(words) - at)
+                at += depth + 1
+                rounds += 1
+        return emitted / max(rounds, 1)
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """A drafter's measured acceptance, at one or more temperatures in ascending order."""
+
+    measured: tuple[AlongTexts, ...]
+    about: str = ""  # what was answered, in words
+
+    def tau(self, paths: Sequence[Sequence[int]], temperature: float) -> float:
+        """tau of a static tree; between two measured temperatures on the line between theirs, beyond them the nearest
+        one's."""
+        below = [m for m in self.measured if m.temperature <= temperature] or [self.measured[0]]
+        above = [m for m in self.measured if m.temperature >= temperature] or [self.measured[-1]]
+        low, high = below[-1], above[0]
+        if low.temperature >= high.temperature:
+            return high.tau(paths)
+        share = (temperature - low.temperature) / (high.temperature - low.temperature)
+        return (1 - share) * low.tau(paths) + share * high.tau(paths)
+
+    def nearest(self, temperature: float) -> AlongTexts:
+        return min(self.measured, key=lambda m: abs(m.temperature - temperature))
+
+    def as_text(self) -> str:
+        """The content of the file."""
+        return (
+            json.dumps(
+                {"format": FORMAT, "about": self.about, "measured": [asdict(m) for m in self.measured]}, indent=1
+            )
+            + "\n"
+        )
+
+
+def read_acceptance(folder: Path) -> Acceptance | None:
+    """What a drafter's folder says; None if it says nothing. ValueError, one sentence, if the file is damaged."""
+    file = folder / FILE
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or not content["measured"]:
+            raise ValueError(f"its format is not {FORMAT!r}")
+        rows = [AlongTexts(**row | {"texts": tuple(row["texts"])}) for row in content["measured"]]
+        return Acceptance(tuple(sorted(rows, key=lambda row: row.temperature)), content["about"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} holds no measured acceptance ({error}): remove it, or write it anew with specdec tree"
+        ) from None

@@ -1,0 +1,245 @@
+"""The tree that is fastest here, or none: from the drafter's measured acceptance and from what rounds cost.
+
+`acceptance.json` beside a drafter says what every static tree would have had accepted (`specdec.acceptance`). What its
+rounds cost is measured once for a machine, a pair and a number of rows, in a second or two, and kept in the user's
+cache folder. First a few trees of different sizes and plain decoding are timed. A plane through their times predicts
+all others:
+
+    seconds of a round = v(nodes) + a (levels - 1) + b (levels - 1) width        v: linear between the sizes timed
+
+Then those that are predicted best are timed too. The fastest of all that were timed is taken, and none of them unless
+it is faster than plain decoding by `MARGIN`.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from specdec import __version__
+from specdec.acceptance import Acceptance
+from specdec.cli.files import output_folder, write_text
+from specdec.contracts import Drafter
+from specdec.engine.engine import Engine
+from specdec.machine import machine
+from specdec.types import Sampling
+from trees.optimal import optimal_paths
+from trees.spec import TreeSpec
+
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
+FINALISTS = 4
+BUSY = 1.3  # slowest to fastest turn of plain decoding: above it the machine did something else too
+MARGIN = 1.03  # plain decoding is taken unless a tree is expected to be faster than this
+SECONDS = 1.5  # for all timing, about
+REPEATS = 3
+LONGEST, SHORTEST = 16, 3  # rounds of one run
+CONTEXT = 128  # tokens before the rounds that are timed
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree, its tau by the drafter's measured acceptance, and its shape."""
+
+    tree: TreeSpec
+    tau: float
+    width: int  # nodes that are expanded on a level at most
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Nodes, levels, width."""
+        return self.tree.num_draft_tokens, self.tree.steps, self.width
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what is expected of it. tree None: plain decoding is the fastest."""
+
+    tree: TreeSpec | None
+    tau: float
+    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen
+    plain_tokens_per_second: float  # of a row
+    best: str = ""  # the best tree, where plain decoding was chosen
+    best_speedup: float = 1.0
+    busy: bool = False  # other programs disturbed the timing; such a choice is not kept
+
+    def __str__(self) -> str:
+        return self._what() + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
+
+    def _what(self) -> str:
+        plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
+        if self.tree is None:
+            return f"tree: none, as {plain} are the best here; {self.best} would reach {self.best_speedup:.2f} of it"
+        return f"tree: {self.tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
+
+
+Timer = Callable[[TreeSpec | None, int], float]  # a tree (None: plain) and a number of rounds -> seconds a round
+
+
+def choose_tree(
+    target, drafter: Drafter, *, batch: int = 1, temperature: float = 0.0, recalibrate: bool = False
+) -> Choice:
+    """The fastest tree for `batch` rows at this temperature, measured now or read where it was kept.
+
+    Raises ValueError for a drafter without measured acceptance."""
+    acceptance = drafter.acceptance
+    if acceptance is None:
+        raise ValueError(
+            "this drafter has no acceptance.json, by which a tree could be chosen: write one with "
+            "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
+        )
+    who = _identity(target, drafter, acceptance, batch, temperature)
+    file = _cache_file(who)
+    if not recalibrate and (kept := _read(file)) is not None:
+        return kept
+    choice = choose(candidates(acceptance, drafter, temperature), _timer(target, drafter, batch, temperature))
+    if choice.busy:
+        return choice
+    output_folder(file.parent)
+    entries = asdict(choice) | {"tree": choice.tree and str(choice.tree)}
+    write_text(file, json.dumps({"choice": entries, "identity": who}, indent=1) + "\n")
+    return choice
+
+
+def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float) -> list[Candidate]:
+    """Of every depth and size the static tree that accepts the most, chains among them."""
+    along = acceptance.nearest(temperature)
+    table = along.table()[: min(drafter.max_steps or along.steps, drafter.block or along.steps)]
+    found: dict[TreeSpec, Candidate] = {}
+    for steps in range(1, len(table) + 1):
+        most = sum(along.topk**depth for depth in range(steps + 1))
+        shapes = [optimal_paths(table[:steps], nodes) for nodes in NODES if nodes <= most]
+        shapes.append([(0,) * depth for depth in range(1, steps + 1)])
+        for paths in shapes:
+            tree = TreeSpec.static(paths)
+            if tree not in found:
+                found[tree] = Candidate(tree, acceptance.tau(paths, temperature), _width(paths))
+    return list(found.values())
+
+
+def _width(paths: Sequence[Sequence[int]]) -> int:
+    """How many nodes of a level below the root's are expanded at most; 0 for a tree of one level."""
+    inner = {tuple(path[:-1]) for path in paths if len(path) > 1}
+    depths = [len(path) for path in inner]
+    return max((depths.count(depth) for depth in set(depths)), default=0)
+
+
+def choose(all_trees: Sequence[Candidate], seconds_of: Timer) -> Choice:
+    """Time a few, predict all, time the best, and take the fastest."""
+    first = [
+        max((c for c in all_trees if c.tree.num_draft_tokens == size), key=lambda c: c.tau, default=None)
+        for size in SIZES
+    ]
+    chains = [c for c in all_trees if c.tree.topk == 1 and c.tree.num_draft_tokens in (3, 5)]
+    once = seconds_of(None, SHORTEST)
+    probes = list(dict.fromkeys(c for c in (*first, *chains) if c is not None))
+    rounds = int(np.clip(SECONDS / (once * 2 * (len(probes) + FINALISTS + 2) * REPEATS), SHORTEST, LONGEST))
+    turns = _time([None, *probes], seconds_of, rounds)
+    busy = max(turns[None]) > BUSY * min(turns[None])
+    taken = {c: min(seconds) for c, seconds in turns.items()}
+    predict = _plane([(c.shape, taken[c]) for c in probes])
+    ranking = sorted(all_trees, key=lambda c: -c.tau / predict(c.shape))
+    finalists = [c for c in ranking if c not in taken][:FINALISTS]
+    for c, seconds in _time([None, *finalists], seconds_of, rounds).items():
+        taken[c] = min(*seconds, taken.get(c, seconds[0]))
+    plain = taken.pop(None)
+    best = max(taken, key=lambda c: c.tau / taken[c])
+    speedup = best.tau * plain / taken[best]
+    if speedup < MARGIN:
+        return Choice(None, 1.0, 1.0, 1 / plain, str(best.tree), speedup, busy)
+    return Choice(best.tree, best.tau, speedup, 1 / plain, busy=busy)
+
+
+def _time(trees: Iterable[Candidate | None], seconds_of: Timer, rounds: int) -> dict[Candidate | None, list[float]]:
+    """Seconds a round of each. They take turns, and the least of all turns counts: other programs only add time."""
+    turns = [{c: seconds_of(c and c.tree, rounds) for c in trees} for _ in range(REPEATS)]
+    return {c: [turn[c] for turn in turns] for c in turns[0]}
+
+
+def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tuple[int, int, int]], float]:
+    """Seconds of a round by shape: the formula at the top, by least squares on relative errors."""
+    sizes = sorted({nodes for (nodes, _, _), _ in points if nodes in SIZES})
+
+    def features(shape: tuple[int, int, int]) -> np.ndarray:
+        nodes, levels, width = shape
+        v = [np.interp(nodes, sizes, row) for row in np.eye(len(sizes))]
+        return np.array([*v, levels - 1, (levels - 1) * width])
+
+    seconds = np.array([s for _, s in points])
+    rows = np.stack([features(shape) for shape, _ in points])
+    # Few points leave some coefficients open: the least change from "a level costs a tenth of the smallest round" then.
+    guess = np.concatenate([np.full(len(sizes), seconds.min()), [seconds.min() / 10, 0.0]])
+    change = np.linalg.lstsq(rows / seconds[:, None], 1 - rows @ guess / seconds, rcond=None)[0]
+    weights = guess + change
+    return lambda shape: max(float(features(shape) @ weights), seconds.min() / 2)
+
+
+def _timer(target, drafter: Drafter, batch: int, temperature: float) -> Timer:
+    """Times real rounds of an engine for each tree."""
+    engines: dict[TreeSpec | None, Engine] = {}
+    sampling = Sampling(temperature)
+
+    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+        warm = tree in engines
+        if not warm:
+            engines[tree] = Engine(target) if tree is None else Engine(target, drafter, tree.build(), abstain=False)
+        if not warm:  # the first rounds find memory and code
+            _rounds(engines[tree], batch, 2, sampling)
+        return _rounds(engines[tree], batch, rounds, sampling)
+
+    return seconds_of
+
+
+def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> float:
+    """Seconds a round of `batch` rows behind a context of CONTEXT tokens, or as many as fit."""
+    new = (rounds + 3) * engine.round.path + 1
+    length = max(1, min(CONTEXT, engine.target.config.context - new - 1))
+    prompt = [(7 * i + 3) % engine.target.vocab for i in range(length)]
+    engine.reserve(batch, length + new)
+    for _ in range(batch):
+        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=frozenset())
+    for _ in range(2):  # the prefill, and a round
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        engine.step()
+    return (time.perf_counter() - start) / rounds
+
+
+def _identity(target, drafter: Drafter, acceptance: Acceptance, batch: int, temperature: float) -> dict:
+    """All that a choice depends on."""
+    shapes = [
+        (key, list(value.shape), str(value.dtype))
+        for module in (target, drafter)
+        if isinstance(module, torch.nn.Module)
+        for key, value in module.state_dict().items()
+    ]
+    pair = [type(drafter).__name__, dict(drafter.conventions), shapes, acceptance.as_text()]
+    return {
+        "machine": machine(target.device),
+        "torch": torch.__version__,
+        "specdec": __version__,
+        "pair": hashlib.sha256(json.dumps(pair, default=str).encode()).hexdigest(),
+        "batch": batch,
+        "temperature": temperature,
+    }
+
+
+def _cache_file(who: dict) -> Path:
+    key = hashlib.sha256(json.dumps(who, sort_keys=True).encode()).hexdigest()[:16]
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "trees" / f"{key}.json"
+
+
+def _read(file: Path) -> Choice | None:
+    """None where nothing is kept, or what is kept cannot be read: then it is measured anew."""
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))["choice"]
+        return Choice(**entries | {"tree": entries["tree"] and TreeSpec.parse(entries["tree"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,23 @@
+"""What a time depends on beside the code."""
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+def processor() -> str:
+    """The processor's name as Linux tells it; elsewhere what Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def machine(device: torch.device) -> dict:
+    """What a time depends on beside the code: processor, cores, torch's threads, device."""
+    kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

@@ -1,0 +1,240 @@
+"""Measured acceptance, and the tree that is chosen by it."""
+
+import contextlib
+import json
+
+import auto_check
+import pytest
+from helpers import DRAFTERS, tiny_target
+
+from drafters.formats import load_drafter, save_drafter
+from lab.replay import optimal_tree
+from specdec import auto
+from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
+from specdec.auto import Candidate, candidates, choose, choose_tree
+from specdec.cli.generate import main as generate
+from specdec.engine.engine import Engine
+from specdec.engine.trace import tau
+from specdec.model.loader import load_target
+from trees.optimal import measure_ranks
+from trees.spec import TreeSpec
+
+PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
+# Five tokens after the first: the words are of the first five places.
+HAND = AlongTexts(0.0, 3, 3, ("001 01 - 20 -",))
+
+
+def test_tables_by_hand():
+    first, second, third = HAND.table()
+    assert first == [2 / 5, 0, 1 / 5]  # of five places two of rank 0, one of rank 2
+    assert second == [2 / 3, 1 / 3, 0]
+    assert third == [0, 1 / 2, 0]  # the third level of the fourth place lies behind the text
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ([[0]], 5 / 4),  # from place 0 two tokens; then places 2, 3 and 4 one each
+        ([[0], [0, 0], [0, 0, 1]], 5 / 2),  # four tokens at once, and the last
+        ([[0], [1], [2], [2, 0]], 5 / 3),  # places 0, 2 and 3, whose second token is the text's last
+    ],
+)
+def test_tau_by_hand(paths, expected):
+    assert HAND.tau(paths) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "mtp", "medusa"])
+@pytest.mark.parametrize("tree", ["1/2/3", "paths 0 1 2 0.0 0.1 1.0 0.0.0"])
+def test_tau_along_answers_is_that_of_decoding(drafter, tree):
+    target = tiny_target()
+    model, spec = DRAFTERS[drafter](target), TreeSpec.parse(tree)
+    plain = Engine(target).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
+    ranks = measure_ranks(target, model, [r.prompt for r in plain], [r.tokens for r in plain], 3, 4)
+    paths = spec.paths or [(0,) * depth for depth in range(1, spec.steps + 1)]
+    rows = Engine(target, model, spec.build()).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
+    assert AlongTexts(0.0, 4, 3, tuple(ranks)).tau(paths) == pytest.approx(tau([row.trace for row in rows]))
+
+
+def test_between_temperatures_tau_lies_on_a_line():
+    hot = AlongTexts(1.0, 3, 3, ("- - - - -",))
+    both, paths = Acceptance((HAND, hot)), [[0], [0, 0], [0, 0, 1]]
+    assert [both.tau(paths, t) for t in (0, 0.5, 1, 3)] == pytest.approx([2.5, 1.75, 1, 1])
+    assert both.nearest(0.4) is HAND
+    assert both.nearest(5) is hot
+
+
+def test_the_file_is_read_as_it_was_written(tmp_path):
+    assert read_acceptance(tmp_path) is None
+    measured = Acceptance((HAND, AlongTexts(1.0, 3, 3, ("0 -",))), "two words")
+    (tmp_path / FILE).write_text(measured.as_text())
+    assert read_acceptance(tmp_path) == measured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "specdec acceptance 0"},
+        {"measured": []},
+        {"measured": [{"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["003"]}]},  # a rank that is none
+        {"measured": [{"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["0000"]}]},  # a level too many
+        {"measured": [{"temperature": -1, "topk": 3, "steps": 3, "texts": ["0"]}]},
+        {"measured": [{"topk": 3}]},
+        {"measured": 3},
+    ],
+)
+def test_a_damaged_file_is_one_sentence(tmp_path, change):
+    content = json.loads(Acceptance((HAND,)).as_text()) | change
+    (tmp_path / FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"holds no measured acceptance \(.*write it anew with specdec tree"):
+        read_acceptance(tmp_path)
+
+
+# Choosing
+
+
+def world(level: float, node: float, width: float = 0.0):
+    """A machine on which a plain token takes 1, and a tree of one level 1, and more by these."""
+
+    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+        if tree is None:
+            return 1.0
+        paths = tree.paths or [(0,) * depth for depth in range(1, tree.steps + 1)]
+        grow = (level + width * auto._width(paths)) * (tree.steps - 1)
+        return 1 + node * (tree.num_draft_tokens - 1) + grow
+
+    return seconds_of
+
+
+# Half of all places are found to the end, with the likeliest child; a quarter has the second; a quarter nothing.
+LIKELY = Acceptance((AlongTexts(0.0, 4, 4, (" ".join(["0000", "01", "0000", "-", "1", "0000", "00", "-"] * 20),)),))
+TREES = candidates(LIKELY, DRAFTERS["eagle3"](tiny_target()), 0.0)
+
+
+@pytest.mark.parametrize("level", [0.02, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("node", [0.001, 0.03, 0.1])
+@pytest.mark.parametrize("width", [0.0, 0.05])
+def test_the_choice_is_nearly_the_best_of_all(level, node, width):
+    seconds = world(level, node, width)
+    best = max([1.0, *(c.tau / seconds(c.tree, 1) for c in TREES)])
+    choice = choose(TREES, seconds)
+    found = 1.0 if choice.tree is None else choice.tau / seconds(choice.tree, 1)
+    assert found >= 0.97 * best
+    assert choice.speedup == pytest.approx(found)
+
+
+def test_none_where_none_pays():
+    choice = choose(TREES, world(level=2.0, node=1.0))
+    assert choice.tree is None
+    assert choice.best_speedup < auto.MARGIN
+    assert "none" in str(choice)
+
+
+def test_a_little_is_not_enough():
+    """A tree that is expected to gain less than the margin is left."""
+    trees = [Candidate(TreeSpec(1, 1), 1.02, 0)]
+    assert choose(trees, lambda tree, rounds: 1.0).tree is None
+    assert choose([Candidate(TreeSpec(1, 1), 1.05, 0)], lambda tree, rounds: 1.0).tree == TreeSpec(1, 1)
+
+
+def test_candidates_keep_to_the_drafter():
+    class Shallow:
+        max_steps, block = 2, None
+
+    assert max(c.tree.steps for c in candidates(LIKELY, Shallow(), 0.0)) == 2
+    assert max(c.tree.steps for c in TREES) == 4
+
+
+# Measured for real, and kept
+
+
+@pytest.fixture
+def pair(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto, "BUSY", 1e9)
+    target = tiny_target()
+    drafter = DRAFTERS["eagle3"](target)
+    drafter.acceptance = LIKELY
+    return target, drafter
+
+
+def test_a_choice_is_kept(pair, monkeypatch):
+    first = choose_tree(*pair)
+    monkeypatch.setattr(auto, "_timer", lambda *_: pytest.fail("measured again"))
+    assert choose_tree(*pair) == first
+    for how in ({"recalibrate": True}, {"batch": 2}, {"temperature": 1.0}):
+        with pytest.raises(pytest.fail.Exception, match="measured again"):
+            choose_tree(*pair, **how)
+    pair[1].acceptance = Acceptance((HAND,))
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        choose_tree(*pair)
+
+
+def test_what_a_busy_machine_says_is_not_kept(pair, monkeypatch, tmp_path):
+    monkeypatch.setattr(auto, "BUSY", 0.0)
+    assert "busy" in str(choose_tree(*pair))
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_drafter_without_acceptance(pair):
+    pair[1].acceptance = None
+    with pytest.raises(ValueError, match=r"has no acceptance\.json"):
+        choose_tree(*pair)
+
+
+def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    draft, prompts = tmp_path / "draft", tmp_path / "prompts.txt"
+    save_drafter(load_drafter(drafter_path, target := load_target(target_path)), draft, target)
+    prompts.write_text("what is a tree?\nwhy?\n")
+    models = ["--target", str(target_path), "--draft", str(draft)]
+    ask = ["--prompt", "what is a tree?", "--max-new-tokens", "12", "--raw"]
+    with pytest.raises(SystemExit) as stopped:
+        generate([*models, *ask, "--tree", "auto"])
+    assert stopped.value.code == 2
+    assert "--tree auto cannot choose: this drafter has no acceptance.json" in capsys.readouterr().err
+    optimal_tree.main(
+        [*models, "--prompt-file", str(prompts), "--raw", "--max-new-tokens", "12", "--steps", "3", "--keep"]
+    )
+    assert "wrote" in capsys.readouterr().out
+    assert [m.temperature for m in read_acceptance(draft).measured] == [0.0, 1.0]
+    generate([*models, *ask, "--compare"])
+    told = capsys.readouterr()
+    assert told.err.startswith("tree: ")
+    assert "identical: yes" in told.out
+    generate([*models, *ask, "--topk", "1", "--steps", "2"])
+    assert "tree: " not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        generate([*models, *ask, "--tree", "auto", "--verifier", "typical"])
+    assert "acceptance was measured with the rule match" in capsys.readouterr().err
+    save_drafter(load_drafter(draft, target), draft, target)  # other weights, for all that is known
+    assert read_acceptance(draft) is None
+
+
+def test_the_check_fails_where_it_should():
+    a, b = auto_check.TREES[:2]
+    rates = {None: 100.0, a: 102.0, b: 120.0}
+    for tree, to_plain, to_best in ((a, 1.02, 0.85), (b, 1.2, 1.0), (None, 1.0, 100 / 120)):
+        row = auto_check.row_of(auto.Choice(tree, 2.0, 1.1, 100.0), rates, temperature=0.0, batch_size=1)
+        assert (row["to_plain"], row["to_best"]) == pytest.approx((to_plain, to_best))
+        assert row["best"] == str(b)
+    rates = {None: 100.0, a: 90.0, TreeSpec(1, 9): 95.0}  # one that is not among the 24
+    row = auto_check.row_of(auto.Choice(TreeSpec(1, 9), 2.0, 1.1, 100.0), rates, temperature=0.0, batch_size=1)
+    assert (row["to_plain"], row["to_best"], row["best"]) == pytest.approx((0.95, 0.95, "plain"))
+
+
+def test_the_check_runs(target_path, drafter_path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto_check, "TREES", [TreeSpec(1, 1), TreeSpec(2, 2, 4)])
+    draft, prompts = tmp_path / "draft", tmp_path / "prompts.txt"
+    target = load_target(target_path)
+    drafter = load_drafter(drafter_path, target)
+    save_drafter(drafter, draft, target)
+    (draft / FILE).write_text(LIKELY.as_text())
+    prompts.write_text("what is a tree?\nwhy?\n")
+    words = ["--target", target_path, "--draft", draft, "--prompt-file", prompts, "--out", tmp_path / "check.json"]
+    words += ["--raw", "--max-new-tokens", "6", "--repeats", "1", "--temperature", "0.5", "--batch-size", "1", "2"]
+    with contextlib.suppress(SystemExit):  # two trees of a random pair prove nothing
+        auto_check.main([str(word) for word in words])
+    rows = json.loads((tmp_path / "check.json").read_text())["rows"]
+    assert [(row["temperature"], row["batch_size"]) for row in rows] == [(0.5, 1), (0.5, 2)]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["least"]["to_plain"] > 0

@@ -102,6 +102,11 @@ class Generation:
         return acceptance_by_depth([row.trace for row in self.rows], self.steps)
 
     @property
+    def undrafted(self) -> int:
+        """Rounds in which the drafter had nothing to propose; without a drafter all of them."""
+        return sum(row.trace.undrafted for row in self.rows)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of decoding. The prefill with the first token does not count, nor does showing text."""
         decoded = self.num_tokens - len(self.rows)

@@ -53,6 +53,9 @@ class DynamicTree:
         """Nodes that are drafted, the root not counted: topk on the first level, topk squared on each further one."""
         return topk + (steps - 1) * topk * topk
 
+    def shallower(self, steps: int) -> "DynamicTree":
+        return self  # which nodes of a level are kept depends on the levels behind it
+
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lab.cost.memory import read_bytes, size_of, wait
+from lab.cost.simulated_tau import SimulatedTau
 from specdec import kernels
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
@@ -81,10 +82,12 @@ class Ours(Contender):
         compiled: bool = False,
     ):
         """compiled: rounds are (docs/compile.md), on a GPU of torch's operators in the place of our kernels."""
+        # A simulated tau counts rounds that draft: nobody may leave one out.
+        how = {"compile": compiled, "abstain": not isinstance(verifier, SimulatedTau)}
         self.operators = torch_operators if compiled and target.device.type == "cuda" else nullcontext
         try:
             with self.operators():
-                self.engine = Engine(target, drafter, tree, verifier, compile=compiled)
+                self.engine = Engine(target, drafter, tree, verifier, **how)
         except ValueError as error:
             raise NotAvailable(str(error)) if compiled else error from None
         self.drafts = drafter is not None

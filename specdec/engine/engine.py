@@ -47,6 +47,7 @@ class Engine:
     `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md).
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
+    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Engine:
         compile: bool = False,
         overlap: bool | None = None,
         compact: bool = True,
+        abstain: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
@@ -69,7 +71,7 @@ class Engine:
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
         self.overlap = late if overlap is None else overlap
-        self.compact = compact
+        self.compact, self.abstain = compact, abstain
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
@@ -152,13 +154,14 @@ class Engine:
 
     def _conclude(self, read: ReadRound) -> RoundReport:
         """Add what a round emitted to its sequences."""
-        emitted, accepted = [], []
+        emitted, accepted, levels = [], [], read.levels
         for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
             if row.finish is not None:
                 emitted.append([])
                 accepted.append(0)
                 continue
             row.trace.accepted.append(count - 1)
+            row.trace.undrafted += self.drafter is None or (levels is not None and levels[i] == 0)
             kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
             row.trace.emitted.append(len(kept))
             emitted.append(kept)
@@ -167,6 +170,7 @@ class Engine:
         clock.mark("host")
         report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
         report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
+        report.levels = levels
         return report
 
     # A batch from beginning to end
@@ -226,7 +230,8 @@ class Engine:
         if self.graphs is None:
             self._check_memory(request)
             generator = torch.Generator(self.device)
-            batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
+            how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
+            batch = Batch(self.round, rows, room, generator, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)

@@ -13,6 +13,7 @@ from specdec.contracts import Drafter
 from specdec.engine.report import Reads
 from specdec.engine.round import Round
 from specdec.engine.static_batch import buckets
+from specdec.model.attention import shares_key_heads
 
 GIB = 2**30
 # Bytes per logit that filters, draws and the rules of verification hold at most. A top-p filter holds the most at a
@@ -116,24 +117,33 @@ def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) 
 
 
 def _scores(target, batch: int, prompt: int, window: int | None) -> int:
-    """What a layer's attention holds where torch has no fused kernel for it: scores, a mask, and rows in fp32 with the
-    keys and values of every query head (`attention.attend_causal`)."""
+    """What a layer's attention holds (`attention.attend_causal`): keys and values that are repeated for every query
+    head; and where torch has no fused kernel for it scores, a mask, and rows in fp32 with those keys and values."""
     masked = window is not None and window < prompt
-    if has_fused_attention(target, masked):
-        return 0
     queries, keys = (window, min(prompt, 2 * window)) if masked else (prompt, prompt)
     heads, (kv_heads, head_dim) = target.query_heads, target.cache_shape
+    copies = key_heads(target, masked) > kv_heads
+    repeated = copies * batch * keys * head_dim * 2 * heads * target.dtype.itemsize
+    if has_fused_attention(target, masked):
+        return repeated
     rows = keys * head_dim * (6 * heads + 2 * kv_heads) * 4
-    return batch * (heads * queries * keys * SCORE + rows) + queries * keys * 5
+    return repeated + batch * (heads * queries * keys * SCORE + rows) + queries * keys * 5
+
+
+def key_heads(target, masked: bool) -> int:
+    """The key heads that torch's attention is given for a prompt: one for each query head if it cannot share them."""
+    kv_heads, dim = target.cache_shape
+    like = torch.empty(0, dim, dtype=target.dtype, device=target.device)
+    return kv_heads if shares_key_heads(like, masked) else target.query_heads
 
 
 def has_fused_attention(target, masked: bool) -> bool:
-    """Does torch attend to prompts without writing the scores to memory? It refuses, on a GPU, fp32 with fewer key
-    heads than query heads, masks with these, and some head sizes. Torch itself is asked."""
+    """Does torch attend to prompts without writing the scores to memory? On a GPU it refuses some head sizes. Torch
+    itself is asked."""
     if target.device.type != "cuda":
         return True
-    kv_heads, dim = target.cache_shape
-    q, k = (torch.empty(1, 8, n, dim, dtype=target.dtype, device=target.device) for n in (target.query_heads, kv_heads))
+    dim, heads = target.cache_shape[1], (target.query_heads, key_heads(target, masked))
+    q, k = (torch.empty(1, 8, n, dim, dtype=target.dtype, device=target.device) for n in heads)
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     mask = torch.ones(8, 8, dtype=torch.bool, device=target.device) if masked else None
     asked = SDPAParams(q, k, k, mask, 0.0, not masked, q.shape[1] != k.shape[1])

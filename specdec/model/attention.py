@@ -65,17 +65,21 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: 
     return out.view(b, kv_heads, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
 
 
+def shares_key_heads(q: Tensor, masked: bool) -> bool:
+    """Does torch's attention take queries [...,Dh] that share key heads without holding all their scores?
+
+    On a GPU only flash attention does, and it takes neither fp32 nor a mask nor wide heads. For the others torch falls
+    back to plain attention (https://github.com/pytorch/pytorch/pull/181528), so keys and values are repeated there.
+    """
+    return not q.is_cuda or not (masked or q.dtype == torch.float32 or q.shape[-1] > 256)
+
+
 def attend_grouped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head.
-
-    On a GPU only flash attention shares key heads, and it takes neither fp32 nor a mask nor wide heads. For the others
-    torch would hold N x S scores of every head (https://github.com/pytorch/pytorch/pull/181528), unless keys and values
-    are repeated.
-    """
+    """torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head."""
     groups = q.shape[1] // k.shape[1]
-    if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32 or q.shape[3] > 256):
+    if groups > 1 and not shares_key_heads(q, mask is not None):
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1)
 

@@ -17,6 +17,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan, unused_bytes
 from specdec.engine.report import Reads
 from specdec.engine.round import Round
+from specdec.model import attention
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.types import Sampling
@@ -142,6 +143,23 @@ def test_scores_where_attention_is_not_fused(monkeypatch, window, drafts):
     wanted = plan(engine.round, request).needed
     assert live.most <= wanted
     assert wanted - SMALL <= 4 * live.most
+
+
+@pytest.mark.parametrize("window", [None, 200], ids=["full", "window"])
+def test_repeated_keys_and_values(monkeypatch, window):
+    """As on a GPU in fp32 with fewer key heads than query heads: torch is given keys and values of each query head."""
+    config = replace(tiny_target(context=512).config, heads=16, intermediate=16)
+    target = Target(replace(config, sliding=(True,) * config.layers, window=window) if window else config).eval()
+    engine, request = Engine(target), Request(2, 400, 408)
+    before = plan(engine.round, request)
+    for module in (attention, memory):
+        monkeypatch.setattr(module, "shares_key_heads", lambda q, masked: False)
+    with Live() as live:
+        engine.generate([[1 + i % 9 for i in range(400)], [3] * 200], max_new_tokens=8, eos=frozenset())
+    wanted = plan(engine.round, request)
+    assert wanted.prefill - before.prefill == 2 * 400 * 2 * 16 * 8 * 4
+    assert live.most <= wanted.needed
+    assert wanted.needed - SMALL <= 4 * live.most
 
 
 def test_who_asks_for_probabilities():

@@ -5,8 +5,9 @@
 
 Triton compiles a kernel anew for other constants, dtypes and alignments, and for integers that are 1 or divisible by
 16. Its cache hook tells what it is about to compile, and puts an empty kernel in its place. So nothing is computed.
-What a kernel would have filled is 0, all logits are equal, token 0 is always the likeliest, and every draft of it is
-accepted. Shapes, and what the host knows, are those of a decoding on an H100.
+What a kernel would have filled is 0, all logits are equal, and token 0 is always the likeliest. Trees are made in torch
+from fixed scores, so that they are deep and their first path is accepted. Shapes, and what the host knows, are those of
+a decoding on an H100.
 """
 
 import functools
@@ -14,6 +15,7 @@ import importlib
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -26,7 +28,7 @@ from drafters import eagle3
 from drafters.draft_model import DraftModel
 from specdec import kernels
 from specdec.engine.engine import Engine
-from specdec.kernels import filtered_sampling, tree_attention
+from specdec.kernels import filtered_sampling, tree_attention, tree_level, tree_select
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import Rope
 from specdec.model.target import Target
@@ -73,11 +75,35 @@ class Again:
         return run
 
 
+def children(hidden: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `head_topk` is taken to find: token 0 for certain, and others that are less likely."""
+    ranks = torch.arange(k).expand(len(hidden), k)
+    return -ranks.float(), ranks
+
+
+# What is taken for the result of a kernel, if zeros would make no trees.
+RESULTS = {"head_topk": children, "tree_level": tree_level.reference}
+RESULTS["tree_select"] = lambda *given: tree_select.reference(*given[:-1])
+
+
+@functools.cache
+def load(name: str, on_gpu: bool) -> Callable:
+    launch = importlib.import_module(f"specdec.kernels.{name}").launch
+    if name not in RESULTS:
+        return launch
+
+    def launch_and_tell(*given):
+        launch(*given)
+        return RESULTS[name](*given)
+
+    return launch_and_tell
+
+
 def pretend(compiler: Compiler) -> None:
     """Let tensors on the CPU take the kernels, as on a GPU."""
     knobs.runtime.jit_cache_hook = compiler.hook
     driver.set_active(TargetOnly())
-    kernels._load = functools.cache(lambda name, _: importlib.import_module(f"specdec.kernels.{name}").launch)
+    kernels._load = load
     kernels.use("triton")
     tree_attention.processors = filtered_sampling.processors = lambda device: PROCESSORS
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros

@@ -118,7 +118,7 @@ class Launches:
 class _Counted:
     """A `Backend` of static batches that captures nothing: the round runs as often as for a graph, and is counted."""
 
-    generator = None
+    generator, any_bound, late = None, False, False
 
     def __init__(self, counter: "LaunchCounter"):
         self.counter = counter
@@ -126,14 +126,14 @@ class _Counted:
     def forget(self) -> None:
         pass
 
-    def capture(self, run: Callable, kept: list[Tensor]) -> Callable:
-        run()  # the first makes constants
+    def capture(self, run: Callable, kept: list[Tensor], bound: int) -> Callable:
+        run(bound)  # the first makes constants
         self.counter.found.clear()
         self.counter.part = ROOT
         with self.counter:
-            made = run()
+            made = run(bound)
         self.counter.part = None
-        return lambda: made
+        return lambda bound: made
 
 
 def count_round(

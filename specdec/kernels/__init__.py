@@ -4,7 +4,7 @@ Code that can use a kernel asks `kernel_for` for it, once per decoding where tha
 torch. Triton is not imported before a kernel is chosen.
 
 A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
-`launch_all`, in tests/kernels; and its case in lab/bench/formulas.py.
+`launches`, in tests/kernels; and its case in lab/bench/formulas.py.
 
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
@@ -34,6 +34,7 @@ KERNELS = (
 )  # fmt: skip
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_LIKELY = 32  # the largest k of `head_topk`; for each of the best its merge passes over all candidates
 
 _backend = dict.fromkeys(KERNELS, "auto")
 

@@ -91,6 +91,7 @@ def launch(
     q_heads = heads - 2 * kv_heads
     assert qkv.stride(2) == 1
     assert qkv.stride(1) == dim
+    assert keys.stride() == values.stride() == (kv_heads * dim, 1)
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1
     q = torch.empty(rows, q_heads, dim, dtype=qkv.dtype, device=qkv.device)

@@ -24,7 +24,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LEAST_PART = 256  # slots of a part at least; merging shorter ones costs more than they gain
 MOST_PARTS = 64  # which the merge reads at once
 TILE_BYTES = 16384  # bytes of a tile of keys, or of values, or of queries at most
-RESIDENT = 2  # programs on a multiprocessor: three stages of keys and values and the queries are 7 tiles, in 228 KiB
+RESIDENT = 2  # programs that fit a multiprocessor: three stages of keys and values and the queries are 7 tiles
+WIDE = 512  # bytes of a key; of wider ones a tile is larger, and one program fits
 
 
 def reference(
@@ -192,12 +193,12 @@ def _merge(parts, lse, out, splits, DIM: tl.constexpr, S: tl.constexpr, D: tl.co
     tl.store(out + query * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
 
 
-def split_count(programs: int, slots: int, processors: int) -> int:
+def split_count(programs: int, slots: int, processors: int, resident: int = RESIDENT) -> int:
     """The number of parts of `slots` committed slots, a power of two, if one part of all rows takes so many programs.
 
-    It aims at RESIDENT programs a multiprocessor, 264 on an H100, and never takes more. No part is below LEAST_PART. So
-    a text that grows to any length changes the number a few times only."""
-    return part_count(programs, RESIDENT * processors, slots // LEAST_PART, MOST_PARTS)
+    It aims at `resident` programs a multiprocessor, 264 on an H100, and never takes more. No part is below LEAST_PART.
+    So a text that grows to any length changes the number a few times only."""
+    return part_count(programs, resident * processors, slots // LEAST_PART, MOST_PARTS)
 
 
 def _tile_sizes(queries: int, wide: int, itemsize: int) -> tuple[int, int]:
@@ -242,8 +243,8 @@ def launch(
     tiles = triton.cdiv(groups * n, rows)
     if splits is None:
         bound = keys.shape[2] if slots is None else slots
-        seen = min(bound, window) if windowed else bound
-        splits = split_count(tiles * b * kv_heads, seen, processors(q.device))
+        seen, resident = min(bound, window or bound), RESIDENT if wide * q.element_size() <= WIDE else 1
+        splits = split_count(tiles * b * kv_heads, seen, processors(q.device), resident)
     out = q.new_empty(b, n, heads * dim)
     parts = out if splits == 1 else q.new_empty(b, n, heads, splits, dim, dtype=torch.float32)
     lse = out if splits == 1 else q.new_empty(b, n, heads, splits, dtype=torch.float32)

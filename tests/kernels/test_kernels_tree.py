@@ -1,5 +1,7 @@
 """The kernels around a tree: its levels, its selection, and the norms that draft heads read."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
@@ -11,14 +13,17 @@ from trees.dynamic import Pool, next_level
 pytestmark = on_devices
 
 
-def launch_all(bf16, ints) -> None:
+def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    w, n = 10, 60
-    fp32, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
-    norm_pair.launch(bf16(w, 4096), bf16(w, 4096), (bf16(4096), bf16(4096)), (1e-5, 1e-5))
-    tree_level.launch(fp32[:, 0], ints(1, w), seen, fp32, ints(1, w, w), 211, w)
-    pool = DynamicTree.candidates(w, 8)
-    tree_select.launch(ints(1), ints(1, pool), bf16(1, pool).float(), ints(1, pool), n, 8)
+    w, x, pool = 10, bf16(10, 4096), DynamicTree.candidates(10, 8)
+    gains, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
+    candidates = ints(1, pool), bf16(1, pool).float(), ints(1, pool)
+    return {
+        "two norms": lambda: norm_pair.launch(x, x, (x[0], x[0]), (1e-5, 1e-5)),
+        "10 of 100": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, w),
+        "a last level": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, 0),
+        "60 of a pool": lambda: tree_select.launch(ints(1), *candidates, 60, 8),
+    }
 
 
 @in_dtypes

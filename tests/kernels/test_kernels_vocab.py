@@ -1,5 +1,7 @@
 """The kernels over a vocabulary: the head's best tokens, filtered draws."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers import merge_rare_cells
@@ -13,10 +15,16 @@ from specdec.types import Sampling
 pytestmark = on_devices
 
 
-def launch_all(bf16, ints) -> None:
+def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    head_topk.launch(bf16(10, 4096), bf16(32000, 4096), 10)
-    filtered_sampling.launch(bf16(60, 128256), 0.7, 50, 0.9, 0.01)
+    logits, hidden = bf16(60, 128256), bf16(10, 4096)
+    return {
+        "10 of 32,000": lambda: head_topk.launch(hidden, bf16(32000, 4096), 10),
+        "1 of 128,256": lambda: head_topk.launch(hidden[:1], bf16(128256, 4096), 1),
+        "all filters, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 50, 0.9, 0.01, parts=8),
+        "top-p, 64 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 0.9, parts=64),
+        "no filter, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, parts=8),
+    }
 
 
 @in_dtypes
@@ -38,6 +46,13 @@ def test_head_topk_breaks_ties_by_index(device):
     hidden, weight = torch.ones(2, 16, device=device), torch.ones(300, 16, device=device)
     _, ids = head_topk.launch(hidden, weight, 5)
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
+
+
+def test_head_topk_of_nan_stays_in_the_vocabulary(device):
+    """An index beyond it would end the process where it is looked up."""
+    hidden, weight = torch.full((2, 16), torch.nan, device=device), torch.ones(130, 16, device=device)
+    _, ids = head_topk.launch(hidden, weight, 3)
+    assert ((ids >= 0) & (ids < 130)).all()
 
 
 FILTERS = [

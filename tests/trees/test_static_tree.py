@@ -165,7 +165,7 @@ def measured_place_by_place(target, drafter, prompts, outputs, steps, topk):
             state = drafter.admit(0, text[:, 0], known, text[:, 1 : root + 1], torch.tensor([root]))
             for depth in range(1, min(steps, text.shape[1] - 1 - root) + 1):
                 token = text[:, root + depth : root + depth + 1]
-                children = drafter.vocab.to_target(state.logits[0, 0].topk(topk).indices)
+                children = drafter.vocab.to_target(state.top(topk)[1][0, 0])
                 tries[depth - 1] += 1
                 hits[depth - 1] += children == token[0]
                 if token[0] not in children:

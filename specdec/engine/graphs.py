@@ -8,7 +8,7 @@ keeps for the next one lies in tensors that never move (`static_batch.StaticBatc
 from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -83,11 +83,8 @@ class CudaGraphs:
                 with torch.cuda.graph(graph, **how), torch.inference_mode():
                     made = run(bound)
 
-        def replay(_: int) -> Any:
-            graph.replay()
-            return made
-
-        return replay
+        # What was compiled has tensors of its own that the graph reads, such as the numbers drawn for a round.
+        return partial(_replay, graph, made, run if self.compiles else None)
 
     def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
         """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
@@ -102,6 +99,12 @@ class CudaGraphs:
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.generator.set_state(numbers)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:
+    """Replay a graph, and give what its capture has made. held: lives as long as the graph."""
+    graph.replay()
+    return made
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from specdec.engine import graphs
 
@@ -93,10 +94,13 @@ def test_warm_up_and_capture(log):
 
 
 def test_a_round_is_compiled_before_it_is_captured(log, monkeypatch):
-    """What is warmed up and captured is the compiled function; what recording changed is put back."""
+    """What is warmed up and captured is the compiled function; what recording changed is put back. What it reads lives
+    as long as the graph."""
+    inputs = []
 
     def compiling(graph):
         log.append("compiled")
+        inputs.extend(StorageWeakRef(x.untyped_storage()) for x in graph.inputs)
         return lambda inputs: log.append("compiled run") or list(graph.module(*inputs))
 
     monkeypatch.setattr(graphs, "compile_now", compiling)
@@ -113,6 +117,9 @@ def test_a_round_is_compiled_before_it_is_captured(log, monkeypatch):
         assert torch.equal(replay(7), kept * 256)
     assert [entry for entry in log if "compiled" in entry] == ["compiled"] + ["compiled run"] * 3
     assert log.index("compiled") < log.index("side 1 waits for current")
+    assert not any(x.expired() for x in inputs)
+    del replay
+    assert inputs[0].expired()
 
 
 def test_the_warm_up_leaves_no_trace(log):

@@ -238,9 +238,7 @@ def check_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def write_folder(
-    folder: Path, config: dict, tensors: dict[str, Tensor], acceptance: Acceptance | None = None
-) -> None:
+def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor], acceptance: Acceptance | None = None) -> None:
     """Write config.json and model.safetensors as one folder, whole or not at all, and beside them the drafter's measured
     acceptance if there is one. They replace older ones.
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
@@ -17,6 +17,9 @@ test: $(VENV)/.tested
 lint: $(VENV)/.tested
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+wheels: $(VENV)/.installed
+	$(RUN) scripts/gpu_wheels.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -39,8 +39,8 @@ class Eagle(RecurrentDrafter):
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = self.fc(torch.cat([embeds, hidden], dim=-1))
-        x = x + self.attention(x, rope, attend)
-        return x + self.mlp(self.post_norm(x))
+        x, normed = self.post_norm.add(x, self.attention(x, rope, attend))
+        return x + self.mlp(normed)
 
     def start_from(self, target) -> None:
         """`fc` passes the feature through, so the first guess is near the target's last prediction; and, turned at

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
 from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
@@ -79,10 +79,10 @@ class Eagle3(RecurrentDrafter):
         return self.fc(feats)
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        normed = self.hidden_norm(hidden)
-        x = torch.cat([self.embed_norm(embeds), normed], dim=-1)
-        hidden = (normed if self.switches.residual_norm else hidden) + self.attention(x, rope, attend)
-        hidden = hidden + self.mlp(self.post_norm(hidden))
+        x = side_by_side(self.embed_norm, self.hidden_norm, embeds, hidden)
+        residual = x[..., hidden.shape[-1] :] if self.switches.residual_norm else hidden
+        hidden, normed = self.post_norm.add(residual, self.attention(x, rope, attend))
+        hidden = hidden + self.mlp(normed)
         return self.norm(hidden) if self.switches.feedback == "post" else hidden
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
-from specdec.model.layers import Linear, LinearMap, RMSNorm, Rope, check_heads, rotate
+from specdec.kernels import kernel_for
+from specdec.model.attention import CacheView
+from specdec.model.layers import Freezable, Linear, LinearMap, RMSNorm, Rope, check_heads, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
 
@@ -69,7 +72,28 @@ def start(drafter: nn.Module, target, init: str) -> None:
             drafter.start_from(target)
 
 
-class DraftAttention(nn.Module):
+class CachedAttention:
+    """Attention over layer `layer` of a cache, in which the new keys and values are stored."""
+
+    def __init__(self, view: CacheView, layer: int):
+        self.view, self.layer = view, layer
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.view.attend(self.layer, q, k, v)
+
+    def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
+        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, with the kernel `rope_write`."""
+        return self.view.attend_rows(self.layer, rows, rope, write)
+
+
+def side_by_side(first: RMSNorm, second: RMSNorm, x: Tensor, y: Tensor) -> Tensor:
+    """The norms of x and y [B,n,H] -> [B,n,2H]."""
+    if x.dtype == y.dtype and (kernel := kernel_for("norm_pair", x)):
+        return kernel(x, y, (first.weight, second.weight), (first.eps, second.eps))
+    return torch.cat([first(x), second(y)], dim=-1)
+
+
+class DraftAttention(Freezable):
     """Attention of the draft layer: fused q, k, v over an input of any width."""
 
     def __init__(
@@ -92,7 +116,30 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def bind(self) -> Callable[..., Tensor]:
+        write = self._bind_write()
+        if write is None:
+            return self._attention
+
+        def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+            if not isinstance(attend, CachedAttention):
+                return self._attention(x, rope, attend)
+            return self.o(attend.of_rows(self.qkv(x).view(x.shape[:2].numel(), -1, self.head_dim), rope, write))
+
+        return attention
+
+    def _bind_write(self) -> Callable[..., Tensor] | None:
+        """The kernel that norms and rotates q and k and stores k and v, or None. It knows no gates, and heads that are
+        rotated as a whole only."""
+        kernel = kernel_for("rope_write", self.qkv.weight)
+        if kernel is None or self.gate or self.rotary_dim < self.head_dim:
+            return None
+        if self.q_norm is None:
+            return kernel
+        gains = torch.stack([self.q_norm.weight, self.k_norm.weight])
+        return partial(kernel, gains=gains, eps=self.q_norm.eps)
+
+    def _attention(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q_rows = self.heads * (2 if self.gate else 1)
         rows = self.qkv(x).view(*x.shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
         q, k, v = rows.split_with_sizes([q_rows, self.kv_heads, self.kv_heads], dim=2)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
 from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
@@ -58,10 +58,11 @@ class MtpLayer(nn.Module):
         self.norm = RMSNorm(h, shape.eps)
 
     def forward(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        inputs = [self.embed_norm(embeds), self.hidden_norm(hidden)]
-        x = self.project(torch.cat(inputs[::-1] if self.hidden_first else inputs, dim=-1))
-        x = x + self.attention(self.input_norm(x), rope, attend)
-        return x + self.mlp(self.post_norm(x))
+        sides = [(self.embed_norm, embeds), (self.hidden_norm, hidden)]
+        norms, inputs = zip(*(sides[::-1] if self.hidden_first else sides), strict=True)
+        x = self.project(side_by_side(*norms, *inputs))
+        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
+        return x + self.mlp(normed)
 
 
 class Mtp(RecurrentDrafter):

@@ -11,11 +11,10 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.layers import Attend, DraftShape
+from drafters.layers import Attend, CachedAttention, DraftShape
 from drafters.unroll import Rows, UnrolledAttention, recomputed
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
@@ -101,12 +100,12 @@ class RecurrentDrafter(Drafter):
     ) -> DraftState:
         count = tokens.shape[1]
         view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
-        positions = cache.lens[:, None] + torch.arange(count, device=tokens.device)
+        positions = cache.lens[:, None] + cache.places[:count]
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)
         for index in range(1, self.layers):
-            self.layer(embeds, hidden, rope, partial(view.attend, index), index)
-        hidden = self.layer(embeds, hidden, rope, partial(view.attend, 0), 0)
+            self.layer(embeds, hidden, rope, CachedAttention(view, index), index)
+        hidden = self.layer(embeds, hidden, rope, CachedAttention(view, 0), 0)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
         hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
         cache.advance(n, max_len)
@@ -120,7 +119,7 @@ class RecurrentDrafter(Drafter):
         view = CacheView(self.cache, n, own, self.shape.heads // self.shape.kv_heads, offset=(level - first) * n)
         positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
         embeds = self.embed(tokens, positions)
-        hidden = self.layer(embeds, hidden, self.rope(positions), partial(view.attend, index), index)
+        hidden = self.layer(embeds, hidden, self.rope(positions), CachedAttention(view, index), index)
         return DraftState(hidden, self.readout(hidden, index), self.head)
 
     # Training

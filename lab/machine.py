@@ -2,13 +2,12 @@
 
 import platform
 import shlex
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 
+from specdec.cli.revision import revision
 from specdec.engine.recorder import versions
 from specdec.machine import machine, processor
 
@@ -33,13 +32,10 @@ def command_line() -> str:
 
 def provenance(device: torch.device) -> dict:
     """Where, with what and how a result came to be: machine, versions, revision of the code, command, time."""
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
     return {
         "machine": machine(device) | {"platform": platform.platform(), "device": str(device)},
         "versions": versions() | ({"cuda": torch.version.cuda} if device.type == "cuda" else {}),
-        "revision": revision.stdout.strip() or None,
+        "revision": revision(),
         "command": command_line(),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }

@@ -1,27 +1,33 @@
-"""Everything that needs a GPU, in one command of ten minutes:
+"""Everything that needs a GPU, in parts of less than ten minutes (docs/gpu.md):
 
-    python scripts/gpu_proof.py --conversations conversations.jsonl.xz --minutes 10
+    python scripts/gpu_proof.py --stages tests
+    python scripts/gpu_proof.py --stages shape
+    python scripts/gpu_proof.py --stages train --conversations conversations.jsonl.xz
 
-It runs the tests marked gpu. It trains a target of 100 M parameters from the conversations, lets it answer, and trains
-an EAGLE-3 head on the answers. It decodes with both, and measures tau and the ratio of times to plain decoding and to
-transformers. It times the kernels against PyTorch, and our engine against transformers at the shapes of real models
-with random weights and a simulated tau.
+The parts, in the order in which they matter. tests: those marked gpu. shape: random weights in the shapes of real
+models; plain decoding against the bandwidth, a round by part, the speed with a simulated tau. train: a target of 100 M
+parameters from the conversations, its answers, an EAGLE-3 head for it; tau and the ratio of times. kernels: each
+against PyTorch. transformers: our engine against transformers'.
 
-Every stage is a command with a time limit. As soon as it is over its record, with device and versions, is a JSON file
-in --out. A stage that fails or runs out of time is recorded, and the next one runs. --stages takes some of them. What
-an earlier run left under --work is not made again. `--device cpu --tiny` rehearses everything on small models.
+Every stage is a command with a time limit; what it measures is on disk after each case. --out then holds
+results.tar.gz, all results so far, and gpu_proof.json, how each stage ended. A stage that fails or runs out of time is
+recorded, and the next one runs. What an earlier call left under --work is not made again. `--device cpu --tiny`
+rehearses everything on small models. Nothing here needs git, the network, or specdec to be installed.
 """
 
 import argparse
 import json
+import os
+import signal
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from checkout import ROOT
 from rich.table import Table
 
+from lab.bench.archive import Archive
+from lab.bench.gpu_stages import TINY, Place, Sizes, parts
 from lab.bench.stages import Stage, run_stages
 from lab.machine import provenance
 from lab.output import console, write_json
@@ -29,108 +35,17 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.model.checkpoint import check_device
 
-BENCH = ("-m", "lab.bench.bench_command")
-TREE = ["topk=8", "steps=6", "num_draft_tokens=32"]  # a GPU verifies many nodes for the price of one
-SIMULATED_TAU = 3.0
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """Further words of the commands: these are the real ones, and `TINY` those of a rehearsal on a CPU."""
-
-    target: str = "--eager"  # in so short a training compiling costs about what it saves
-    answers: str = "--limit 10000 --batch-size 512 --max-new-tokens 256 --shard-size 1024"
-    # The rate is constant and the average of the weights is exported: the run ends when its time does, at any step.
-    drafter: str = (
-        "trainer.steps=100000 trainer.schedule=constant trainer.ema=0.99 trainer.batch_tokens=16384 trainer.lr=1e-3 "
-        "trainer.muon_lr=0.02 trainer.autocast=bf16 trainer.save_every=100000 data.max_length=512 data.heldout=64 "
-        "objective.steps=5"
-    )
-    tau: str = "--max-new-tokens 128"
-    pair: str = "suite.configurations=[medium,short,sampled,tg128,pp512] suite.warmups=1 questions=2"
-    shapes: tuple[str, ...] = ("llama_3_2_1b", "llama_3_1_8b", "qwen3_1_7b", "gemma3_1b")
-    shape: str = "suite.configurations=[short,tg128] suite.warmups=1"
-    tests: str = ""
-
-
-TINY = Sizes(
-    target="--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 --tokens 40000 "
-    "--eager",
-    answers="--limit 24 --batch-size 8 --max-new-tokens 16 --shard-size 8",
-    drafter="trainer.steps=3 trainer.batch_tokens=256 data.heldout=2 objective.steps=2",
-    tau="--max-new-tokens 16",
-    pair="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative,sdpa]",
-    shapes=("tiny",),
-    shape="suite.configurations=[short] suite.warmups=1 suite.trials=1 suite.contenders=[plain,speculative]",
-    tests="tests/engine/test_gpu.py",
-)
-
-
-def pair_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
-    """What needs training: a target, its answers, its drafter, and both decoding together."""
-    work, on_device = args.work, ["--device", args.device]
-    pair, answers, draft = work / "pair", work / "answers", work / "draft" / "draft"
-    target, heldout, result = pair / "target", pair / "heldout.jsonl", args.out / "bench_pair.json"
-    pretrain = ["scripts/pretrain_target.py", "--data", args.conversations, "--out", pair, *on_device]
-    regenerate = ["-m", "training.regenerate", "--target", target, "--prompts", pair / "prompts.jsonl", *on_device]
-    train = ["-m", "training.train", f"target.path={target}", f"data.path={answers}/answers*.jsonl", "data.bad=skip"]
-    train += [f"out={work / 'draft'}", f"device={args.device}", "drafter=eagle3_1", "drafter.draft_vocab_size=null"]
-    train += ["drafter.train_head=false", "objective.terms={tokens: 1.0}"]  # as the demo's
-    generate = ["-m", "specdec.generate", "--target", target, "--draft", draft, "--prompt-file", heldout, *on_device]
-    bench = [*BENCH, f"target.path={target}", f"draft={draft}", f"device={args.device}", f"out={result}"]
-    return [
-        Stage(
-            "target",
-            python(*pretrain, "--seconds", "{limit}", *sizes.target.split()),
-            share=0.36,
-            makes=target,
-            void=None if args.conversations else "no --conversations were given",
-        ),
-        Stage(
-            "answers",
-            python(*regenerate, "--out", answers / "answers.jsonl", *sizes.answers.split()),
-            share=0.07,
-            needs=(target,),
-            ends_itself=False,  # the shards that are whole serve
-        ),
-        Stage(
-            "drafter",
-            python(*train, *sizes.drafter.split()),
-            share=0.12,
-            needs=(target, answers),
-            makes=draft,
-            ends_itself=False,
-        ),
-        Stage("tau", python(*generate, "--compare", "--json", *sizes.tau.split()), share=0.07, needs=(target, draft)),
-        Stage(
-            "pair",
-            python(*bench, f"prompts={heldout}", "budget_s={budget}", *sizes.pair.split()),
-            share=0.09,
-            needs=(target, draft),
-            result=result,
-        ),
-    ]
-
-
-def machine_stages(args: argparse.Namespace, sizes: Sizes) -> list[Stage]:
-    """What needs no training: kernels, and random weights."""
-    gpu = None if args.device.startswith("cuda") else "the kernels' benchmark needs a GPU"
-    kernels = args.out / "kernels.json"
-    stages = [Stage("kernels", python("-m", "lab.bench.kernels", "--out", kernels), 0.1, result=kernels, void=gpu)]
-    for shape in sizes.shapes:
-        out = args.out / f"bench_{shape}.json"
-        words = [f"shape={shape}", f"device={args.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]
-        words += [f"out={out}", *TREE]
-        stages.append(Stage(f"bench {shape}", python(*BENCH, *words, *sizes.shape.split()), result=out))
-    return stages
-
-
-def test_stage(sizes: Sizes) -> Stage:
-    return Stage("tests", python("-m", "pytest", "-m", "gpu", "--no-header", *sizes.tests.split()), share=0.08)
-
-
-def python(*words: object) -> list[str]:
-    return [sys.executable, *map(str, words)]
+def choose(by_part: dict[str, list[Stage]], wanted: str | None) -> list[Stage]:
+    """The stages that a comma-separated list of parts and stages names; None: all of them."""
+    every = [stage for stages in by_part.values() for stage in stages]
+    if wanted is None:
+        return every
+    names = wanted.split(",")
+    if unknown := set(names) - set(by_part) - {stage.name for stage in every}:
+        parts = "; ".join(f"{part}: {', '.join(stage.name for stage in stages)}" for part, stages in by_part.items())
+        raise ValueError(f"there is no part and no stage {min(unknown)!r}: there are {parts}")
+    return [s for part, stages in by_part.items() for s in stages if part in names or s.name in names]
 
 
 def print_records(records: list[dict]) -> None:
@@ -144,18 +59,16 @@ def print_records(records: list[dict]) -> None:
     console(160).print(table)
 
 
-@one_sentence_errors
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", help="parts, and stages of them, with commas between; default: all")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything that this call runs (default 9)")
     parser.add_argument("--conversations", type=Path, help="to train from: .json, .jsonl or .jsonl.xz")
-    parser.add_argument("--minutes", type=float, default=10.0, help="for everything")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models and few tokens: a rehearsal, no measurement")
-    parser.add_argument("--stages", help="names, with commas between; default: all")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "gpu_proof", help="for data and weights")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_proof" / "results", help="for the records")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu_proof" / "out", help="for the results")
     args = parser.parse_args()
-    device = check_device(args.device)
     if args.minutes <= 0:
         raise ValueError(f"--minutes must be positive, got {args.minutes}")
     if args.conversations is not None and not args.conversations.is_file():
@@ -163,26 +76,38 @@ def main() -> None:
     for name in ("conversations", "work", "out"):  # the stages run in the repository's root
         if (path := getattr(args, name)) is not None:
             setattr(args, name, path.absolute())
-    output_folder(args.work)
-    output_folder(args.out)
-    sizes = TINY if args.tiny else Sizes()
-    stages = [test_stage(sizes), *pair_stages(args, sizes), *machine_stages(args, sizes)]
-    if args.stages is not None:
-        wanted, names = args.stages.split(","), [s.name for s in stages]
-        if unknown := set(wanted) - set(names):
-            raise ValueError(f"there is no stage {min(unknown)!r}: there are {', '.join(names)}")
-        stages = [s for s in stages if s.name in wanted]
+    return args
+
+
+def set_environment(work: Path) -> None:
+    """What all stages share: kernels once compiled serve every process, and nothing waits for a network."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(work / "inductor"))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then the running stage is ended too
+
+
+@one_sentence_errors
+def main() -> None:
+    args = arguments()
+    device = check_device(args.device)
+    place = Place(args.device, args.work, args.work / "results", args.conversations)
+    stages = choose(parts(place, TINY if args.tiny else Sizes()), args.stages)
+    output_folder(place.results)
+    archive = Archive(place.results, output_folder(args.out) / "results.tar.gz")
     head = provenance(device) | {"tiny": args.tiny, "cuda_device": args.device.startswith("cuda")}
     records: list[dict] = []
 
     def done(record: dict) -> None:
         records.append(record)
-        print(f"{record['stage']}: {record['outcome']}", file=sys.stderr, flush=True)
-        name = record["stage"].replace(" ", "_")
-        write_json(args.out / f"stage_{name}.json", head | record)
+        print(f"{record['stage']}: {record['outcome']}, {record.get('seconds', 0)} s", file=sys.stderr, flush=True)
+        # The result itself is a file of the stage's own, or short.
+        write_json(place.results / f"stage_{record['stage'].replace(' ', '_')}.json", head | record)
         write_json(args.out / "gpu_proof.json", head | {"stages": [brief(r) for r in records]})
+        archive.pack()
 
-    run_stages(stages, 60 * args.minutes, done, cwd=ROOT)
+    set_environment(args.work)
+    run_stages(stages, 60 * args.minutes, done, cwd=ROOT, logs=place.results, tick=archive.pack)
     print_records(records)
     outcomes = {r["stage"]: r["outcome"] for r in records}
     print(json.dumps({"out": str(args.out), "outcomes": outcomes, "torch": torch.__version__}))

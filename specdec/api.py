@@ -7,7 +7,8 @@ from pathlib import Path
 
 from drafters.formats import load_drafter
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import Engine, Result, RoundReport
+from specdec.engine.engine import Engine, Result
+from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.checkpoint import DTYPES
@@ -125,17 +126,18 @@ def generate(
     tree: TreePolicy | None = None,
     verifier: Verifier = sample_and_match,
     graphs: bool | None = None,
+    compile: bool = False,
     **request,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
     tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
-    the default is lossless with any tree. graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs,
-    seed, raw and observer, as `answer` takes them.
+    the default is lossless with any tree. graphs, compile: see `Engine`. request: sampling, max_new_tokens, stop,
+    logprobs, seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
-    return answer(Engine(target, drafter, tree, verifier, graphs=graphs), prompts, **request)
+    return answer(Engine(target, drafter, tree, verifier, graphs=graphs, compile=compile), prompts, **request)
 
 
 def answer(
@@ -148,7 +150,7 @@ def answer(
     logprobs: bool = False,
     seed: int = 0,
     raw: bool = False,
-    observer: Callable[[RoundReport], None] | None = None,
+    observer: Observer | Callable[[RoundReport], None] | None = None,
 ) -> Generation:
     """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
 

@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.acceptance import Acceptance
-from specdec.kernels import kernel_for
+from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
 from specdec.sampling.likely import top_logprobs
 from specdec.types import DraftTree, Sampling, SamplingBatch
-
-MOST = 32  # the largest k that the kernel `head_topk` takes
 
 
 @dataclass
@@ -41,7 +39,7 @@ class DraftState:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
-        if self.head is not None and self.head.bias is None and k <= MOST:
+        if self.head is not None and self.head.bias is None and k <= MOST_LIKELY:
             kernel = kernel_for("head_topk", self.readout)
             if kernel is not None and self.head.weight.dtype == self.readout.dtype:
                 logp, ids = kernel(self.readout.flatten(0, 1), self.head.weight, k)

@@ -20,7 +20,8 @@ from torch import Tensor
 class DraftTree:
     """Candidate continuations. Node 0 is the root: the last emitted token, which the target has not seen yet.
 
-    Nodes are sorted breadth first, so parents[b, i] < i for i > 0 (the root is its own parent).
+    Nodes are sorted breadth first, so parents[b, i] < i for i > 0 (the root is its own parent). Siblings carry
+    different tokens.
     """
 
     tokens: Tensor  # [B, N] target vocabulary ids
@@ -128,6 +129,7 @@ class Verifier(Protocol):
     lossless: bool  # the output is distributed as the target's own
     needs_q: bool  # works on trees of policies that sample only
     chains_only: bool
+    likeliest_only: bool  # at temperature 0 it asks of logits for the likeliest tokens, and for no probabilities
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None

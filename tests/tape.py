@@ -1,13 +1,15 @@
 """A CUDA graph without a GPU: operators are recorded while a function runs, and run again on the same memory.
 
 As with a graph, no Python of the function runs again, what it knew on the host is what it knew then, and every tensor
-lies where it lay: a result that is kept outside static tensors is not seen by the next run.
+lies where it lay: a result that is kept outside static tensors is not seen by the next run. A tape holds no tensor that
+it has not made itself, as a graph knows addresses only: to run it after one of them is gone is an error.
 """
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec.engine.graphs import WARM_UPS
 
@@ -72,8 +74,44 @@ def again(func, args, kwargs, out) -> None:
             x.copy_(new)
 
 
+class Borrowed:
+    """A tensor that a tape reads or writes and does not hold."""
+
+    def __init__(self, x: Tensor):
+        self.storage, self.dtype = StorageWeakRef(x.untyped_storage()), x.dtype
+        self.place = x.storage_offset(), x.shape, x.stride()
+
+    def __call__(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise AssertionError(f"a replay uses a tensor that nobody holds any more, of shape {tuple(self.place[1])}")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.place)
+
+
+def let_go(calls: list[tuple]) -> list[tuple]:
+    """The calls of a record with all tensors `Borrowed` whose memory was there before."""
+    own = set()
+    for func, args, kwargs, out in calls:
+        # What is lifted is a number that torch has made a tensor of, for an assignment.
+        given = [] if func is torch.ops.aten.lift_fresh.default else tensors((args, kwargs))
+        own |= {x.untyped_storage()._cdata for x in tensors(out)} - {x.untyped_storage()._cdata for x in given}
+
+    def borrow(value):
+        ours = not tensors(value) or value.untyped_storage()._cdata in own
+        return value if ours else Borrowed(value)
+
+    return [(call[0], *tree_map(borrow, call[1:])) for call in calls]
+
+
+def lend(call: tuple) -> tuple:
+    return tree_map(lambda value: value() if isinstance(value, Borrowed) else value, call)
+
+
 class Tape:
     """A `graphs.Backend` for tests."""
+
+    any_bound = False
+    late = True
 
     def __init__(self):
         self.generator = torch.Generator()
@@ -82,25 +120,26 @@ class Tape:
     def forget(self):
         pass
 
-    def capture(self, run, kept):
+    def capture(self, run, kept, bound):
         before, numbers = [x.clone() for x in kept], self.generator.get_state()
         for _ in range(WARM_UPS):
-            run()
+            run(bound)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.generator.set_state(numbers)
         with Recorder() as record:
-            made = run()
+            made = run(bound)
         # A capture only records: what running did is undone.
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.generator.set_state(numbers)
         self.captures += 1
+        calls = let_go(record.calls)
 
-        def replay():
+        def replay(_):
             self.replays += 1
-            for call in record.calls:
-                again(*call)
+            for call in calls:
+                again(*lend(call))
             return made
 
         return replay

@@ -10,7 +10,9 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
+OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra != "test" for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
+PLUGIN = {"pytest"}  # imports lab/bench/outcomes.py itself
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
 
 
@@ -37,7 +39,7 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
         if id(node) not in inside:
             at_once |= names
     own = {*ROOMS, "tests", *sys.stdlib_module_names, *(p.stem for p in path.parent.glob("*.py"))}
-    own |= {p.stem for p in ROOT.glob("tests/**/*.py")}
+    own |= {p.stem for folder in ("tests", "scripts") for p in (ROOT / folder).rglob("*.py")}
     return tuple({name.split(".")[0] for name in names} - own for names in (at_once, anywhere))
 
 
@@ -47,8 +49,8 @@ def imported(*folders: str) -> tuple[set[str], set[str]]:
 
 
 def test_what_the_program_imports_is_what_is_declared():
-    needed, optional = declared(PROJECT["dependencies"]), declared(EXTRAS["wandb"] + EXTRAS["data"])
-    at_once, anywhere = imported(*ROOMS)
+    needed, optional = declared(PROJECT["dependencies"]), declared(OPTIONAL)
+    at_once, anywhere = (found - PLUGIN for found in imported(*ROOMS))
     assert anywhere == set(needed) | set(optional)
     assert at_once <= set(needed), "extras are imported where they are used, and refused there if they are missing"
 
@@ -58,7 +60,7 @@ def test_what_the_tests_import_is_what_is_declared():
     _, anywhere = imported("tests")
     compared = {"speculators"}  # with requirements-speculators.txt
     assert anywhere - compared <= set(needed) | set(test)
-    optional = declared(EXTRAS["wandb"] + EXTRAS["data"])  # tested where installed
+    optional = declared(OPTIONAL)  # tested where installed
     assert {name for module, name in test.items() if module not in anywhere | set(optional)} <= TOOLS
 
 

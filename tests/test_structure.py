@@ -21,6 +21,7 @@ ROOMS = [
         "specdec.cli.errors",
         "specdec.cli.flags",
         "specdec.cli.files",
+        "specdec.cli.revision",
     ],
     ["specdec.cli.hydra_entry"],
     ["specdec.kernels"],

@@ -4,7 +4,6 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 """
 
 import json
-import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.revision import revision
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
@@ -115,10 +115,8 @@ def check_folder(out: Path, resume: bool) -> None:
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
     """Write config.yaml: resolved settings, versions and revision. Empty the log unless the run goes on."""
-    revision = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    head = f"# torch {torch.__version__}, transformers {transformers.__version__}, revision {revision or 'unknown'}\n"
-    text = head + OmegaConf.to_yaml(config, resolve=True)
-    write_text(out / "config.yaml", text)
+    made_by = f"torch {torch.__version__}, transformers {transformers.__version__}, revision {revision() or 'unknown'}"
+    write_text(out / "config.yaml", f"# {made_by}\n" + OmegaConf.to_yaml(config, resolve=True))
     if not resume:
         write_text(out / "log.jsonl", "")
 

@@ -1,5 +1,6 @@
 """The EAGLE-2 dynamic tree: expand the most likely nodes level by level, then keep the best of all candidates."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
+from specdec.kernels import kernel_for
 from specdec.types import DraftTree
 from trees.ancestors import ancestors_of
+
+WIDEST = 32  # topk that the kernel `tree_level` takes
+MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
 
 
 class Pool(NamedTuple):
@@ -40,6 +45,8 @@ class DynamicTree:
                 f"{candidates + 1} tokens, the root counted"
             )
         self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
+        self.no_parents = torch.zeros(topk, dtype=torch.int64)  # the first level's, as `Pool` names them
+        self.first_places, self.itself = torch.arange(1, topk + 1), torch.eye(topk, dtype=torch.bool)
 
     @staticmethod
     def candidates(topk: int, steps: int) -> int:
@@ -54,41 +61,42 @@ class DynamicTree:
 
     def expand(self, drafter: Drafter, state: DraftState) -> Pool:
         """Draft all candidates behind the state's position (W = 1)."""
-        w = self.topk
-        b = len(state.hidden)
-        device = state.hidden.device
-        slots = torch.arange(w, device=device)
+        w, b = self.topk, len(state.hidden)
+        self._move(state.hidden.device)
         first, state = state, drafter.root(state)
         scores, draft_ids = state.top(w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
-        pool_tokens, pool_scores = [tokens], [scores]
-        pool_parents = [torch.zeros(b, w, dtype=torch.int64, device=device)]
+        pool_tokens, pool_scores, pool_parents = [tokens], [scores], [self.no_parents.expand(b, w)]
         hidden = state.hidden.expand(b, w, -1)
-        places = slots.expand(b, w)  # of the frontier in the pool
-        eye = torch.eye(w, dtype=torch.bool, device=device).expand(b, w, w)
-        ancestors = eye
+        places, ancestors = self.first_places.expand(b, w), self.itself.expand(b, w, w)
+        choose = (kernel_for("tree_level", scores) if w <= WIDEST else None) or partial(next_level, self.itself)
         for level in range(1, self.steps):
             state = drafter.expand(first, tokens, hidden, level, ancestors)
             gains, draft_ids = state.top(w)
-            candidate_scores = (scores[..., None] + gains).flatten(1)  # [B,W*W]
-            candidate_tokens = drafter.vocab.to_target(draft_ids).flatten(1)
-            pool_scores.append(candidate_scores)
-            pool_tokens.append(candidate_tokens)
-            pool_parents.append((1 + places).repeat_interleave(w, dim=1))
-            if level + 1 < self.steps:
-                scores, chosen = candidate_scores.topk(w)
-                parent = chosen // w
-                tokens = candidate_tokens.gather(1, chosen)
+            children = drafter.vocab.to_target(draft_ids)
+            start, last = 1 + self.candidates(w, level), level + 1 == self.steps
+            every, parents, *best = choose(scores, places, ancestors, gains, children, start, 0 if last else w)
+            pool_tokens.append(children.flatten(1))
+            pool_scores.append(every)
+            pool_parents.append(parents)
+            if not last:
+                scores, tokens, parent, places, ancestors = best
                 hidden = state.hidden.gather(1, parent[..., None].expand(-1, -1, state.hidden.shape[-1]))
-                inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[-1]))
-                ancestors = torch.cat([inherited, eye], dim=2)
-                places = w + (level - 1) * w * w + chosen
-        return Pool(torch.cat(pool_tokens, 1), torch.cat(pool_scores, 1), torch.cat(pool_parents, 1))
+        return self.pooled(pool_tokens, pool_scores, pool_parents)
+
+    @staticmethod
+    def pooled(*levels: list[Tensor]) -> Pool:
+        """The pool of tokens, scores and parents, each given level by level."""
+        return Pool(*(torch.cat(parts, 1) for parts in levels))
 
     def select(self, root: Tensor, pool: Pool) -> DraftTree:
         """The tree of the root and the best candidates."""
         tokens, scores, parents = pool
-        kept = best_first(scores)[:, : self.num_draft_tokens - 1].sort(dim=1).values  # breadth first again
+        n = self.num_draft_tokens
+        if n <= MOST_NODES and scores.shape[1] <= MOST and (kernel := kernel_for("tree_select", scores)):
+            tokens, parents, depth, ancestors, logq = kernel(root, tokens, scores, parents, n, self.steps)
+            return DraftTree(tokens, parents, depth, ancestors, self.steps, logq)
+        kept = best_first(scores)[:, : n - 1].sort(dim=1).values  # breadth first again
         nodes = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a place is a search
         tree_parents = F.pad(torch.searchsorted(nodes, parents.gather(1, kept)), (1, 0))
         ancestors = ancestors_of(tree_parents, self.steps)
@@ -100,6 +108,40 @@ class DynamicTree:
             steps=self.steps,
             logq=F.pad(scores.gather(1, kept), (1, 0)),
         )
+
+    def _move(self, device: torch.device) -> None:
+        """Bring what every tree begins with to the device of the first state, once."""
+        if self.no_parents.device != device:
+            self.no_parents, self.first_places, self.itself = (
+                x.to(device) for x in (self.no_parents, self.first_places, self.itself)
+            )
+
+
+def next_level(
+    itself: Tensor,
+    scores: Tensor,
+    places: Tensor,
+    ancestors: Tensor,
+    gains: Tensor,
+    tokens: Tensor,
+    start: int,
+    count: int,
+) -> tuple[Tensor, ...]:
+    """The children of W nodes, and the best W of them, or none if `count` is 0.
+
+    Of the nodes: path scores [B,W], places as parents are named in `Pool` [B,W], and which of C positions each sees,
+    ancestors [B,W,C]. Of their children: log-probabilities gains [B,W,W] and tokens [B,W,W]. start: the first child's
+    place. itself: ones on the diagonal [W,W]. Returns of all children scores and parents [B,W*W], and of the best ones,
+    best first, scores, tokens, which of the nodes each is a child of, places [B,W], and ancestors [B,W,C+W]."""
+    every = (scores[..., None] + gains).flatten(1)
+    parents = places[..., None].expand_as(gains).flatten(1)
+    if count == 0:
+        return every, parents
+    scores, chosen = every.topk(count)
+    parent = chosen // gains.shape[2]
+    inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[2]))
+    ancestors = torch.cat([inherited, itself.expand(len(every), -1, -1)], 2)
+    return every, parents, scores, tokens.flatten(1).gather(1, chosen), parent, start + chosen, ancestors
 
 
 def best_first(scores: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
 """Speed of several ways to decode, side by side in one run (docs/bench.md).
 
-In each configuration every contender is warmed up. Then all take turns, trial by trial, and medians over the trials
-count. What fails, does not fit or would come after the time budget is a row with the reason: nothing is left out.
+In each configuration every contender is warmed up and has its first trial. Then all take turns, trial by trial, and
+medians over the trials count. So a run that is cut off has measured those that were begun. What fails, does not fit or
+would come after the time budget is a row with the reason: nothing is left out.
 """
 
 import statistics
 import time
+from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
 
+from lab.bench.agreement import compare_texts
 from lab.bench.contenders import Contender, NotAvailable, TimedRun
-from lab.cost.memory import PeakMemory, read_bytes
+from lab.cost.memory import PeakMemory
 from lab.cost.simulated_tau import MARK
 from specdec.types import Sampling
 
@@ -101,6 +104,7 @@ class Bench:
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
     progress: Callable[[str], None] = lambda what: None  # told what is being done
+    save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:
         if self.warmups < 0 or self.trials < 1:
@@ -123,19 +127,35 @@ class Bench:
             self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))
             if not _void(row):
                 kept[name] = []
-        for trial in range(self.trials):
+                self._turn(name, configuration, sampling, rows, kept)
+            self.save(list(self._summarised(rows, kept, configuration).values()))
+        for _ in range(1, self.trials):
             for name in list(kept):
+                self._turn(name, configuration, sampling, rows, kept)
+                self.save(list(self._summarised(rows, kept, configuration).values()))
+        told = self._summarised(rows, kept, configuration)
+        if "plain" in kept and sampling.greedy:
+            self._compare_texts(told, kept, configuration, sampling)
+        return list(told.values())
 
-                def turn(name: str = name, trial: int = trial) -> None:
-                    kept[name].append(self._trial(name, configuration, sampling, trial, rows[name]))
+    def _turn(self, name: str, configuration: Configuration, sampling: Sampling, rows: dict, kept: dict) -> None:
+        """The next trial of a contender; one that fails is not in `kept` any longer."""
 
-                self._attempt(rows[name], turn)
-                if _void(rows[name]):
-                    del kept[name]
-        for name, trials in kept.items():
-            rows[name] |= self._summary(name, configuration, trials)
-        self._compare(rows, kept, sampling)
-        return list(rows.values())
+        def trial() -> None:
+            kept[name].append(self._trial(name, configuration, sampling, len(kept[name]), rows[name]))
+
+        self._attempt(rows[name], trial)
+        if _void(rows[name]):
+            del kept[name]
+
+    def _summarised(self, rows: dict, kept: dict, configuration: Configuration) -> dict[str, dict]:
+        """The rows with what the trials so far say."""
+        told = {name: dict(row) for name, row in rows.items()}
+        measured = {name: trials for name, trials in kept.items() if trials}
+        for name, trials in measured.items():
+            told[name] |= self._summary(name, configuration, trials)
+        self._compare(told, measured)
+        return told
 
     def _check_room(self, configuration: Configuration) -> None:
         need, context = configuration.prompt + configuration.new, self.target.config.context
@@ -192,10 +212,11 @@ class Bench:
             "time_to_first_token_ms": 1e3 * first,
             "cache_bytes": max(run.cache_bytes for run in runs),
             "weight_bytes": self.made[name].weights,
+            **self.made[name].details(),
         }
         if steps:
             rate = _median_rate(trials, lambda run: len(run.tokens) - 1, lambda run: sum(run.steps))
-            moved = read_bytes(self.target, configuration.prompt + configuration.new / 2, packed=self.made[name].ours)
+            moved = self.made[name].moved(self.target, configuration.prompt + configuration.new / 2)
             p50, p95 = np.percentile(steps, [50, 95])
             out |= {
                 "decode_tokens_per_second": rate,
@@ -212,24 +233,32 @@ class Bench:
     def _accidental(self, name: str) -> bool:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
-    def _compare(self, rows: dict[str, dict], kept: dict[str, list[list[TimedRun]]], sampling: Sampling) -> None:
-        """Compare speeds with our plain decoding and with the fastest of transformers, and greedy texts with ours."""
-        speed = {name: rows[name]["tokens_per_second"] for name in kept}
-        others = {name: r for name, r in speed.items() if not (self.made[name].ours or self._accidental(name))}
+    def _own(self, name: str) -> bool:
+        """Does it have the target's own weights?"""
+        return self.made[name].ours or self.made[name].peer
+
+    def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:
+        """Compare speeds with our plain decoding and with the fastest of transformers."""
+        speed = {name: rows[name]["tokens_per_second"] for name in measured}
+        others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
         best = max(others, key=others.get) if others else None
         for name, rate in speed.items():
             if best is not None:
                 rows[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}
             if "plain" in speed:
                 rows[name]["to_plain"] = rate / speed["plain"]
-            comparable = "plain" in speed and sampling.greedy and MARK not in name
-            if comparable and (self.made[name].ours or not self.random_weights):
-                pairs = [
-                    (mine.tokens, plain.tokens)
-                    for trial, reference in zip(kept[name], kept["plain"], strict=False)
-                    for mine, plain in zip(trial, reference, strict=True)
-                ]
-                rows[name]["same_text_as_plain"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+
+    def _compare_texts(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> None:
+        """Compare greedy texts with those of our plain decoding."""
+        for name, trials in kept.items():
+            if MARK in name or (self.random_weights and not self._own(name)):
+                continue
+            texts = [
+                (prompt, mine.tokens, plain.tokens)
+                for trial, (runs, reference) in enumerate(zip(trials, kept["plain"], strict=False))
+                for prompt, mine, plain in zip(self.prompts(trial, configuration.prompt), runs, reference, strict=True)
+            ]
+            rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
 
 
 def _void(row: dict) -> bool:

@@ -1,10 +1,10 @@
-"""Our engine against transformers, in one run (Hydra):  specdec bench suite=quick prompts=questions.jsonl
+"""Our engine against others, in one run (Hydra):  specdec bench suite=quick prompts=questions.jsonl
 
     specdec bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
     specdec bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
 
-Prints a table and writes one JSON file, anew after every configuration; the last line is one JSON object. docs/bench.md
-says what the numbers mean, `--cfg job` prints every setting.
+Prints a table and writes one JSON file, anew after every trial; the last line is one JSON object. docs/bench.md says
+what the numbers mean, `--cfg job` prints every setting.
 """
 
 import json
@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
 from lab.bench.contenders import Contender, Ours, of_transformers_by_name
+from lab.bench.peers import peers_by_name
 from lab.bench.shapes import random_head, random_target, random_transformers
 from lab.bench.table import print_rows
 from lab.cost.memory import bandwidth
@@ -46,8 +47,8 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
     return target, lambda: random_head(target, **shape["drafter"])
 
 
-def make_contenders(settings: dict, target, make_drafter) -> dict:
-    """How to make each contender that the suite names."""
+def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
+    """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
     shape = settings.get("shape")
     verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
     tree = TreeSpec.of(settings["topk"], settings["steps"], settings["num_draft_tokens"]).build()
@@ -65,17 +66,22 @@ def make_contenders(settings: dict, target, make_drafter) -> dict:
 
         return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
 
-    def speculative() -> Contender:
-        return Ours(target, make_drafter(), tree, verifier)
+    def plain(compiled: bool = False) -> Contender:
+        return Ours(target, compiled=compiled)
+
+    def speculative(compiled: bool = False) -> Contender:
+        return Ours(target, make_drafter(), tree, verifier, compiled)
 
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
-    known = {"plain": lambda: Ours(target), "speculative": speculative} | of_transformers_by_name(model, assistant)
+    known = {"plain": plain, "speculative": speculative}
+    known |= {f"compiled-{name}": partial(make, compiled=True) for name, make in known.items()}
+    known |= of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
     names = settings["suite"]["contenders"]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no contender {name!r}: there are {', '.join(known)}")
-    simulated = {"speculative": f"speculative, {verifier}"} if isinstance(verifier, SimulatedTau) else {}
-    return {simulated.get(name, name): known[name] for name in names}
+    simulated = f", {verifier}" if isinstance(verifier, SimulatedTau) else ""
+    return {name + simulated * name.endswith("speculative"): known[name] for name in names}
 
 
 def make_prompts(settings: dict, target):
@@ -110,12 +116,18 @@ def run(config: DictConfig) -> None:
     configurations = read_configurations(settings["configurations"], suite["configurations"])
     device = check_device(settings["device"])
     target, make_drafter = load_pair(settings, device)
-    contenders = make_contenders(settings, target, make_drafter)
+    longest = max(c.prompt + c.new for c in configurations)
+    contenders = make_contenders(settings, target, make_drafter, min(longest, target.config.context))
     prompts, title = make_prompts(settings, target), title_of(settings, target)
     ceiling = bandwidth(device)
     result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
     result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
     result["weights"] = "random: only speed means anything" if settings.get("shape") else target.name
+    rows: list[dict] = []
+
+    def save(more: list[dict]) -> None:
+        write_json(out, result | {"rows": rows + more})
+
     bench = Bench(
         target,
         contenders,
@@ -127,11 +139,11 @@ def run(config: DictConfig) -> None:
         seed=settings["seed"],
         random_weights=settings.get("shape") is not None,
         progress=lambda what: print(what, file=sys.stderr, flush=True),
+        save=save,
     )
-    rows: list[dict] = []
     for configuration in configurations:
         rows += bench.run(configuration)
-        write_json(out, result | {"rows": rows})
+        save([])
     print_rows(rows, title)
     speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))

@@ -1,18 +1,21 @@
 """Ways to decode that a benchmark compares: our engine, and `generate` of transformers in its several settings."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import nn
 
-from lab.cost.memory import size_of, wait
+from lab.cost.memory import read_bytes, size_of, wait
+from specdec import kernels
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
-from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.types import Sampling, Verifier
 from specdec.verify import sample_and_match
 
@@ -36,11 +39,32 @@ class Contender:
     """Decodes one prompt of token ids into `new` tokens. No end-of-text token ends it."""
 
     ours = False  # decodes with this project's engine
+    peer = False  # decodes with another engine than transformers, and with the target's own weights
     drafts = False  # its speed depends on what is accepted
     weights: int  # bytes, those of a drafter or an assistant included
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         raise NotImplementedError
+
+    def moved(self, target, context: float) -> float:
+        """Bytes that plain decoding with its weights must read for the token behind `context` tokens."""
+        return read_bytes(target, context, packed=self.ours)
+
+    def details(self) -> dict:
+        """Further entries of its rows, such as the version of an engine."""
+        return {}
+
+
+class _Marks(Observer):
+    """When the engine's steps were told."""
+
+    reads = Reads.TOKENS
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, report: RoundReport) -> None:
+        self.times.append(time.perf_counter())
 
 
 class Ours(Contender):
@@ -54,25 +78,41 @@ class Ours(Contender):
         drafter: Drafter | None = None,
         tree: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
+        compiled: bool = False,
     ):
-        self.engine, self.drafts = Engine(target, drafter, tree, verifier), drafter is not None
+        """compiled: rounds are (docs/compile.md), on a GPU of torch's operators in the place of our kernels."""
+        self.operators = torch_operators if compiled and target.device.type == "cuda" else nullcontext
+        try:
+            with self.operators():
+                self.engine = Engine(target, drafter, tree, verifier, compile=compiled)
+        except ValueError as error:
+            raise NotAvailable(str(error)) if compiled else error from None
+        self.drafts = drafter is not None
         self.weights = weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        marks: list[float] = []
-
-        def observe(_: RoundReport) -> None:
-            marks.append(time.perf_counter())
-
-        with _Caches(self.engine) as caches:
+        marks = _Marks()
+        with self.operators(), _Caches(self.engine) as caches:
             wait(self.engine.device)
             start = time.perf_counter()
             result = self.engine.generate(
-                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=observe
+                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=marks
             )
             seconds = time.perf_counter() - start
-        steps = [now - before for before, now in pairwise(marks)]
+        steps = [now - before for before, now in pairwise(marks.times)]
         return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
+
+
+@contextmanager
+def torch_operators() -> Iterator[None]:
+    """Without our kernels for a while."""
+    before = dict(zip(kernels.KERNELS, kernels.backends(), strict=True))
+    kernels.use("torch")
+    try:
+        yield
+    finally:
+        for name, backend in before.items():
+            kernels.use(backend, name)
 
 
 class _Caches:
@@ -117,26 +157,52 @@ class Transformers(Contender):
         torch.manual_seed(seed)
         wait(device)
         clock, start = Clock(device), time.perf_counter()
+        runs = _Runs(self.model) if self.drafts else nullcontext(lambda: True)
+        with runs as has_run:
 
-        def step(*_) -> torch.Tensor:  # asked after every step whether to stop
-            clock.mark("step")
-            return torch.zeros(1, dtype=torch.bool, device=device)
+            def step(*_) -> torch.Tensor:  # asked after every step whether to stop
+                if has_run():
+                    clock.mark("step")
+                return torch.zeros(1, dtype=torch.bool, device=device)
 
-        out = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            pad_token_id=0,
-            stopping_criteria=[step],
-            return_dict_in_generate=True,
-            **of_transformers(sampling),
-            **self.how,
-        )
+            out = self.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new,
+                pad_token_id=0,
+                stopping_criteria=[step],
+                return_dict_in_generate=True,
+                **of_transformers(sampling),
+                **self.how,
+            )
         wait(device)
         seconds = time.perf_counter() - start
         times = [taken for _, taken in clock.intervals()]
         tokens = out.sequences[0, len(prompt) :].tolist()
         return TimedRun(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
+
+
+class _Runs:
+    """A context whose value tells whether a model has run since it was asked the last time.
+
+    transformers 5.17 asks whether to stop also of what was drafted, before the model has seen that: no step is over."""
+
+    def __init__(self, model: nn.Module):
+        self.model, self.ran = model, False
+
+    def __enter__(self) -> Callable[[], bool]:
+        self.hook = self.model.register_forward_hook(self._note)
+        return self._has_run
+
+    def _note(self, *_) -> None:
+        self.ran = True
+
+    def _has_run(self) -> bool:
+        ran, self.ran = self.ran, False
+        return ran
+
+    def __exit__(self, *_) -> None:
+        self.hook.remove()
 
 
 # The settings that transformers' `generate` has too, under the same names.

@@ -41,8 +41,9 @@ def random_head(target: Target, draft_vocab_size: int | None = None, seed: int =
     """An EAGLE-3 head for a target, in its dtype and on its device; `settings` are those of `eagle3.create`."""
     torch.manual_seed(seed)
     vocab = target.vocab
-    ids = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, vocab))
-    drafter = eagle3.create(target, vocab=DraftVocab(vocab, ids), init="random", **settings)
+    with torch.device(target.device):  # the CPU would take seconds to draw the weights of a large head
+        ids = None if draft_vocab_size is None else torch.arange(min(draft_vocab_size, vocab))
+        drafter = eagle3.create(target, vocab=DraftVocab(vocab, ids), init="random", **settings)
     drafter.bfloat16().to(target.device, target.dtype).eval().requires_grad_(False)
     return drafter
 

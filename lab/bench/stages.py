@@ -1,17 +1,25 @@
 """Commands that run one after the other, each within its time limit, and a record of how each ended."""
 
+import ctypes
 import json
 import os
 import shlex
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-TAIL = 4000  # characters of output kept
+TAIL = 4000  # characters of output in the record
 GRACE = 20.0  # seconds from being asked to stop to being killed
+TICK = 2.0  # seconds between two looks at what a running stage has written
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
+
+Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -23,25 +31,43 @@ class Stage:
 
     name: str
     command: list[str]
-    share: float | None = None  # of the whole time, at most; None: an equal part of what is left
+    seconds: float = 60.0  # what it should take; of the time that is left it gets its part by this
     needs: tuple[Path, ...] = ()  # files without which it is skipped
     makes: Path | None = None  # if it is there beforehand, the stage is not run; if it is missing afterwards, it failed
     result: Path | None = None  # a JSON file for the record; None: the last line of output, if it is a JSON object
     ends_itself: bool = True  # False: to be stopped when the time is over is how it is meant to end
     void: str | None = None  # why it cannot run here
 
+    @property
+    def runs(self) -> bool:
+        """Will it take time, as far as is known beforehand?"""
+        return self.void is None and (self.makes is None or not self.makes.exists())
 
-def run_stages(stages: list[Stage], seconds: float, done: Callable[[dict], None], cwd: Path | None = None) -> None:
-    """Run all stages that can run. done: called with the record of each as soon as it is over."""
+
+def run_stages(
+    stages: list[Stage],
+    seconds: float,
+    done: Callable[[dict], None],
+    *,
+    cwd: Path | None = None,
+    logs: Path | None = None,
+    tick: Tick = lambda: None,
+) -> None:
+    """Run all stages that can run. done: called with the record of each as soon as it is over.
+
+    logs: a folder that keeps the whole output of each, NAME.log. tick: called every few seconds while a stage runs."""
     deadline = time.monotonic() + seconds
     for i, stage in enumerate(stages):
         left = deadline - time.monotonic()
-        open_ended = sum(later.share is None for later in stages[i:])
-        limit = min(left, stage.share * seconds) if stage.share is not None else left / open_ended
-        done(run_stage(stage, limit, cwd))
+        all_seconds = sum(later.seconds for later in stages[i:] if later.runs)
+        limit = left * stage.seconds / all_seconds if stage.runs else left
+        log = logs and logs / f"{stage.name.replace(' ', '_')}.log"
+        done(run_stage(stage, limit, cwd=cwd, log=log, tick=tick))
 
 
-def run_stage(stage: Stage, limit: float, cwd: Path | None = None) -> dict:
+def run_stage(
+    stage: Stage, limit: float, *, cwd: Path | None = None, log: Path | None = None, tick: Tick = lambda: None
+) -> dict:
     """Run a stage and return its record. `outcome` is done, failed, out of time, skipped or kept (made before)."""
     times = {"{limit}": f"{max(limit, 1):.0f}", "{budget}": f"{max(0.75 * limit, 1):.0f}"}
     command = [_fill(word, times) for word in stage.command]
@@ -55,7 +81,10 @@ def run_stage(stage: Stage, limit: float, cwd: Path | None = None) -> dict:
     if stage.result is not None:
         stage.result.unlink(missing_ok=True)  # an older run's must not pass for this one's
     start = time.monotonic()
-    output, code, stopped = _run(command, limit, cwd)
+    with tempfile.TemporaryDirectory() as folder:
+        log = log or Path(folder) / "log"
+        code, stopped = _run(command, limit, cwd, log, tick)
+        output = log.read_text(encoding="utf-8", errors="replace")
     well = code == 0 or (stopped and not stage.ends_itself)
     if well and stage.makes is not None and not stage.makes.exists():
         well = False
@@ -70,28 +99,49 @@ def _fill(word: str, values: dict[str, str]) -> str:
     return word
 
 
-def _run(command: list[str], limit: float, cwd: Path | None) -> tuple[str, int, bool]:
-    """Output, exit code, and whether the time was over. Then the command and its children are interrupted, as by
-    Ctrl-C, and killed after some more time."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
-    )
-    stopped, output = False, ""
-    for number, wait in ((signal.SIGINT, limit), (signal.SIGKILL, GRACE), (None, None)):
+def _run(command: list[str], limit: float, cwd: Path | None, log: Path, tick: Tick) -> tuple[int, bool]:
+    """Exit code, and whether the time was over. Then the command and its children are interrupted, as by Ctrl-C, and
+    killed after some more time. Whatever ends this process ends the command."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # what runs in the background ignores it
+        if libc is not None:  # even if this process is killed, the next command finds the device idle
+            libc.prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # so that the log tells what was done before a kill
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=begin,
+        )
+        stopped = False
         try:
-            output, _ = process.communicate(timeout=wait)
-            break
-        except subprocess.TimeoutExpired:
-            stopped = True
-            os.killpg(process.pid, number)
-    return output, process.returncode, stopped
+            for number, wait in ((signal.SIGINT, limit), (signal.SIGKILL, GRACE)):
+                if _ends_within(process, wait, tick):
+                    break
+                stopped = True
+                os.killpg(process.pid, number)
+        finally:
+            with suppress(ProcessLookupError):  # children that outlive it, or all of them after an error here
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return process.returncode, stopped
+
+
+def _ends_within(process: subprocess.Popen, seconds: float, tick: Tick) -> bool:
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(left, TICK))
+            return True
+        tick()
+    return process.poll() is not None
 
 
 def _result(stage: Stage, output: str):

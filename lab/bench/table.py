@@ -15,7 +15,7 @@ def print_rows(rows: list[dict], title: str) -> None:
     """Print the rows by configuration; below the table, what was skipped or failed, and why."""
     table = Table(title=title, caption="tokens/s: end to end; decoding: without prompt and first token")
     for column in COLUMNS:
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for i, row in enumerate(rows):
         if i == 0 or rows[i - 1]["configuration"] != row["configuration"]:
             table.add_section()
@@ -31,7 +31,7 @@ def remarks(rows: list[dict]) -> dict[str, list[str]]:
     """Remarks, each with the configurations that it is about."""
     out: dict[str, list[str]] = {}
     for row in rows:
-        for kind in ("failed", "skipped", "note"):
+        for kind in ("failed", "skipped", "note", "differs"):
             if kind in row:
                 out.setdefault(f"{row['contender']}, {kind}: {row[kind]}", []).append(row["configuration"])
     return out

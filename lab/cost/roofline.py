@@ -2,18 +2,21 @@
 
 A forward of R = B n rows over contexts of C tokens takes, with W the bytes of the weights that it reads,
 
-    max(W / bandwidth, 2 (W / bytes per weight) R / flops)                  linear maps: all weights once
-  + max(B C kv / bandwidth, 4 layers heads Dh C R / flops)                  attention: keys and values once per sequence
-  + kernels * launch                                                        the least time that a kernel takes
+    max((W + logits) / bandwidth, 2 (W / bytes per weight) R / flops)    linear maps: all weights once
+  + max(B C kv / bandwidth, 4 layers heads Dh C R / flops)               attention: keys and values once per sequence
+  + launches * launch                                                    the least time that a kernel takes
 
 This is the roofline of Williams et al. (CACM 2009) for each of the two. A plain token is a forward with n = 1. A round
 is the target's forward with n = N, steps - 1 forwards of a one-layer drafter with n = topk, one with n = steps + 1 that
-absorbs what was accepted, small operators at every level, and one reading by the host. Nothing overlaps, nothing is
-quantised, and there is one device. Bandwidth and FLOP/s are the vendor's peaks times the shares that kernels are
-assumed to reach.
+absorbs what was accepted, small operators around them, and one reading by the host. How many kernels are launched is
+counted (`lab.cost.launches`). Nothing overlaps, nothing is quantised, and there is one device. What lies between two
+layers is small and taken to stay in the device's cache. Bandwidth and FLOP/s are the vendor's peaks times the shares
+that kernels are assumed to reach.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +54,9 @@ class ForwardShape:
     kv: float  # elements that one token adds to the cache
     heads_dim: int  # query heads * head size
     bytes_each: float = 2.0
+    head: float = 0.0  # of a drafter's weights those that only guessing reads, and
+    entry: float = 0.0  # those that only absorbing reads
+    vocab: int = 0  # logits that a row makes, where they are written to memory
 
     @property
     def bytes(self) -> float:
@@ -63,7 +69,7 @@ def decoder(
     """A dense decoder, from the numbers of its config."""
     attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
     weights = layers * (attention + 3 * hidden * intermediate) + vocab * hidden
-    return ForwardShape(weights, layers, 2 * layers * kv_heads * head_dim, heads * head_dim)
+    return ForwardShape(weights, layers, 2 * layers * kv_heads * head_dim, heads * head_dim, vocab=vocab)
 
 
 def eagle3_of(
@@ -71,8 +77,9 @@ def eagle3_of(
 ) -> ForwardShape:
     """An EAGLE-3 head for such a decoder: `fc` over three taps, a layer that reads two inputs side by side, a head."""
     one = decoder(1, hidden, intermediate, heads, kv_heads, head_dim, draft_vocab)
-    more = hidden * (heads + 2 * kv_heads) * head_dim + 3 * hidden * hidden
-    return replace(one, weights=one.weights + more)
+    second, entry = hidden * (heads + 2 * kv_heads) * head_dim, 3 * hidden * hidden
+    weights = one.weights + second + entry
+    return replace(one, weights=weights, head=draft_vocab * hidden, entry=entry, vocab=0)
 
 
 CONFIGS = {
@@ -83,35 +90,93 @@ CONFIGS = {
 
 
 @dataclass(frozen=True)
+class RoundLaunches:
+    """Kernels of a round by part, as `lab.cost.launches` counts them; of a plain round those of the drafter are 0."""
+
+    layer: int  # a layer of the target
+    target: int  # the target's forward besides
+    verification: int
+    commit: int
+    settle: int  # which rows go on, and copies to where the next round finds the results
+    root: int = 0
+    level: int = 0
+    selection: int = 0
+    absorb: int = 0
+
+
+PLAIN, CHAIN, TREE = "plain", "chain", "tree"  # the kinds of rounds
+
+
+class PartCost(NamedTuple):
+    """What a part of a round moves, computes and launches, and the seconds that it takes then."""
+
+    bytes: float
+    flops: float
+    launches: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Roofline(Costs):
     """`Costs` by the formulas of this module."""
 
     hardware: Hardware
     target: ForwardShape
     drafter: ForwardShape
-    kernels_a_layer: int = 10
-    kernels_a_level: int = 25  # the bookkeeping of a dynamic tree
+    launches: Mapping[str, RoundLaunches]  # by kind of round
     host: float = 30e-6  # one reading of the emitted tokens
 
-    def forward(self, shape: ForwardShape, nodes: float, context: np.ndarray, batch: float) -> np.ndarray:
-        """Seconds of one forward of `nodes` rows for each of `batch` sequences."""
-        h, rows = self.hardware, nodes * batch
-        bandwidth, flops = h.bandwidth * h.bandwidth_share, h.flops * h.flops_share
-        context = np.asarray(context, dtype=float)
-        linear = max(shape.bytes / bandwidth, 2 * shape.weights * rows / flops)
-        read = batch * context * shape.kv * shape.bytes_each / bandwidth
-        computed = 4 * shape.layers * shape.heads_dim * context * rows / flops
-        return linear + np.maximum(read, computed) + self.kernels_a_layer * shape.layers * h.launch
-
     def plain(self, context: np.ndarray, batch: float = 1) -> np.ndarray:
-        return self.forward(self.target, 1, context, batch) + self.host
+        return sum(part.seconds for part in self.parts(None, context, batch).values()) + self.host
 
     def round(self, tree: TreeSpec, context: np.ndarray, batch: float = 1) -> np.ndarray:
-        level = self.forward(self.drafter, tree.topk, context, batch)
-        absorb = self.forward(self.drafter, tree.steps + 1, context, batch)
-        verify = self.forward(self.target, tree.num_draft_tokens, context, batch)
-        small = tree.steps * self.kernels_a_level * self.hardware.launch
-        return (tree.steps - 1) * level + absorb + verify + small + self.host
+        return sum(part.seconds for part in self.parts(tree, context, batch).values()) + self.host
+
+    def parts(self, tree: TreeSpec | None, context: np.ndarray, batch: float = 1) -> dict[str, PartCost]:
+        """The parts of a round; tree None: of a plain one. The host's reading is not among them."""
+        target, drafter = self.target, self.drafter
+        many = self.launches[PLAIN if tree is None else CHAIN if tree.topk == 1 and not tree.file else TREE]
+        nodes, steps = (1, 0) if tree is None else (tree.num_draft_tokens, tree.steps)
+        logits = nodes * batch * target.vocab * target.bytes_each
+        moved = 2 * steps * batch * target.kv * target.bytes_each  # of `steps` tokens, read and written, at most
+        parts = {}
+        if tree is not None:
+            alone = replace(drafter, weights=drafter.head, kv=0, heads_dim=0)
+            level = replace(drafter, weights=drafter.weights - drafter.entry)
+            levels = self.forward(level, tree.topk, context, batch, many.level)
+            parts["root"] = self.forward(alone, 1, context, batch, many.root)
+            parts["draft levels"] = PartCost(*(value * (steps - 1) for value in levels))
+            parts["selection"] = self._small(0, many.selection)
+        whole = many.target + target.layers * many.layer
+        parts["target"] = self.forward(target, nodes, context, batch, whole)
+        parts["verification"] = self._small(logits, many.verification)
+        parts["commit"] = self._small(moved, many.commit)
+        if tree is not None:
+            entering = replace(drafter, weights=drafter.weights - drafter.head)
+            parts["absorb"] = self.forward(entering, steps + 1, context, batch, many.absorb)
+        return parts | {"settle": self._small(0, many.settle)}
+
+    def forward(
+        self, shape: ForwardShape, nodes: float, context: np.ndarray, batch: float, launches: float
+    ) -> PartCost:
+        """A forward of `nodes` rows for each of `batch` sequences."""
+        bandwidth, flops = self._rates()
+        rows, context = nodes * batch, np.asarray(context, dtype=float)
+        weights = shape.bytes + rows * shape.vocab * shape.bytes_each
+        products = 2 * shape.weights * rows
+        read = batch * context * shape.kv * shape.bytes_each
+        attention = 4 * shape.layers * shape.heads_dim * context * rows
+        seconds = max(weights / bandwidth, products / flops) + np.maximum(read / bandwidth, attention / flops)
+        return PartCost(weights + read, products + attention, launches, seconds + launches * self.hardware.launch)
+
+    def _small(self, moved: float, launches: float) -> PartCost:
+        """A part that does no arithmetic to speak of."""
+        return PartCost(moved, 0.0, launches, moved / self._rates()[0] + launches * self.hardware.launch)
+
+    def _rates(self) -> tuple[float, float]:
+        """Bytes/s and FLOP/s that are reached."""
+        h = self.hardware
+        return h.bandwidth * h.bandwidth_share, h.flops * h.flops_share
 
     def fits(self, context: float, batch: float) -> bool:
         """Do weights (but for the embedding) and caches fit into the memory?"""

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.engine import Engine
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.types import Sampling
 from trees.spec import TreeSpec
 
@@ -56,8 +57,10 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[TreeS
     return chosen
 
 
-class _RoundWatch:
+class _RoundWatch(Observer):
     """An observer of the engine that keeps its clock, and the longest row's tokens before each round."""
+
+    reads = Reads.TOKENS
 
     def __init__(self) -> None:
         self.contexts: list[int] = []

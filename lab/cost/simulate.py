@@ -2,8 +2,8 @@
 
     specdec simulate --hardware h100 --target llama-3.1-8b --out h100.png
 
-Times come from a roofline (`lab.cost.roofline`). tau comes from acceptance by rank, taken as equal at every depth, and
-from the best tree of N nodes for it (`trees.optimal`).
+Times come from a roofline (`lab.cost.roofline`), whose launches are counted (`lab.cost.gpu_round`). tau comes from
+acceptance by rank, taken as equal at every depth, and from the best tree of N nodes for it (`trees.optimal`).
 """
 
 import argparse
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from lab.cost.gpu_round import counted_launches
 from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder, eagle3_of
 from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.output import console, write_figure
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     trees = useful_trees(topks, args.steps, args.num_draft_tokens)
     if not trees:
         raise ValueError("there is no setting with these --topk, --steps, --num-draft-tokens and ranks of --accept")
-    costs = Roofline(hardware_of(args), *shapes_of(args))
+    costs = Roofline(hardware_of(args), *shapes_of(args), counted_launches())
     taus = {tree: tau_of(tree, args.accept) for tree in trees}
     rows = best_by_load(costs, taus, args.batch, args.context)
     name = f"{args.target} on {args.hardware or 'the given hardware'}, acceptance {args.accept[0]:g} at rank 1"

@@ -37,6 +37,7 @@ class SimulatedTau:
         if not 1 <= self.tau < float("inf"):
             raise ValueError(f"a simulated tau must be at least 1, the bonus token, got {self.tau}")
         self.needs_q, self.chains_only = self.verifier.needs_q, self.verifier.chains_only
+        self.likeliest_only = self.verifier.likeliest_only
 
     def __str__(self) -> str:
         return f"{MARK} tau {self.tau:g}"

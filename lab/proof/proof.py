@@ -30,6 +30,7 @@ class OneInAThousand:
     def __init__(self, inner: Verifier, rate: float = 1e-3):
         self.inner, self.rate, self.owed = inner, rate, 0.0
         self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
+        self.likeliest_only = inner.likeliest_only
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator=None) -> Verdict:

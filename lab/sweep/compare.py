@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from specdec.api import generate
+from specdec.api import answer
 from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.engine import Engine, Result
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.target import Target
@@ -80,21 +81,21 @@ def compare(
     Taking turns spreads whatever else the machine does evenly. progress: called after every prompt. Returns plain
     decoding's tokens/s, and the scores in the order of `ways`.
     """
-    everyone: dict[str, ComparedWay | None] = {"": None, **ways}
-    tallies = {name: _Tally() for name in everyone}
+    # An engine keeps what it has captured from prompt to prompt.
+    engines = {"": Engine(target)}
+    engines |= {name: Engine(target, way.drafter, way.tree, way.verifier) for name, way in ways.items()}
+    tallies = {name: _Tally() for name in engines}
 
-    def run(prompt: str, way: ComparedWay | None):
-        kwargs = {} if way is None else {"drafter": way.drafter, "tree": way.tree, "verifier": way.verifier}
-        return generate(
-            target, prompt, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, raw=raw, **kwargs
-        ).result
+    def run(prompt: str, engine: Engine) -> Result:
+        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
+        return answer(engine, prompt, **how).result
 
-    for way in everyone.values():
-        run(prompts[0], way)
+    for engine in engines.values():
+        run(prompts[0], engine)
     for _ in range(trials):
         for prompt in prompts:
-            for name, way in everyone.items():
-                tallies[name].add(run(prompt, way))
+            for name, engine in engines.items():
+                tallies[name].add(run(prompt, engine))
             progress()
     plain = tallies.pop("")
     return plain.rate, [score(name, ways[name], tally, plain) for name, tally in tallies.items()]

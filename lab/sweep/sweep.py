@@ -141,7 +141,8 @@ class Sweep:
 
     def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
-        converse(engine, questions[:1], max_new_tokens=min(8, self.max_new_tokens), **self._how())  # warms up
+        warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
+        converse(engine, questions[: self.batch_size], **warm, **self._how())  # the same rounds as will be measured
         told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
         recorder = Recorder({"names": point.names, "settings": point.settings} | told)
         results, left_out = converse(

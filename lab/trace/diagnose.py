@@ -15,8 +15,8 @@ from lab.trace.metrics import Rows
 from lab.trace.summary import bootstrap
 from lab.wrapped import WrappedDrafter
 from specdec.contracts import Drafter, DraftState
-from specdec.engine.engine import RoundReport
 from specdec.engine.recorder import TracedRound, TracedRow
+from specdec.engine.report import RoundReport
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
 NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bins of `Probe.entropy`

@@ -24,6 +24,13 @@ def output_folder(path: Path | str) -> Path:
     return path
 
 
+def kept_folder(name: str) -> Path:
+    """A folder under $XDG_CACHE_HOME or ~/.cache, made if it is not there, for what can be made anew.
+
+    Raises ValueError if nothing can be written there."""
+    return output_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / name)
+
+
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write a file beside `path`, and put it in place when it is whole.
 

@@ -4,20 +4,21 @@ import sys
 from collections.abc import Sequence
 
 from specdec.cli.drawing import draw
-from specdec.engine.engine import RoundReport
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.text import TextStream
 
 DRAFTED = "\033[32m"
 PLAIN = "\033[0m"
 
 
-class Screen:
+class Screen(Observer):
     """An observer of rounds that prints the first row's text as it grows. On a terminal drafted tokens are green.
 
     quiet: print no text, as a batch of several rows needs. trees: draw every tree before its text."""
 
     def __init__(self, target, *, quiet: bool, trees: bool, stops: Sequence[str] = ()):
         self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
+        self.reads = Reads.TREES if trees else Reads.TOKENS
         self.stream = TextStream(target.tokenizer, stops)
         self.colour = sys.stdout.isatty()
 

@@ -1,15 +1,16 @@
 """Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from specdec import kernels
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
 from specdec.cli.flags import read_flags
 from specdec.cli.screen import Screen
-from specdec.engine.engine import Engine, RoundReport
+from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
+from specdec.engine.report import Observer, Observers
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.text import check_stops, clean
 from specdec.verify import SampleAndMatch, VerifierSettings
@@ -37,9 +38,11 @@ class Session:
         self.choice = None
         if self.drafter is not None and trees.automatic:
             self._choose_tree(asked=trees.tree is not None)
-        graphs = False if args.no_graphs else None
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)
-        self.plain = Engine(self.target, graphs=graphs)
+        if args.compile and self.target.device.type == "cuda":
+            kernels.use("torch")  # Inductor makes its own of torch's operators
+        how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
+        self.plain = Engine(self.target, **how)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -69,14 +72,9 @@ class Session:
         if self.recorder is not None:
             write_trace(self.recorder.trace, self.args.trace)
 
-    def observer(self, screen: Screen) -> Callable[[RoundReport], None]:
+    def observer(self, screen: Screen) -> Observer:
         """What is told of every round: the screen, and the recorder if there is one."""
-
-        def both(report: RoundReport) -> None:
-            screen(report)
-            self.recorder(report)
-
-        return screen if self.recorder is None else both
+        return screen if self.recorder is None else Observers(screen, self.recorder)
 
     def run(
         self,

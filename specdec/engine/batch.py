@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.contracts import DraftState
 from specdec.engine.clock import Clock
+from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.sampling.filters import settings_of
@@ -89,7 +90,7 @@ class Batch:
         self.settings: RoundSettings | None = None
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
         self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
-        self.observed = True  # somebody looks at trees, verdicts and logits
+        self.reads = Reads.LOGITS  # what is read of rounds
 
     @property
     def device(self) -> torch.device:
@@ -109,23 +110,24 @@ class Batch:
         """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
         self._drop([s.finish is not None for s in self.sequences])
         try:
-            root, state = self._prefill(sequences, len(self.sequences))
+            root, state, settings = self._prefill(sequences, len(self.sequences))
         except BaseException:
             self._undo_prefill()
             raise
         self.root = root if self.root is None else torch.cat([self.root, root])
         self.state = state if self.state is None else self.state.joined(state)
         self.sequences = self.sequences + sequences
-        self._refresh()
+        self._refresh(settings if len(self.sequences) == len(sequences) else self._settings(self.sequences))
         self.clock.mark("prefill")
 
-    def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None]:
+    def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
+        """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
         root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings)
         told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)
-        return root, state
+        return root, state, settings
 
     def _undo_prefill(self) -> None:
         """Take rows out of the caches that a prefill which failed has put there."""
@@ -145,9 +147,9 @@ class Batch:
             any(s.logprobs is not None for s in sequences),
         )
 
-    def _refresh(self) -> None:
-        """Make anew what follows from what the host knows of the sequences."""
-        self.settings, self.progress = self._settings(self.sequences), Progress(self.sequences, self.device)
+    def _refresh(self, settings: RoundSettings) -> None:
+        """Take the settings of all rows, and make anew what else follows from what the host knows of them."""
+        self.settings, self.progress = settings, Progress(self.sequences, self.device)
         self.known_going = len(self.going())
 
     def stop(self) -> None:
@@ -172,7 +174,7 @@ class Batch:
         )
         if self.overlap:
             self.progress.settle(output.tokens, output.n)
-        return output
+        return output.only(self.reads)
 
     def _shed(self, ended: list[bool]) -> None:
         """Drop rows that have ended if they have been carried for long enough."""

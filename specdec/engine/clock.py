@@ -46,7 +46,7 @@ class Clock:
     def intervals(self, first: int = 0) -> list[tuple[str, float]]:
         """Each mark's part and its seconds, in order, from mark `first` on; waits for the device."""
         if self.cuda:
-            torch.cuda.synchronize()
+            self.marks[-1][1].synchronize()  # the others were recorded before it
         return [
             (part, before.elapsed_time(now) / 1e3 if self.cuda else now - before)
             for (_, before), (part, now) in pairwise(self.marks[max(first - self.gone, 0) :])

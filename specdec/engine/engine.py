@@ -6,41 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.graphs import Backend, make_graphs
-from specdec.engine.memory import Request, check, free_bytes, plan
+from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.overlap import Loop, ReadRound
+from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences
 from specdec.model.target import Target
 from specdec.sampling.filters import settings_of
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
-from specdec.verify import SampleAndMatch, sample_and_match
-
-Observer = Callable[["RoundReport"], None]
-
-
-@dataclass
-class RoundReport:
-    """What a step did to its rows: a prefill, or a round. Row i of everything in it is the sequence `rows[i]`.
-
-    What the round made on the device is lent: it is the engine's again when the observer returns. tree, verdict and
-    logits are None for a prefill and for plain decoding."""
-
-    rows: list[Sequence]  # each as it is by now; among them may be some that had ended before
-    emitted: list[list[int]]  # what was added to the rows
-    accepted: list[int]  # how many of them were drafted
-    sampling: Sampling | SamplingBatch
-    clock: Clock
-    prefill: bool = False  # the rows have just joined, and emitted their first token
-    tree: DraftTree | None = None
-    verdict: Verdict | None = None
-    logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
-    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
+from specdec.types import Sampling, Verifier
+from specdec.verify import sample_and_match
 
 
 @dataclass
@@ -52,8 +31,8 @@ class Result:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last, without the time that the observer took."""
-        return self.seconds - self.prefill_seconds - self.parts.get("output", 0.0)
+        """From the first token to the last, without the time of the observer, and of capturing or compiling rounds."""
+        return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
 
 class Engine:
@@ -65,6 +44,7 @@ class Engine:
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
+    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md).
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
     """
@@ -77,16 +57,18 @@ class Engine:
         verifier: Verifier = sample_and_match,
         *,
         graphs: bool | Backend | None = None,
+        compile: bool = False,
         overlap: bool | None = None,
         compact: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.device
-        self.graphs = make_graphs(graphs, self.round)
-        if overlap is False and self.graphs is not None:
+        self.graphs = make_graphs(graphs, self.round, compile)
+        late = self.graphs is not None and self.graphs.backend.late
+        if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
-        self.overlap = self.graphs is not None if overlap is None else overlap
+        self.overlap = late if overlap is None else overlap
         self.compact = compact
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
@@ -95,13 +77,13 @@ class Engine:
     # Sequences that come and go
 
     @torch.inference_mode()
-    def reserve(self, rows: int, room: int, *, seed: int = 0) -> None:
+    def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
-        before is dropped. ValueError if a GPU cannot hold it."""
+        before is dropped. reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
-        request = Request(batch=rows, prompt=room, room=room, greedy=False, penalised=True)
-        self._reserve(rows, min(room, self.target.config.context), request, seed)
+        room = min(room, self.target.config.context)
+        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads), seed)
 
     def add(
         self,
@@ -200,7 +182,7 @@ class Engine:
         eos: frozenset[int] | None = None,
         stop: abc.Sequence[Stop | None] | None = None,
         logprobs: bool = False,
-        observer: Observer | None = None,
+        observer: Observer | Callable[[RoundReport], None] | None = None,
     ) -> Result:
         """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling and stop, of
         which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the token with which
@@ -208,26 +190,27 @@ class Engine:
         dropped, with the sequences in it, and nothing is reserved afterwards.
 
         logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
-        filters (`Sequence.logprobs`)."""
+        filters (`Sequence.logprobs`). observer: is told of every step; what it is told of rounds that are replayed
+        costs a copy, so an `Observer` says what it reads."""
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
         size = {"vocab": config.vocab, "context": config.context}
         rows = make_sequences(prompts, max_new_tokens, sampling, stop, eos, logprobs, **size)
-        plain = self.drafter is None or isinstance(self.verifier, SampleAndMatch)
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),
             room=max(row.room for row in rows),
-            greedy=plain and all(row.sampling.greedy for row in rows),
+            greedy=all(row.sampling.greedy for row in rows),
             penalised=any(row.sampling.penalised for row in rows),
+            reads=reads_of(observer),
         )
-        self._reserve(len(rows), request.room, request, seed, observed=observer is not None)
+        self._reserve(request, seed)
         self.waiting = list(rows)
         clock, prefill_seconds = self.loop.batch.clock, 0.0
         try:
             while (report := self._step()) is not None:
                 if report.prefill:
-                    prefill_seconds = time.perf_counter() - start
+                    prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
@@ -236,30 +219,28 @@ class Engine:
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
-    @torch.inference_mode()
-    def _reserve(self, rows: int, room: int, request: Request, seed: int, observed: bool = True) -> None:
+    def _reserve(self, request: Request, seed: int) -> None:
         self._clear()  # before memory is taken
-        self.room = room
-        clock = Clock(self.device)
+        rows, room = request.batch, request.room
+        self.room, clock = room, Clock(self.device)
         if self.graphs is None:
-            self._check_memory(request, room)
+            self._check_memory(request)
             generator = torch.Generator(self.device)
             batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
         else:
             room = self.graphs.room_for(rows, room)
-            self._check_memory(request, room, kept=self.graphs.batch is not None)
+            self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
             batch = self.graphs.begin(rows, room, clock)
         batch.generator.manual_seed(seed)
-        batch.observed = observed
+        batch.reads = request.reads
         self.loop = Loop(batch, int(self.overlap))
 
     def _clear(self) -> None:
         """Drop all sequences, and the caches unless graphs keep them."""
         self.waiting, self.loop, self.room = [], None, 0
 
-    def _check_memory(self, request: Request, room: int, kept: bool = False) -> None:
+    def _check_memory(self, request: Request, kept: bool = False) -> None:
         """ValueError for what a GPU cannot hold, before anything is allocated."""
-        free = free_bytes(self.device)
-        if free is not None:
-            request = replace(request, room=room)
-            check(plan(self.target, self.drafter, self.policy, request, self.graphs is not None), free, kept)
+        if is_limited(self.device):
+            wanted = plan(self.round, request, self.graphs is not None)
+            check(wanted, free_bytes(self.device, wanted.needed_again if kept else wanted.needed), kept)

@@ -6,7 +6,9 @@ keeps for the next one lies in tensors that never move (`static_batch.StaticBatc
 """
 
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,44 +16,80 @@ from torch import Tensor
 
 from specdec.contracts import Drafter
 from specdec.engine.clock import Clock
+from specdec.engine.compiled.backend import CompiledRounds, compiled_run
+from specdec.engine.compiled.build import compile_now
 from specdec.engine.round import Round
 from specdec.engine.static_batch import STEP, Backend, StaticBatch
 from specdec.kernels import backends
 
+ROOMS = [1024 * 4**k for k in range(16)]  # where a graph serves all bounds: few, as each room has a graph of its own
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
+
+
+@cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device, and of the runs that warm up for them. Only one captures at a time. What
+    the runs leave in torch's allocator can be taken by no other stream, so one stream for each engine would waste it;
+    torch's own default is one stream for the process, whatever the device."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """Let cuBLAS take the workspaces of a capture from the pool of the graph.
+
+    Torch keeps a workspace for each handle and stream. A graph has its address, and does not hold it. A workspace that
+    a warm-up has made would serve all graphs captured on the stream, and torch 2.13 gives it back as soon as one of
+    them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's
+    own `cudagraph_trees`, and leaves none behind that others would find in the pool."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 class CudaGraphs:
     """Graphs of one engine, in one memory pool: they never run at the same time, and what a round leaves in the pool is
     copied out before the next."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    any_bound = False
+    late = True
+
+    def __init__(self, device: torch.device, compiles: bool = False):
+        """compiles: let Inductor compile a round before it is captured."""
+        self.device, self.compiles = device, compiles
         self.generator = torch.Generator(device)
-        self.stream = torch.cuda.Stream(device)
+        self.stream = capture_stream(device)
         self.forget()
 
     def forget(self) -> None:
         # A pool whose last graph is gone cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         with torch.cuda.device(self.device):
-            self._warm_up(run, kept)
+            if self.compiles:
+                run = compiled_run(run, kept, self.generator, [bound], compile_now)
+            self._warm_up(run, kept, bound)
             graph = torch.cuda.CUDAGraph()
-            # A replay then draws what the generator would give next, and moves it on as the round itself does.
-            graph.register_generator_state(self.generator)
             # Other threads, such as a data loader's, may go on using the device while this one captures.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                made = run()
+            how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+            # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
+            # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
+            with own_workspaces(), torch.inference_mode(False):
+                # A replay then draws what the generator would give next, and moves it on as the round itself does.
+                graph.register_generator_state(self.generator)
+                with torch.cuda.graph(graph, **how), torch.inference_mode():
+                    made = run(bound)
 
-        def replay() -> Any:
+        def replay(_: int) -> Any:
             graph.replay()
             return made
 
         return replay
 
-    def _warm_up(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> None:
+    def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
         """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
         wrote into caches lies behind the committed slots, where it is void."""
         before, numbers = [x.clone() for x in kept], self.generator.get_state()
@@ -59,7 +97,7 @@ class CudaGraphs:
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             for _ in range(WARM_UPS):
-                run()
+                run(bound)
         current.wait_stream(self.stream)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
@@ -76,10 +114,13 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
     return None
 
 
-def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | None":
+def make_graphs(wanted: "bool | Backend | None", round_: Round, compiles: bool = False) -> "Graphs | None":
     """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
-    them; True, or a backend, for graphs or a ValueError that says why not."""
+    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled, or a
+    ValueError says why not."""
     device = round_.target.device
+    if compiles:
+        return Graphs(round_, compiling_backend(wanted, round_))
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
     if why := obstacle(round_.target, round_.drafter):
@@ -89,6 +130,22 @@ def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | Non
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
     return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
+
+
+def compiling_backend(wanted: "bool | Backend | None", round_: Round) -> Backend:
+    """What compiles rounds on the target's device. On a GPU the compiled rounds are captured."""
+    device = round_.target.device
+    if why := obstacle(round_.target, round_.drafter):
+        raise ValueError(f"{why}; decode without compiling")
+    if device.type == "cpu" and not wanted:
+        return CompiledRounds()
+    if device.type == "cuda" and wanted in (True, None):
+        if set(backends()) != {"torch"}:
+            raise ValueError("rounds are compiled of torch's operators only: call specdec.kernels.use('torch') before")
+        return CudaGraphs(device, compiles=True)
+    if device.type in ("cpu", "cuda"):
+        raise ValueError(f"graphs={wanted} contradicts compile=True on the {device.type}")
+    raise ValueError(f"rounds are compiled for CPUs and NVIDIA's GPUs, and the target is on the {device.type}")
 
 
 class Graphs:
@@ -108,7 +165,8 @@ class Graphs:
                 return kept.room
             self.batch = None
             self.backend.forget()
-        return max(room, min(-(-room // STEP) * STEP, self.round.target.config.context))
+        step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
+        return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
     def begin(self, rows: int, room: int, clock: Clock) -> "StaticBatch":
         """The batch, empty; `room` as `room_for` has told it."""

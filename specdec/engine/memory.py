@@ -1,19 +1,29 @@
 """How much memory a request takes, from shapes alone; what cannot fit is refused before anything is allocated."""
 
+import os
+import re
+from collections import abc
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-from specdec.contracts import Drafter, TreePolicy
-from specdec.model.target import Target
+from specdec.contracts import Drafter
+from specdec.engine.report import Reads
+from specdec.engine.round import Round
+from specdec.engine.static_batch import buckets
 
 GIB = 2**30
 # Bytes per logit that filters, draws and the rules of verification hold at most. A top-p filter holds the most at a
 # time, some ten tensors of four or eight bytes (`sampling.filters.filtered_probs`).
 VERIFY = 56
 PENALTIES = 32  # the same for `penalties.Penalties`
+# Bytes per score of torch's attention without a fused kernel: the scores in fp32, their softmax, that once more with
+# rows that see nothing set to 0, and a mask of those (`_scaled_dot_product_attention_math` and `_safe_softmax`).
+SCORE = 13
 SMALL = 2**20  # trees, masks of nodes, lengths and the like
+CUBLAS = 32 * 2**20  # the workspace that torch gives cuBLAS on Hopper and Blackwell; older GPUs get 8 MiB
 
 
 @dataclass(frozen=True)
@@ -23,8 +33,9 @@ class Request:
     batch: int
     prompt: int
     room: int
-    greedy: bool = True  # nothing but the likeliest token is asked of the logits
+    greedy: bool = True  # no row draws
     penalised: bool = False
+    reads: Reads = Reads.TOKENS  # what is read of reports
 
 
 @dataclass(frozen=True)
@@ -38,46 +49,95 @@ class Plan:
     prefill: int
     round: int
     graphs: int = 0
+    libraries: int = 0  # workspaces
 
     @property
     def needed(self) -> int:
         """What must be free."""
-        return self.target_cache + self.draft_cache + max(self.prefill, self.round) + self.graphs
+        return self.target_cache + self.draft_cache + self.needed_again + self.graphs
+
+    @property
+    def needed_again(self) -> int:
+        """What must be free if the caches, and the graphs on them, are there from an earlier call."""
+        return max(self.prefill, self.round) + self.libraries
 
 
-def plan(target, drafter: Drafter | None, policy: TreePolicy | None, request: Request, graphs: bool = False) -> Plan:
-    """The memory of a request on this pair. `request.room` already is what caches are made for."""
-    batch, width = request.batch, target.dtype.itemsize
-    path, nodes = (policy.steps + 1, policy.num_draft_tokens) if policy else (1, 1)
-    vocab = target.vocab
-    slots = request.room + path + nodes
-    draft_cache = 0
-    if drafter is not None:
-        draft_cache = drafter.cache_bytes(batch, request.room + path + max(path, policy.draft_slots()))
+def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
+    """The memory of a request for these rounds. `request.room` already is what caches are made for."""
+    target, drafter, policy = round_.target, round_.drafter, round_.policy
+    batch, nodes, width, vocab = request.batch, round_.nodes, target.dtype.itemsize, target.vocab
+    slots = round_.target_slots(request.room)
+    draft_cache = 0 if drafter is None else drafter.cache_bytes(batch, round_.draft_slots(request.room))
     # Tables of positions, of the target's kinds of layers and the drafter's.
     small = SMALL + 3 * 2 * slots * target.cache_shape[1] * width
     prefill = small + _layers(target, drafter, batch * request.prompt) + batch * vocab * (width + VERIFY)
-    if not isinstance(target, Target):  # masks of its own, which the causal prefill of ours does without
-        prefill += batch * request.prompt**2 * (8 + 2 * width)
+    prefill += _prompt_attention(target, drafter, batch, request.prompt)
     # A mask for each query head and slot, and once more as what is added to scores.
     masks = batch * nodes * slots * target.query_heads * (1 + width)
-    each = width + (0 if request.greedy else VERIFY) + (PENALTIES if request.penalised else 0)
-    drafting = 0
+    likeliest = request.greedy and (drafter is None or round_.verifier.likeliest_only)
+    each = width + (0 if likeliest else VERIFY) + (PENALTIES if request.penalised else 0)
+    drafting, read = 0, 0
     if policy is not None:
         # The logits of a level in fp32, their log-softmax, and what a tree that samples holds beside them.
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
-    round_ = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
+        if request.reads >= Reads.LOGITS:  # of one round by whoever reads it, while the next one runs
+            read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
+    round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
+    round_bytes += 2 * read
     target_cache = target.cache_bytes(batch, slots)
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
-        round_ = max(round_, target_cache // target.config.layers, draft_cache)
+        round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)
+    on_gpu = target.device.type == "cuda"
     return Plan(
         weights=weight_bytes(target, drafter),
         target_cache=target_cache,
         draft_cache=draft_cache,
         prefill=prefill,
-        round=round_,
-        graphs=round_ if graphs else 0,
+        round=round_bytes,
+        graphs=round_bytes + len(buckets(request.room)) * read if graphs else 0,
+        # One for what is launched, one for what is captured (`graphs.own_workspaces`).
+        libraries=cublas_workspace() * (2 if graphs else 1) if on_gpu else 0,
     )
+
+
+def cublas_workspace() -> int:
+    """Bytes that torch gives cuBLAS for each stream: what CUBLAS_WORKSPACE_CONFIG says, `:KIB:COUNT` once or more."""
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    return sum(int(kib) * 1024 * int(count) for kib, count in sizes) or CUBLAS
+
+
+def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) -> int:
+    """What the attention of a prefill holds beside its rows, in the layer that holds the most. A drafter's is taken to
+    be like the target's, without a window."""
+    if target.masks_prompts:
+        return batch * prompt**2 * (8 + 2 * target.dtype.itemsize)
+    windows = {*target.windows, None} if drafter is not None else target.windows
+    return max(_scores(target, batch, prompt, window) for window in windows)
+
+
+def _scores(target, batch: int, prompt: int, window: int | None) -> int:
+    """What a layer's attention holds where torch has no fused kernel for it: scores, a mask, and rows in fp32 with the
+    keys and values of every query head (`attention.attend_causal`)."""
+    masked = window is not None and window < prompt
+    if has_fused_attention(target, masked):
+        return 0
+    queries, keys = (window, min(prompt, 2 * window)) if masked else (prompt, prompt)
+    heads, (kv_heads, head_dim) = target.query_heads, target.cache_shape
+    rows = keys * head_dim * (6 * heads + 2 * kv_heads) * 4
+    return batch * (heads * queries * keys * SCORE + rows) + queries * keys * 5
+
+
+def has_fused_attention(target, masked: bool) -> bool:
+    """Does torch attend to prompts without writing the scores to memory? It refuses, on a GPU, fp32 with fewer key
+    heads than query heads, masks with these, and some head sizes. Torch itself is asked."""
+    if target.device.type != "cuda":
+        return True
+    kv_heads, dim = target.cache_shape
+    q, k = (torch.empty(1, 8, n, dim, dtype=target.dtype, device=target.device) for n in (target.query_heads, kv_heads))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    mask = torch.ones(8, 8, dtype=torch.bool, device=target.device) if masked else None
+    asked = SDPAParams(q, k, k, mask, 0.0, not masked, q.shape[1] != k.shape[1])
+    return can_use_flash_attention(asked) or can_use_efficient_attention(asked)
 
 
 def _layers(target, drafter: Drafter | None, positions: int) -> int:
@@ -113,19 +173,35 @@ def weight_bytes(*models: nn.Module | None) -> int:
     return sum(storages.values())
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """What a GPU can still give, blocks included that torch holds unused; None on the CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+def is_limited(device: torch.device) -> bool:
+    """Is memory counted before it is taken?"""
+    return device.type == "cuda"
+
+
+def free_bytes(device: torch.device, wanted: int) -> int:
+    """What a GPU can still give, as far as needed to know whether `wanted` bytes are among it."""
+    free = torch.cuda.mem_get_info(device)[0]
+    if free < wanted:  # only then, as that takes time
+        free += unused_bytes(torch.cuda.memory_snapshot(), device.index)
+    if free < wanted:
+        torch.cuda.empty_cache()  # the pools of graphs that are gone are given back here, and not before
+        free = torch.cuda.mem_get_info(device)[0]
+        free += unused_bytes(torch.cuda.memory_snapshot(), device.index)
+    return free
+
+
+def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
+    """What torch holds of a device and tensors can take: the free parts of its segments, those of a graph's pool aside.
+    Only captures into that pool can take them, and the graph writes there. segments: `torch.cuda.memory_snapshot`."""
+    ours = [s for s in segments if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)]
+    return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
 def check(plan: Plan, free: int, kept: bool = False) -> None:
     """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. kept: the caches, and the graphs on
     them, are there from an earlier call."""
-    working = max(plan.prefill, plan.round) + plan.graphs
-    needed = plan.prefill if kept else plan.needed
+    needed = plan.needed_again if kept else plan.needed
+    working = plan.needed_again + plan.graphs
     if needed > free:
         raise ValueError(
             f"this request does not fit: it needs {needed / GIB:.2f} GiB ({plan.target_cache / GIB:.2f} for the "

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec import __version__
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.engine import RoundReport
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import RowTrace
 from specdec.sampling.filters import filtered_probs
@@ -104,11 +104,13 @@ class Trace:
     rows: list[TracedRow]
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer of `Engine.generate` that keeps a trace, over as many calls as it is given to.
 
     It works between rounds, and its time counts as output, not as decoding.
     """
+
+    reads = Reads.LOGITS
 
     def __init__(self, settings: dict | None = None):
         """settings: whatever else describes the run, in values that JSON has."""
@@ -140,7 +142,7 @@ class Recorder:
         if len(names) != len(report.rows):
             raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")
         call = rows[-1].call + 1 if rows else 0
-        seconds = report.clock.intervals()[-1][1]
+        seconds = report.clock.intervals(report.clock.position - 2)[0][1]  # between the last two marks
         self._names = None
         for (question, category), row in zip(names, report.rows, strict=True):
             ours = TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)

@@ -4,13 +4,14 @@ Everything in it happens on the device, without waiting: `tests/engine/test_no_s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
@@ -32,7 +33,7 @@ class RoundSettings:
 
 @dataclass
 class RoundOutput:
-    """What a round made on the device. tree, verdict and logits are None if it drafted nothing, or nobody looks."""
+    """What a round made on the device. tree, verdict and logits are None if nothing was drafted or nobody reads."""
 
     tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
     n: Tensor  # [B] how many of them
@@ -44,6 +45,14 @@ class RoundOutput:
     def to_read(self) -> list[Tensor]:
         """What the host wants to know."""
         return [self.tokens, self.n] if self.logprobs is None else [self.tokens, self.n, self.logprobs]
+
+    def only(self, reads: Reads) -> "RoundOutput":
+        """This, without what nobody reads."""
+        if self.tree is None or reads >= Reads.LOGITS:
+            return self
+        if reads < Reads.TREES:
+            return replace(self, tree=None, verdict=None, logits=None)
+        return replace(self, tree=replace(self.tree, q=None), logits=None)
 
 
 class Round:

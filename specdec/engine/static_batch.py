@@ -2,11 +2,11 @@
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.contracts import DraftState
 from specdec.engine.batch import Batch, Progress
@@ -24,13 +24,16 @@ class Backend(Protocol):
     """Something that can record a function of static tensors, and run the record."""
 
     generator: torch.Generator  # whose numbers the record draws anew in each run
+    any_bound: bool  # a record serves all bounds, and returns new tensors; else one, and the same tensors each time
+    late: bool  # a record may still be running on the device when it returns
 
     def forget(self) -> None:
         """Nobody will run again what was captured so far."""
 
-    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
-        """A function that does again what `run` does, and returns what that returned: each time the same tensors.
-        kept: all tensors that `run` changes and that live on; capturing leaves them, and the generator, as they are."""
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        """A function that does again what `run` does with this bound of the committed length, or, with `any_bound`,
+        with any up to it, and returns what that returned. kept: all tensors that `run` changes and that live on;
+        capturing leaves them, and the generator, as they are."""
 
 
 def buckets(room: int) -> list[int]:
@@ -41,6 +44,14 @@ def buckets(room: int) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, room]
+
+
+@dataclass
+class Graph:
+    """A captured round. It knows the addresses of what it reads, so that must live as long as it does."""
+
+    replay: Callable[[int], RoundOutput]
+    bindings: list  # what it reads besides the tensors of the batch, and parameters
 
 
 class StaticBatch(Batch):
@@ -59,8 +70,7 @@ class StaticBatch(Batch):
         self.progress = Progress(self._vacant(), self.device)
         self.eos: dict[int, Tensor] = {}  # by their number, [B,E]
         self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
-        self.graphs: dict[tuple, Callable[[], RoundOutput]] = {}
-        self.bindings: list = []  # holds what graphs read besides these and parameters, such as the tree's shape
+        self.graphs: dict[tuple, Graph] = {}  # by bucket, kind, number of `eos` ids and what is read
 
     def _vacant(self) -> list[Sequence]:
         return [Sequence([0], 1, finish="vacant") for _ in range(self.rows)]
@@ -74,16 +84,18 @@ class StaticBatch(Batch):
 
     def admit(self, sequences: list[Sequence]) -> None:
         free = [b for b, s in enumerate(self.sequences) if s.finish is not None][: len(sequences)]
-        self.sequences = self.sequences[:]  # rounds that are not read yet hold the list as it was
+        self.sequences, settings = self.sequences[:], None  # rounds that are not read yet hold the list as it was
         for row, count in runs(free):
             joining, sequences = sequences[:count], sequences[count:]
-            root, state = self._prefill(joining, row)
+            root, state, settings = self._prefill(joining, row)
             self.sequences[row : row + count] = joining
             self.root[row : row + count] = root
             if state is not None:
                 self._place(state, slice(row, row + count))
-        self._refresh()
+        self._refresh(settings if count == self.rows else self._settings(self.sequences))
         self.clock.mark("prefill")
+        if self.backend.any_bound:  # which graph comes next is known, and to make it may take long
+            self._graph(self.room)
 
     def _place(self, state: DraftState, rows: slice) -> None:
         if self.state is None:
@@ -92,9 +104,10 @@ class StaticBatch(Batch):
         self.state.head = state.head
         self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
 
-    def _refresh(self) -> None:
-        """Copy what follows from the sequences into the tensors that graphs read."""
-        settings, progress = self._settings(self.sequences), Progress(self.sequences, self.device)
+    def _refresh(self, settings: RoundSettings) -> None:
+        """Copy the settings of all rows, and what else follows from the sequences, into the tensors that graphs
+        read."""
+        progress = Progress(self.sequences, self.device)
         self.progress.active.copy_(progress.active)
         self.progress.left.copy_(progress.left)
         width = progress.eos.shape[1]
@@ -108,33 +121,46 @@ class StaticBatch(Batch):
             _refill(kept.sampling, settings.sampling)
             _refill(kept.penalties, settings.penalties)
         self.settings = self.kinds[self.kind]
+        self._forget_settings()
+
+    def _forget_settings(self) -> None:
+        """Drop the settings that are not in force and that no graph reads."""
+        kinds, widths = {key[1] for key in self.graphs}, {key[2] for key in self.graphs}
+        self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds or kind == self.kind}
+        present = self.progress.eos.shape[1]
+        self.eos = {width: kept for width, kept in self.eos.items() if width in widths or width == present}
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
-        bucket = next(size for size in self.buckets if size >= min(max_len, self.room))
-        key = bucket, self.kind, self.progress.eos.shape[1], self.observed
+        bound = min(max_len, self.room)
+        bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
+        output = self._graph(bucket).replay(bound)
+        self.clock.mark("round")
+        if self.backend.any_bound:
+            return output
+        # The next round, which is launched before anybody looks at this one, writes over it.
+        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits")}
+        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
+
+    def _graph(self, bucket: int) -> Graph:
+        """The graph for this bound of the committed length, captured if it is not there."""
+        key = bucket, self.kind, self.progress.eos.shape[1], self.reads
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
+                self._forget_settings()
             self.graphs[key] = self._capture(bucket)
-        output = self.graphs[key]()
-        self.clock.mark("round")
-        if output.tree is None:
-            return output
-        # The next round, which is launched before anybody looks at this one, writes over it.
-        return replace(output, tree=_copy(output.tree), verdict=_copy(output.verdict), logits=output.logits.clone())
+            self.clock.mark("capture")
+        return self.graphs[key]
 
-    def _capture(self, bucket: int) -> Callable[[], RoundOutput]:
-        settings, eos, observed = self.settings, self.progress.eos, self.observed
-        # Frozen parts hold tensors of their own, and are frozen anew by the next cache or `reset`.
-        self.bindings += [vars(m).get(name) for m in self._modules() for name in ("parts", "frozen")]
+    def _capture(self, bucket: int) -> Graph:
+        settings, eos, reads = self.settings, self.progress.eos, self.reads
         # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
         itself = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=self.device)
-        self.bindings += [itself, self.round.policy and dict(vars(self.round.policy))]
 
-        def run() -> RoundOutput:
-            self.cache.max_len = bucket
+        def run(bound: int) -> RoundOutput:
+            self.cache.max_len = bound
             if self.draft_cache is not None:
-                self.draft_cache.max_len = bucket + 1  # that of a draft model holds token 0 too
+                self.draft_cache.max_len = bound + 1  # that of a draft model holds token 0 too
             root, state, output = self.round.play(
                 self.root, self.state, self.cache, self.progress.active, settings, itself
             )
@@ -144,20 +170,28 @@ class StaticBatch(Batch):
             if state is not None:
                 self.state.hidden.copy_(state.hidden)
                 self.state.readout.copy_(state.readout)
-            return self._keep(output, observed)
+            return self._keep(output.only(reads))
 
-        return self.backend.capture(run, self._static(settings))
+        replay = self.backend.capture(run, self._static(settings), bucket)
+        # Only now, as the warm-up may have made some of it.
+        return Graph(replay, [settings, eos, itself, *self._bindings()])
 
-    def _keep(self, output: RoundOutput, observed: bool) -> RoundOutput:
+    def _bindings(self) -> list:
+        """What rounds read that is not the batch's: the next cache or `reset` freezes modules anew, and a longer one
+        lets tables of positions grow."""
+        modules = [m for part in (self.round.target, self.round.drafter) if part is not None for m in part.modules()]
+        frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen")]
+        buffers = [x for m in modules for x in m.buffers(recurse=False)]
+        return [frozen, buffers, self.round.policy and dict(vars(self.round.policy))]
+
+    def _keep(self, output: RoundOutput) -> RoundOutput:
         """What a round made, where it does not move."""
         self.made.tokens.copy_(output.tokens)
         self.made.n.copy_(output.n)
         if output.logprobs is not None:
             self.made_logprobs.copy_(output.logprobs)
-        kept = replace(self.made, logprobs=None if output.logprobs is None else self.made_logprobs)
-        if not observed:
-            return kept
-        return replace(kept, tree=output.tree, verdict=output.verdict, logits=output.logits)
+        logprobs = None if output.logprobs is None else self.made_logprobs
+        return replace(output, tokens=self.made.tokens, n=self.made.n, logprobs=logprobs)
 
     def _static(self, settings: RoundSettings) -> list[Tensor]:
         """What a round changes and the next one reads, the slots of caches aside."""
@@ -165,9 +199,6 @@ class StaticBatch(Batch):
         kept += [self.state.hidden, self.state.readout] if self.state else []
         kept += [self.draft_cache.lens] if self.draft_cache else []
         return kept + ([settings.penalties.counts] if settings.penalties else [])
-
-    def _modules(self) -> list[nn.Module]:
-        return [m for part in (self.round.target, self.round.drafter) if part is not None for m in part.modules()]
 
 
 def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:
@@ -193,7 +224,9 @@ def _refill(kept: Any, new: Any) -> None:
             vars(kept)[name].copy_(value)
 
 
-def _copy(value: DraftTree | Verdict) -> DraftTree | Verdict:
+def _copy(value: DraftTree | Verdict | Tensor) -> DraftTree | Verdict | Tensor:
     """The same with copies of its tensors."""
+    if isinstance(value, Tensor):
+        return value.clone()
     parts = {f.name: vars(value)[f.name] for f in fields(value)}
     return replace(value, **{name: x.clone() for name, x in parts.items() if isinstance(x, Tensor)})

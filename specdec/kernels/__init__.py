@@ -4,7 +4,7 @@ Code that can use a kernel asks `kernel_for` for it, once per decoding where tha
 torch. Triton is not imported before a kernel is chosen.
 
 A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
-`launch_all`, in tests/kernels; and its case in lab/bench/kernels.py.
+`launches`, in tests/kernels; and its case in lab/bench/formulas.py.
 
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
@@ -14,6 +14,9 @@ A new kernel is its file, with the formula, `reference` and `launch`; its name i
     gated                act(gate) * up                                    the middle of layers.GatedMLP
     head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
     filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.draws.sample
+    norm_pair            two RMSNorms side by side                         drafters.layers.side_by_side
+    tree_level           a level of a dynamic tree: scores and the best    trees.dynamic.next_level
+    tree_select          the tree of a pool's best candidates              trees.dynamic.DynamicTree.select
 """
 
 import functools
@@ -25,9 +28,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-KERNELS = ("tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling")
+KERNELS = (
+    "tree_attention", "rms_norm", "rope_write", "commit", "gated", "head_topk", "filtered_sampling", "norm_pair",
+    "tree_level", "tree_select",
+)  # fmt: skip
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_LIKELY = 32  # the largest k of `head_topk`; for each of the best its merge passes over all candidates
 
 _backend = dict.fromkeys(KERNELS, "auto")
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+TILE = 8192  # entries that a program holds; more do not fit its registers
+
 
 def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> None:
     """The formula, on layers [2,B,S,K,Dh] in place."""
@@ -19,16 +21,14 @@ def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> No
                 kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
 
 
-@triton.jit
-def _commit(
-    addresses, like, lens, path, n, rows, slots, width, P: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+@triton.jit(do_not_specialize=["rows", "slots", "steps"])
+def _commit(addresses, like, lens, path, n, rows, slots, width, steps, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     side, row = tl.program_id(0) % 2, tl.program_id(1)
     kv = tl.multiple_of(tl.load(addresses + tl.program_id(0) // 2).to(like.dtype), 16)
     first = (side * rows + row).to(tl.int64) * slots + tl.load(lens + row)
     step = tl.arange(0, STEPS)
     moves = (step > 0) & (step < tl.load(n + row))
-    source = first + tl.load(path + row * P + step, mask=moves, other=0)
+    source = first + tl.load(path + row * steps + step, mask=moves, other=0)
     columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = moves[:, None] & (columns < width)[None, :]
     moved = tl.load(kv + source[:, None] * width + columns[None, :], mask=mask, other=0.0)
@@ -40,9 +40,11 @@ def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tenso
     """addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous and of the dtype of `like`, which
     is the part [2,B,S,K,Dh] of one of them that is in use; lens, n [B], path [B,P]."""
     _, batch, slots, kv_heads, dim = like.shape
-    width, p = kv_heads * dim, path.shape[1]
-    block = min(256, triton.next_power_of_2(width))
+    width, steps = kv_heads * dim, path.shape[1]
+    assert like.storage_offset() == 0, "rows count from the first in memory"
+    padded = triton.next_power_of_2(steps)
+    block = min(256, triton.next_power_of_2(width), max(16, TILE // padded))
     _commit[(2 * len(addresses), batch, triton.cdiv(width, block))](
-        addresses, like, lens, path.contiguous(), n, like.stride(0) // like.stride(1), slots, width,
-        P=p, STEPS=triton.next_power_of_2(p), BLOCK=block, num_warps=4,
+        addresses, like, lens, path.contiguous(), n, like.stride(0) // like.stride(1), slots, width, steps,
+        STEPS=padded, BLOCK=block, num_warps=4,
     )  # fmt: skip

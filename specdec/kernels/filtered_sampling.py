@@ -1,21 +1,28 @@
 """A draw from the filtered distribution of each row of logits, without sorting the vocabulary.
 
-    x = logits / temperature;  m = max x;  a token survives if x >= t, the largest of
+    p = softmax(x / temperature) of the logits x;  a token survives if x >= t, the largest of
     t_k = the top_k-th largest x                                                          top-k, ties kept
-    t_p = the largest t with sum_{x >= t} e^x >= top_p * sum_{x >= t_k} e^x               top-p, ties kept
-    t_m = m + log min_p                                                                   min-p
-    token = argmax over the survivors of x - log e,  e ~ Exp(1)                           an exponential race
+    t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, ties kept
+    t_m = max x + temperature * log min_p                                                 min-p
+    token = argmax over the survivors of x / temperature - log e,  e ~ Exp(1)             an exponential race
 
 In torch: `sampling.draws.sample`. It differs only in ties at t_p, of which it keeps as many as its sort puts first.
 
-Each program has one row and passes over its logits twice. The first pass finds m, sum e^x, and the largest x among the
-tokens with the same number modulo BLOCK. A lower bound of t follows: the top_k-th largest of the latter, which are
-those of top_k different tokens; or log((1 - top_p) / V) + log sum e^x, below which all tokens have at most 1 - top_p
-together; or t_m. The second pass writes the tokens above the bound, mostly some hundred, to a list. Bisection over the
-order of floats then finds t_k and t_p exactly, in 32 short passes over the list each. A flat distribution has a long
-list, which is slower and as exact.
+A row is cut into parts, so that few rows fill a GPU too. Three kernels follow each other:
+
+    scan    part of a row -> its largest x, its sum of p, and the largest x of each of LANES / parts sets of its tokens
+    list    part of a row -> those of its tokens that may survive, mostly a handful
+    draw    row -> its lists moved together; t_k and then t_p, found exactly by bisection over the order of floats in 32
+            short passes over the list each; the race of those that survive
+
+A token may survive if it is above a lower bound of t, which follows from what all parts of its row scanned. With top-k
+that is the top_k-th largest of the LANES largest x, which are those of top_k different tokens. With top-p alone it is
+where p = (1 - top_p) / V, below which all tokens have at most 1 - top_p together. A flat distribution has a long list,
+which is slower and as exact. Without top-k and top-p there are no lists: `list` holds the race of its part, and `draw`
+takes the best part. Then only min-p needs the scan.
 
 The numbers e come from Philox, keyed by a seed that is drawn from the generator on the device, and by row and token.
+How a row is cut does not change them.
 """
 
 import math
@@ -25,7 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+from specdec.kernels.parts import part_count, processors
+
+LANES = 2048  # sets of tokens of a row whose largest bound its top-k-th largest; tokens of a tile of `scan`
+TILE = 1024  # tokens of a tile of `list` and `draw`, which need more registers for each
+LEAST_PART = 2048  # tokens of a part at least
+MOST_PARTS = 64
+RESIDENT = 4  # programs on a multiprocessor; their registers fit, and their loads together keep its memory busy
 
 
 def reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
@@ -57,27 +70,33 @@ def _value(order):
 
 
 @triton.jit
-def _count_or_mass(scores, least, held, peak, MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """The number of the first `held` scores that are at least `least`; with MASS, their sum of e^(x - peak)."""
+def _finite(peak):
+    """What to measure exponents from: 0 in place of the -inf of nothing seen yet, as -inf - -inf is no number."""
+    return tl.where(peak == -float("inf"), 0.0, peak)
+
+
+@triton.jit
+def _count_or_mass(scores, least, held, peak, inverse, MASS: tl.constexpr, WIDTH: tl.constexpr):
+    """The number of the first `held` scores that are at least `least`; with MASS, their sum of p / p(peak)."""
     total = tl.zeros([WIDTH], tl.float32)
     for first in range(0, held, WIDTH):
         place = first + tl.arange(0, WIDTH)
         x = tl.load(scores + place, mask=place < held, other=-float("inf"))
         share = tl.full([WIDTH], 1.0, tl.float32)
         if MASS:
-            share = tl.exp(x - peak)
+            share = tl.exp((x - peak) * inverse)
         total += tl.where((place < held) & (x >= least), share, 0.0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def _threshold(scores, held, peak, enough, low, MASS: tl.constexpr, WIDTH: tl.constexpr):
+def _threshold(scores, held, peak, inverse, enough, low, MASS: tl.constexpr, WIDTH: tl.constexpr):
     """The largest t such that the number, or mass, of the scores of at least t is `enough`. That of the scores of at
     least `low` must be enough."""
     least, most = _order(low).to(tl.int64), _order(peak).to(tl.int64)
     while least < most:
         middle = (least + most + 1) >> 1
-        there = _count_or_mass(scores, _value(middle.to(tl.int32)), held, peak, MASS, WIDTH)
+        there = _count_or_mass(scores, _value(middle.to(tl.int32)), held, peak, inverse, MASS, WIDTH)
         least = tl.where(there >= enough, middle, least)
         most = tl.where(there >= enough, most, middle - 1)
     return _value(least.to(tl.int32))
@@ -96,88 +115,141 @@ def _kth_largest(x, k, peak):
 
 
 @triton.jit
-def _race(x, survives, seed, number, token, best, winner, WIDTH: tl.constexpr):
+def _read(logits, start, first, vocab, size, WIDTH: tl.constexpr):
+    """A tile of the part of `size` tokens from `start` on: x, the tokens, and whether there are; else x is -inf."""
+    token = start + first + tl.arange(0, WIDTH)
+    real = (first + tl.arange(0, WIDTH) < size) & (token < vocab)
+    return tl.load(logits + token, mask=real, other=-float("inf")).to(tl.float32), token, real
+
+
+@triton.jit
+def _race(x, survives, inverse, seed, number, token, best, winner, WIDTH: tl.constexpr):
     """Best score and winner so far, after the tokens of one more tile."""
     u = tl.rand(seed, number.to(tl.int32))
     # -log(1 - u), by its series where the subtraction would lose digits
     e = tl.where(u < 0.004, u * (1.0 + u * (0.5 + u * 0.3333333)), -tl.log(1.0 - u))
-    score = tl.where(survives, x - tl.log(tl.maximum(e, 1e-30)), -float("inf"))
+    score = tl.where(survives, x * inverse - tl.log(tl.maximum(e, 1e-30)), -float("inf"))
     value, place = tl.max(score, 0, return_indices=True)
     here = tl.sum(tl.where(tl.arange(0, WIDTH) == place, token, 0), 0)
     return tl.maximum(best, value), tl.where(value > best, here, winner)
 
 
 @triton.jit
-def _scan(logits, vocab, temperature, WIDTH: tl.constexpr):
-    """The largest x of every lane of WIDTH tokens [WIDTH], the largest of all, and the sum of e^(x - largest)."""
+def _scan(logits, lanes, peaks, masses, stride, vocab, size, inverse, KEPT: tl.constexpr, WIDTH: tl.constexpr):
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest = tl.full([WIDTH], -float("inf"), tl.float32)
     total = tl.zeros([WIDTH], tl.float32)
-    for first in range(0, vocab, WIDTH):
-        token = first + tl.arange(0, WIDTH)
-        x = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32) / temperature
+    for first in range(0, size, WIDTH):
+        x, _, _ = _read(logits + row * stride, part * size, first, vocab, size, WIDTH)
         higher = tl.maximum(highest, x)
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        total = total * tl.exp(highest - base) + tl.exp(x - base)
+        base = _finite(higher)
+        total = total * tl.exp((highest - base) * inverse) + tl.exp((x - base) * inverse)
         highest = higher
-    peak = tl.max(highest, 0)
-    return highest, peak, tl.sum(total * tl.exp(highest - peak), 0)
+    peak, place = tl.max(highest, 0), row * tl.num_programs(1) + part
+    tl.store(peaks + place, peak)
+    tl.store(masses + place, tl.sum(total * tl.exp((highest - _finite(peak)) * inverse), 0))
+    tl.store(lanes + place * KEPT + tl.arange(0, KEPT), tl.max(tl.reshape(highest, [KEPT, WIDTH // KEPT]), 1))
 
 
 @triton.jit
-def _list(logits, scores, ids, vocab, temperature, low, WIDTH: tl.constexpr):
-    """Write the tokens of x >= low to scores and ids, in order. Returns their number."""
-    held = 0
-    for first in range(0, vocab, WIDTH):
-        token = first + tl.arange(0, WIDTH)
-        x = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32) / temperature
-        above = ((x >= low) & (token < vocab)).to(tl.int32)
-        place = held + tl.cumsum(above, 0) - 1
-        tl.store(scores + place, x, mask=above != 0)
-        tl.store(ids + place, token, mask=above != 0)
-        held += tl.sum(above, 0)
+def _whole(peaks, masses, inverse, PARTS: tl.constexpr):
+    """The largest x of a row, and its sum of p / p(largest), from those of its parts."""
+    peaks = tl.load(peaks + tl.arange(0, PARTS))
+    peak = tl.max(peaks, 0)
+    return peak, tl.sum(tl.load(masses + tl.arange(0, PARTS)) * tl.exp((peaks - _finite(peak)) * inverse), 0)
+
+
+@triton.jit(do_not_specialize=["top_k"])
+def _list(
+    logits, seeds, lanes, peaks, masses, scores, ids, counts, least, stride, vocab, size, inverse, top_k, log_tail, gap,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logits += row * stride
+    place = row * PARTS + part
+    low = tl.full([], -float("inf"), tl.float32)
+    if TOP_K or TOP_P or MIN_P:
+        peak, mass = _whole(peaks + row * PARTS, masses + row * PARTS, inverse, PARTS)
+    if TOP_K or TOP_P:
+        if not TOP_K:
+            low = peak + (tl.log(mass) + log_tail) / inverse
+        elif top_k <= PARTS * KEPT:
+            low = _kth_largest(tl.load(lanes + row * PARTS * KEPT + tl.arange(0, PARTS * KEPT)), top_k, peak)
+        at = row * vocab + part * size
+        held = 0
+        for first in range(0, size, WIDTH):
+            x, token, real = _read(logits, part * size, first, vocab, size, WIDTH)
+            above = (real & (x >= low)).to(tl.int32)
+            entry = at + held + tl.cumsum(above, 0) - 1
+            tl.store(scores + entry, x, mask=above != 0)
+            tl.store(ids + entry, token, mask=above != 0)
+            held += tl.sum(above, 0)
+        tl.store(counts + place, held)
+    else:
+        if MIN_P:
+            low = peak + gap
+        best, winner, seed = -float("inf"), 0, tl.load(seeds)
+        for first in range(0, size, WIDTH):
+            x, token, real = _read(logits, part * size, first, vocab, size, WIDTH)
+            best, winner = _race(x, real & (x >= low), inverse, seed, row * vocab + token, token, best, winner, WIDTH)
+        tl.store(scores + place, best)
+        tl.store(ids + place, winner)
+    tl.store(least + row, low)  # the same from every part
+
+
+@triton.jit
+def _gather(scores, ids, counts, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """Move the lists of a row together, in place, and return how many tokens they hold. A tile is read before it is
+    written, and what is read later lies behind it."""
+    held = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
+    for first in range(0, held, WIDTH):
+        place = first + tl.arange(0, WIDTH)
+        source, start = place, 0
+        for part in range(PARTS):
+            end = start + tl.load(counts + part)
+            source = tl.where((place >= start) & (place < end), part * size + place - start, source)
+            start = end
+        x = tl.load(scores + source, mask=place < held, other=0.0)
+        token = tl.load(ids + source, mask=place < held, other=0)
+        tl.debug_barrier()
+        tl.store(scores + place, x, mask=place < held)
+        tl.store(ids + place, token, mask=place < held)
+    tl.debug_barrier()  # from here on every thread reads what other threads wrote
     return held
 
 
-@triton.jit
-def _sample(
-    logits, seeds, scores, ids, tokens, least, stride, vocab, temperature, top_k, top_p, log_min_p, log_tail,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize=["top_k"])
+def _draw(
+    seeds, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, top_p, gap,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    scores += row * vocab
-    ids += row * vocab
-    seed, lanes = tl.load(seeds), tl.arange(0, WIDTH)
-    highest, peak, mass = _scan(logits, vocab, temperature, WIDTH)
-    low = tl.full([], -float("inf"), tl.float32)
-    if MIN_P:
-        low = peak + log_min_p
-    cut, best, winner = low, -float("inf"), 0
     if TOP_K or TOP_P:
+        scores += row * vocab
+        ids += row * vocab
+        peak, mass = _whole(peaks + row * PARTS, masses + row * PARTS, inverse, PARTS)
+        held = _gather(scores, ids, counts + row * PARTS, size, PARTS, WIDTH)
+        cut = tl.load(least + row)
         if TOP_K:
-            bound = tl.where(top_k <= WIDTH, _kth_largest(highest, top_k, peak), -float("inf"))
-        else:
-            bound = peak + tl.log(mass) + log_tail
-        held = _list(logits, scores, ids, vocab, temperature, bound, WIDTH)
-        tl.debug_barrier()  # from here on every thread reads what other threads wrote
-        if TOP_K:
-            bound = _threshold(scores, held, peak, top_k, bound, False, WIDTH)
-            mass = _count_or_mass(scores, bound, held, peak, True, WIDTH)
+            cut = _threshold(scores, held, peak, inverse, top_k, cut, False, WIDTH)
+            mass = _count_or_mass(scores, cut, held, peak, inverse, True, WIDTH)
         if TOP_P:
-            bound = _threshold(scores, held, peak, top_p * mass, bound, True, WIDTH)
-        cut = tl.maximum(low, bound)
+            cut = _threshold(scores, held, peak, inverse, top_p * mass, cut, True, WIDTH)
+        if MIN_P:
+            cut = tl.maximum(cut, peak + gap)
+        best, winner, seed = -float("inf"), 0, tl.load(seeds)
         for first in range(0, held, WIDTH):
-            place = first + lanes
+            place = first + tl.arange(0, WIDTH)
             x = tl.load(scores + place, mask=place < held, other=-float("inf"))
             token = tl.load(ids + place, mask=place < held, other=0)
-            best, winner = _race(x, (place < held) & (x >= cut), seed, row * vocab + token, token, best, winner, WIDTH)
+            survives, number = (place < held) & (x >= cut), row * vocab + token
+            best, winner = _race(x, survives, inverse, seed, number, token, best, winner, WIDTH)
+        tl.store(least + row, cut)
     else:
-        for first in range(0, vocab, WIDTH):
-            token = first + lanes
-            x = tl.load(logits + token, mask=token < vocab, other=-float("inf")).to(tl.float32) / temperature
-            best, winner = _race(x, x >= cut, seed, row * vocab + token, token, best, winner, WIDTH)
+        _, place = tl.max(tl.load(scores + row * PARTS + tl.arange(0, PARTS)), 0, return_indices=True)
+        winner = tl.load(ids + row * PARTS + place)
     tl.store(tokens + row, winner.to(tl.int64))
-    tl.store(least + row, cut)
 
 
 def launch(
@@ -187,24 +259,42 @@ def launch(
     top_p: float = 1.0,
     min_p: float = 0.0,
     generator: torch.Generator | None = None,
+    parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32.
+    """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32, in units of the logits.
 
-    temperature must be above 0; the other arguments are those of `types.Sampling`."""
+    temperature must be above 0; the filters are those of `types.Sampling`. parts: of a row, a power of two; None for so
+    many that RESIDENT programs run on each multiprocessor."""
     rows, vocab = logits.shape
     assert temperature > 0
     assert logits.stride(1) == 1
-    by_k, by_p = 0 < top_k < vocab, top_p < 1
+    by_k, by_p, by_peak = 0 < top_k < vocab, top_p < 1, min_p > 0
+    if parts is None:
+        parts = part_count(rows, RESIDENT * processors(logits.device), vocab // LEAST_PART, MOST_PARTS)
+    size = triton.cdiv(vocab, parts * 128) * 128 if parts > 1 else vocab  # what divides it tells that loads may be wide
+    width = min(LANES, triton.next_power_of_2(size))
+    kept = min(LANES // parts, width)
+
+    def empty(dtype: torch.dtype, *columns: int) -> Tensor:
+        return torch.empty(rows, *columns, dtype=dtype, device=logits.device)
+
     seed = torch.randint(2**62, (1,), device=logits.device, generator=generator)
-    held = (rows, vocab) if by_k or by_p else (1,)
-    scores = torch.empty(held, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(held, dtype=torch.int32, device=logits.device)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    least = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    _sample[(rows,)](
-        logits, seed, scores, ids, tokens, least, logits.stride(0), vocab, temperature, top_k, top_p,
-        math.log(min_p) if min_p else 0.0,
-        math.log((1 - top_p) / vocab) - 1e-3 if by_p else 0.0,  # 1e-3 for the rounding of the sums
-        TOP_K=by_k, TOP_P=by_p, MIN_P=min_p > 0, WIDTH=min(BLOCK, triton.next_power_of_2(vocab)), num_warps=8,
+    peaks, masses, lanes = (empty(torch.float32, columns) for columns in (parts, parts, parts * kept))
+    listed = vocab if by_k or by_p else parts
+    scores, ids, counts = empty(torch.float32, listed), empty(torch.int32, listed), empty(torch.int32, parts)
+    tokens, least = empty(torch.int64), empty(torch.float32)
+    inverse, gap = 1 / temperature, temperature * math.log(min_p) if by_peak else 0.0
+    log_tail = math.log((1 - top_p) / vocab) - 1e-3 if by_p else 0.0  # 1e-3 for the rounding of the sums
+    how = {"TOP_K": by_k, "TOP_P": by_p, "MIN_P": by_peak, "PARTS": parts, "WIDTH": min(TILE, width), "num_warps": 4}
+    if by_k or by_p or by_peak:
+        _scan[(rows, parts)](
+            logits, lanes, peaks, masses, logits.stride(0), vocab, size, inverse, KEPT=kept, WIDTH=width, num_warps=4
+        )
+    _list[(rows, parts)](
+        logits, seed, lanes, peaks, masses, scores, ids, counts, least, logits.stride(0), vocab, size, inverse, top_k,
+        log_tail, gap, KEPT=kept, **how,
     )  # fmt: skip
+    _draw[(rows,)](
+        seed, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, float(top_p), gap, **how
+    )
     return tokens, least

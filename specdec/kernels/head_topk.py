@@ -4,7 +4,8 @@
 
 One program multiplies a few rows with a block of the vocabulary, and keeps the block's log-sum-exp and its k best. A
 second kernel merges the blocks of a row. The blocks write (2 k + 1) / 128 of the size of the logits. Logits stay in
-fp32, whereas torch rounds a bf16 product when it writes it. Of equal logits the one of lower index comes first.
+fp32, whereas torch rounds a bf16 product when it writes it. Of equal logits the one of lower index comes first. Where
+hidden states are NaN, ids are any, but of the vocabulary.
 """
 
 import torch
@@ -12,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels import MOST_LIKELY
 from specdec.kernels.product import product
 
 BLOCK = 128  # tokens of a program
-MOST = 32  # the largest k; for each of the best the merge passes over all candidates
 
 
 def reference(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +25,7 @@ def reference(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "vocab", "blocks"])
 def _blocks(
     hidden, weight, best, ids, lse, rows, size, vocab, blocks, hidden_row, weight_row,
     K: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr,
@@ -48,11 +49,11 @@ def _blocks(
     for i in tl.static_range(K):
         value, place = tl.max(logits, 1, return_indices=True)
         tl.store(best + out * K + i, value, mask=row < rows)
-        tl.store(ids + out * K + i, block * TOKENS + place, mask=row < rows)
+        tl.store(ids + out * K + i, tl.minimum(block * TOKENS + place, vocab - 1), mask=row < rows)
         logits = tl.where(tl.arange(0, TOKENS)[None, :] == place[:, None], -float("inf"), logits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _merge(
     best, ids, lse, logp, tokens, blocks, K: tl.constexpr, BLOCKS: tl.constexpr, CANDIDATES: tl.constexpr
 ):  # fmt: skip
@@ -66,14 +67,15 @@ def _merge(
     for i in tl.static_range(K):
         value, at = tl.max(left, 0, return_indices=True)
         tl.store(logp + row * K + i, value - whole)
+        at = tl.minimum(at, blocks * K - 1)
         tl.store(tokens + row * K + i, tl.load(ids + row * blocks * K + at).to(tl.int64))
         left = tl.where(place == at, -float("inf"), left)
 
 
 def launch(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """hidden [R,H], weight [V,H], k <= min(V, 32) -> log-probabilities fp32 and ids int64, both [R,k]."""
+    """hidden [R,H], weight [V,H], k <= min(V, MOST_LIKELY) -> log-probabilities fp32 and ids int64, both [R,k]."""
     (rows, size), vocab = hidden.shape, len(weight)
-    assert k <= min(vocab, MOST)
+    assert k <= min(vocab, MOST_LIKELY)
     assert hidden.stride(1) == weight.stride(1) == 1
     blocks = triton.cdiv(vocab, BLOCK)
     best = torch.empty(rows, blocks, k, dtype=torch.float32, device=hidden.device)

@@ -54,6 +54,7 @@ def launch(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty_like(y)
     size = rows.shape[1]
+    assert rows.stride(1) == 1
     block = triton.next_power_of_2(size)
     _rms_norm[(len(rows),)](
         rows, y if residual is None else residual.contiguous(), weight, total, y, rows.stride(0), eps,

@@ -31,7 +31,7 @@ def reference(
 
 @triton.jit
 def _rope_write(
-    qkv, cos, sin, gains, slots, q_out, keys, values, qkv_row, eps,
+    qkv, cos, sin, gains, slots, q_out, keys, values, qkv_row, table_row, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +51,7 @@ def _rope_write(
             high_gain = tl.load(gain + DIM // 2, mask=mask, other=0.0).to(tl.float32)
             low32 = scaled(low32, inverse_rms, low_gain, dtype, OFFSET).to(tl.float32)
             high32 = scaled(high32, inverse_rms, high_gain, dtype, OFFSET).to(tl.float32)
-        table = row * DIM + columns
+        table = row * table_row + columns
         low_cos = tl.load(cos + table, mask=mask, other=0.0).to(tl.float32)
         high_cos = tl.load(cos + table + DIM // 2, mask=mask, other=0.0).to(tl.float32)
         low_sin = tl.load(sin + table, mask=mask, other=0.0).to(tl.float32)
@@ -83,17 +83,21 @@ def launch(
     eps: float = 0.0,
     offset: bool = False,
 ) -> Tensor:
-    """qkv [R,heads+2K,Dh], the heads of a row together; cos, sin [R,Dh]; slots [R] int64, into the rows of keys and
-    values [slots,K*Dh] -> q [R,heads,Dh]. gains [2,Dh]: weights of the norms of q and k; `offset` adds 1 to them."""
+    """qkv [R,heads+2K,Dh], the heads of a row together; cos, sin [R,Dh] of equal strides; slots [R] int64, into the
+    rows of keys and values [slots,K*Dh] -> q [R,heads,Dh]. gains [2,Dh]: weights of the norms of q and k; `offset` adds
+    1 to them."""
     rows, heads, dim = qkv.shape
     kv_heads = keys.shape[1] // dim
     q_heads = heads - 2 * kv_heads
     assert qkv.stride(2) == 1
     assert qkv.stride(1) == dim
+    assert keys.stride() == values.stride() == (kv_heads * dim, 1)
+    assert cos.stride() == sin.stride()
+    assert cos.stride(1) == 1
     q = torch.empty(rows, q_heads, dim, dtype=qkv.dtype, device=qkv.device)
     _rope_write[(rows, heads)](
-        qkv, cos.contiguous(), sin.contiguous(), cos if gains is None else gains, slots, q, keys, values, qkv.stride(0),
-        eps, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2),
+        qkv, cos, sin, cos if gains is None else gains, slots, q, keys, values, qkv.stride(0), cos.stride(0), eps,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2),
         NORM=gains is not None, OFFSET=offset, num_warps=1,
     )  # fmt: skip
     return q

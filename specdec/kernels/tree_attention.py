@@ -7,23 +7,25 @@
 
 Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device
 finds the lengths from lens[b], so ragged rows are balanced and the host reads no length. The program of the last part
-goes on with the tree itself, whose mask comes as words of 32 bits, a bit for each node. The programs keep an online
-softmax in fp32. If there are several parts, a second kernel merges them by their log-sum-exps. The query heads that
-share a key head are packed with the nodes into the rows of one tile, so every key is read once for all of them.
+goes on with the tree itself, and reads its mask as it is. The programs keep an online softmax in fp32. If there are
+several parts, a second kernel merges them by their log-sum-exps. The query heads that share a key head are packed with
+the nodes into the rows of one tile, so every key is read once for all of them.
 """
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.parts import part_count, processors
 from specdec.kernels.product import product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LEAST_PART = 256  # slots of a part at least; merging shorter ones costs more than they gain
-TILE_BYTES = 16384  # bytes of keys in a tile, and of values; three stages of both, twice, fit Hopper's shared memory
+MOST_PARTS = 64  # which the merge reads at once
+TILE_BYTES = 16384  # bytes of a tile of keys, or of values, or of queries at most
+RESIDENT = 2  # programs that fit a multiprocessor: three stages of keys and values and the queries are 7 tiles
+WIDE = 512  # bytes of a key; of wider ones a tile is larger, and one program fits
 
 
 def reference(
@@ -37,7 +39,7 @@ def reference(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The formula in the dtype of its inputs. ancestors [B,n,M] bool takes the place of words; the rest as `launch`."""
+    """The formula in the dtype of its inputs, which are those of `launch`; M is its `nodes`."""
     b, n, heads, dim = q.shape
     kv_heads, slots = keys.shape[1:3]
     offset = torch.arange(slots, device=q.device) - lens[:, None]  # [B,S]
@@ -45,8 +47,9 @@ def reference(
     see = ancestors.gather(2, offset.clamp(0, m - 1)[:, None].expand(-1, n, -1)) & (offset < m)[:, None]
     see |= (offset < 0)[:, None]
     if window is not None:
-        depth = torch.arange(m - n, m, device=q.device).expand(b, n) if depth is None else depth
-        column = depth.gather(1, offset.clamp(0, n - 1)) if m == n else offset
+        causal = depth is None
+        depth = torch.arange(m - n, m, device=q.device).expand(b, n) if causal else depth
+        column = offset if causal else depth.gather(1, offset.clamp(0, n - 1))
         see &= torch.where(offset < 0, offset, column)[:, None] > depth[..., None] - window
     q = q.view(b, n, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("bnkgd,bksd->bkgns", q, keys) * (dim**-0.5 if scale is None else scale)
@@ -84,15 +87,14 @@ def _load(keys, values, slots, held, kv_slot, DIM: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _over_committed(
-    q, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
-    DIM: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
-    D: tl.constexpr,
+    q, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, softcap, window,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over part `split` of the committed slots."""
     first = 0
     if WINDOW:
         first = tl.maximum(length - window + 1, 0)  # what the root sees; no node sees further back
-    part = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    part = tl.cdiv(tl.cdiv(length - first, splits), BLOCK) * BLOCK
     start = first + split * part
     end = tl.minimum(start + part, length)
     for slot in range(start, end, BLOCK):
@@ -108,51 +110,52 @@ def _over_committed(
 
 @triton.jit
 def _over_tree(
-    q, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale, softcap,
-    window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr, SOFTCAP: tl.constexpr,
-    D: tl.constexpr,
+    q, keys, values, acc, peak, total, real, node, deep, length, ancestors, depth, n, nodes, see_node, kv_slot, scale,
+    softcap, window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr,
+    SOFTCAP: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the scratch slots, 32 nodes at a time."""
-    width = tl.cdiv(nodes, 32)
-    for word in range(width):
-        other = word * 32 + tl.arange(0, 32)
+    for first in range(0, nodes, 32):
+        other = first + tl.arange(0, 32)
         held = other < nodes
         k, v = _load(keys, values, length + other, held, kv_slot, DIM, D)
         if CAUSAL:
             visible = (other[None, :] <= (nodes - n + node)[:, None]) & real[:, None] & held[None, :]
         else:
-            bits = tl.load(words + (row * n + node) * width + word, mask=real, other=0)
-            visible = (((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0) & held[None, :]
+            at = ancestors + (node[:, None] * see_node + other[None, :])
+            visible = tl.load(at, mask=real[:, None] & held[None, :], other=0) != 0
         if WINDOW:
             position = other
             if DEPTH:
-                position = tl.load(depth + row * n + other, mask=held, other=0).to(tl.int32)
+                position = tl.load(depth + tl.minimum(other, n - 1), mask=held, other=0).to(tl.int32)
             visible = visible & (position[None, :] > (deep - window)[:, None])
         acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
     return acc, peak, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["see_row", "see_node", "n", "nodes", "kv_heads", "window"])
 def _tree_attention(
-    q, keys, values, lens, words, depth, out, lse,
-    q_row, q_node, q_head, kv_row, kv_head, kv_slot,
+    q, keys, values, lens, ancestors, depth, out, lse,
+    q_row, q_node, q_head, kv_row, kv_head, kv_slot, see_row, see_node,
     n, nodes, kv_heads, scale, softcap, window,
-    GROUPS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DEPTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Strides: q_* of q, kv_* of keys and values. n new nodes, which are the last of `nodes` in the scratch slots."""
+    """Strides: q_* of q, kv_* of keys and values, see_* of ancestors. n new nodes, which are the last of `nodes` in the
+    scratch slots. PARTS: there are several, so what is written is merged afterwards."""
     row = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv = tl.program_id(1) % kv_heads
-    split = tl.program_id(2)
+    split, splits = tl.program_id(2), tl.num_programs(2)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     node, head = rows // GROUPS, kv * GROUPS + rows % GROUPS
     real = node < n
     dims = tl.arange(0, D)
     length = tl.load(lens + row).to(tl.int32)
     deep = nodes - n + node  # positions count from `length`
+    depth += row * n
     if DEPTH:
-        deep = tl.load(depth + row * n + node, mask=real, other=0).to(tl.int32)
-    q_at = q + row * q_row + node[:, None] * q_node + head[:, None] * q_head + dims[None, :]
+        deep = tl.load(depth + node, mask=real, other=0).to(tl.int32)
+    q_at = q + row * q_row + node.to(tl.int64)[:, None] * q_node + head[:, None] * q_head + dims[None, :]
     tile = tl.load(q_at, mask=real[:, None] & (dims < DIM)[None, :], other=0.0)
     keys += row * kv_row + kv.to(tl.int64) * kv_head
     values += row * kv_row + kv.to(tl.int64) * kv_head
@@ -160,44 +163,50 @@ def _tree_attention(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = _over_committed(
-        tile, keys, values, acc, peak, total, real, deep, length, split, kv_slot, scale, softcap, window,
-        DIM, SPLITS, WINDOW, SOFTCAP, BLOCK, D,
+        tile, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, softcap, window,
+        DIM, WINDOW, SOFTCAP, BLOCK, D,
     )  # fmt: skip
-    if split == SPLITS - 1:
+    if split == splits - 1:
         acc, peak, total = _over_tree(
-            tile, keys, values, acc, peak, total, real, node, deep, length, row, words, depth, n, nodes, kv_slot, scale,
-            softcap, window, DIM, CAUSAL, WINDOW, DEPTH, SOFTCAP, D,
+            tile, keys, values, acc, peak, total, real, node, deep, length, ancestors + row * see_row, depth, n, nodes,
+            see_node, kv_slot, scale, softcap, window, DIM, CAUSAL, WINDOW, DEPTH, SOFTCAP, D,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     query = (row * n + node) * (kv_heads * GROUPS) + head
-    if SPLITS > 1:
-        query = query * SPLITS + split
+    if PARTS:
+        query = query * splits + split
         tl.store(lse + query, peak + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=real)
     at = out + query[:, None] * DIM + dims[None, :]
     tl.store(at, acc.to(out.dtype.element_ty), mask=real[:, None] & (dims < DIM)[None, :])
 
 
-@triton.jit
-def _merge(parts, lse, out, DIM: tl.constexpr, SPLITS: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
-    """parts [queries,SPLITS,DIM] fp32, each normalised, and their base-2 log-sum-exps -> out [queries,DIM]."""
+@triton.jit(do_not_specialize=["splits"])
+def _merge(parts, lse, out, splits, DIM: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+    """parts [queries,splits,DIM] fp32, each normalised, and their base-2 log-sum-exps -> out [queries,DIM]."""
     query = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, S), tl.arange(0, D)
-    weight = tl.load(lse + query * SPLITS + splits, mask=splits < SPLITS, other=-float("inf"))
+    split, dims = tl.arange(0, S), tl.arange(0, D)
+    weight = tl.load(lse + query * splits + split, mask=split < splits, other=-float("inf"))
     weight = tl.exp2(weight - tl.max(weight, 0))
-    at = parts + (query * SPLITS + splits)[:, None] * DIM + dims[None, :]
-    part = tl.load(at, mask=(splits < SPLITS)[:, None] & (dims < DIM)[None, :], other=0.0)
+    at = parts + (query * splits + split)[:, None] * DIM + dims[None, :]
+    part = tl.load(at, mask=(split < splits)[:, None] & (dims < DIM)[None, :], other=0.0)
     merged = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(out + query * DIM + dims, merged.to(out.dtype.element_ty), mask=dims < DIM)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def split_count(programs: int, slots: int, processors: int, resident: int = RESIDENT) -> int:
+    """The number of parts of `slots` committed slots, a power of two, if one part of all rows takes so many programs.
+
+    It aims at `resident` programs a multiprocessor, 264 on an H100, and never takes more. No part is below LEAST_PART.
+    So a text that grows to any length changes the number a few times only."""
+    return part_count(programs, resident * processors, slots // LEAST_PART, MOST_PARTS)
 
 
-def split_count(programs: int, slots: int, processors: int) -> int:
-    """The number of parts of `slots` committed slots: two programs to a multiprocessor, no part below LEAST_PART."""
-    return max(1, min(-(-2 * processors // programs), slots // LEAST_PART, 64))
+def _tile_sizes(queries: int, wide: int, itemsize: int) -> tuple[int, int]:
+    """The rows of a tile of queries, if a key head has so many, and the slots of a tile of keys."""
+    fit = max(16, TILE_BYTES // (wide * itemsize))
+    # Products of fp32 operands run outside the tensor cores, and larger tiles of them do not fit the registers.
+    rows = 16 if itemsize == 4 else min(64, fit, max(16, triton.next_power_of_2(queries)))
+    return rows, min(128, fit)
 
 
 def launch(
@@ -205,7 +214,7 @@ def launch(
     keys: Tensor,
     values: Tensor,
     lens: Tensor,
-    words: Tensor | None,
+    ancestors: Tensor | None,
     nodes: int,
     *,
     depth: Tensor | None = None,
@@ -218,9 +227,9 @@ def launch(
     """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
 
     The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
-    words: the scratch slots that each of them sees, from `attention.ancestor_words`; None: all up to itself.
-    depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window, and
-    then all `nodes` must be new.
+    ancestors [B,n,nodes] bool: the scratch slots that each of them sees; None: all up to itself.
+    depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window.
+    Scratch slots before the new ones, if there are, are then taken to lie as deep as those.
     slots: a host-side bound of lens, from which the number of splits follows if `splits` is None.
     """
     b, n, heads, dim = q.shape
@@ -228,27 +237,28 @@ def launch(
     groups = heads // kv_heads
     assert keys.stride() == values.stride()
     assert keys.stride(3) == q.stride(3) == 1
-    assert depth is None or window is None or nodes == n
-    wide = max(16, triton.next_power_of_2(dim))
-    # Products of fp32 operands run outside the tensor cores, and larger tiles of them do not fit the registers.
-    rows = 16 if q.element_size() == 4 else min(64, max(16, triton.next_power_of_2(groups * n)))
-    block = max(16, min(128, TILE_BYTES // (wide * q.element_size())))
-    programs = triton.cdiv(groups * n, rows) * b * kv_heads
+    assert ancestors is None or ancestors.stride(2) == 1
+    wide, windowed = max(16, triton.next_power_of_2(dim)), window is not None
+    rows, block = _tile_sizes(groups * n, wide, q.element_size())
+    tiles = triton.cdiv(groups * n, rows)
     if splits is None:
-        splits = split_count(programs, keys.shape[2] if slots is None else slots, _processors(q.device))
+        bound = keys.shape[2] if slots is None else slots
+        seen, resident = min(bound, window or bound), RESIDENT if wide * q.element_size() <= WIDE else 1
+        splits = split_count(tiles * b * kv_heads, seen, processors(q.device), resident)
     out = q.new_empty(b, n, heads * dim)
     parts = out if splits == 1 else q.new_empty(b, n, heads, splits, dim, dtype=torch.float32)
     lse = out if splits == 1 else q.new_empty(b, n, heads, splits, dtype=torch.float32)
-    _tree_attention[(triton.cdiv(groups * n, rows), b * kv_heads, splits)](
-        q, keys, values, lens, lens if words is None else words, lens if depth is None else depth.contiguous(), parts,
-        lse, *q.stride()[:3], *keys.stride()[:3], n, nodes, kv_heads, dim**-0.5 if scale is None else scale,
-        softcap or 0.0, window or 0,
-        GROUPS=groups, DIM=dim, SPLITS=splits, CAUSAL=words is None, WINDOW=window is not None,
-        DEPTH=depth is not None and window is not None, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block, D=wide,
-        num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
+    see = (lens, 0, 0) if ancestors is None else (ancestors, *ancestors.stride()[:2])
+    _tree_attention[(tiles, b * kv_heads, splits)](
+        q, keys, values, lens, see[0], lens if depth is None else depth.contiguous(), parts, lse, *q.stride()[:3],
+        *keys.stride()[:3], *see[1:], n, nodes, kv_heads, dim**-0.5 if scale is None else scale, softcap or 0.0,
+        window or 0,
+        GROUPS=groups, DIM=dim, PARTS=splits > 1, CAUSAL=ancestors is None, WINDOW=windowed,
+        DEPTH=depth is not None and windowed, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block,
+        D=wide, num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         _merge[(b * n * heads,)](
-            parts, lse, out, DIM=dim, SPLITS=splits, S=triton.next_power_of_2(splits), D=wide, num_warps=4
+            parts, lse, out, splits, DIM=dim, S=triton.next_power_of_2(splits), D=wide, num_warps=4
         )
     return out

@@ -46,13 +46,6 @@ def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
     return torch.cat([added] * groups, 1).unsqueeze(1)
 
 
-def ancestor_words(ancestors: Tensor) -> Tensor:
-    """ancestors [B,N,M] bool -> [B,N,ceil(M/32)] int32: bit j%32 of word j//32 says whether j is seen."""
-    padded = F.pad(ancestors, (0, -ancestors.shape[2] % 32)).unflatten(2, (-1, 32))
-    place = torch.arange(32, device=ancestors.device)
-    return (padded.long() << place).sum(-1).to(torch.int32)  # the highest bit becomes the sign
-
-
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
 
@@ -72,16 +65,30 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: 
     return out.view(b, kv_heads, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
 
 
+def attend_grouped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head.
+
+    On a GPU only flash attention shares key heads, and it takes neither fp32 nor a mask nor wide heads. For the others
+    torch would hold N x S scores of every head (https://github.com/pytorch/pytorch/pull/181528), unless keys and values
+    are repeated.
+    """
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32 or q.shape[3] > 256):
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1)
+
+
 def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None) -> Tensor:
     """Self-attention of a fresh prompt: q [B,T,heads,Dh], k and v [B,T,K,Dh] -> [B,T,heads*Dh].
 
     With a window a position sees itself and the window - 1 before it.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    length, gqa = q.shape[2], q.shape[1] != k.shape[1]
+    length = q.shape[2]
     if window is None or window >= length:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
-        return out.transpose(1, 2).flatten(2)
+        return attend_grouped(q, k, v, causal=True, scale=scale).transpose(1, 2).flatten(2)
     pieces = []  # as many queries at once as the window is long, so that a mask never has T x T entries
     for start in range(0, length, window):
         first, end = max(0, start - window + 1), min(start + window, length)
@@ -89,7 +96,7 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sc
         columns = torch.arange(first, end, device=q.device)
         mask = (columns <= rows) & (columns > rows - window)
         piece = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
-        pieces.append(F.scaled_dot_product_attention(*piece, attn_mask=mask, scale=scale, enable_gqa=gqa))
+        pieces.append(attend_grouped(*piece, mask, scale=scale))
     return torch.cat(pieces, 2).transpose(1, 2).flatten(2)
 
 
@@ -119,9 +126,7 @@ class NoCache:
         if self.mask is None:
             return attend_causal(q, k, v, self.window, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        gqa = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask[:, None], scale=self.scale, enable_gqa=gqa)
-        return out.transpose(1, 2).flatten(2)
+        return attend_grouped(q, k, v, self.mask[:, None], scale=self.scale).transpose(1, 2).flatten(2)
 
 
 class CacheView:
@@ -149,7 +154,7 @@ class CacheView:
         window: int | None = None,
         scale: float | None = None,
     ):
-        nodes = torch.arange(offset, offset + n, device=cache.lens.device)
+        nodes = cache.places[offset : offset + n]
         self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
         self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
@@ -162,7 +167,7 @@ class CacheView:
             self.kernel = partial(
                 kernel,
                 lens=cache.lens,
-                words=None if ancestors is None else ancestor_words(ancestors),
+                ancestors=ancestors,
                 nodes=offset + n,
                 depth=None if ancestors is None else depth,
                 window=self.window,

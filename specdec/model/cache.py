@@ -31,7 +31,9 @@ class KVCache:
         # Flat views of all rows: keys and values together [2,R*S,K*Dh], and apart, each [R*S,K*Dh].
         self.rows = [kv.view(2, rows * slots, -1) for kv in self.memory]
         self.flat = [both.unbind() for both in self.rows]
+        self.places = torch.arange(slots, device=like.device)
         self.all_lens = torch.zeros(rows, dtype=torch.int64, device=like.device)
+        self.all_starts = torch.arange(rows, device=like.device)[:, None] * slots  # made once: graphs read it
         self.max_len = 0
         self.move = kernel_for("commit", like)
         if self.move is not None:
@@ -45,7 +47,7 @@ class KVCache:
         self.layers = [kv[:, first : first + count] for kv in self.memory]  # each [2,B,S,K,Dh]
         self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
         self.lens = self.all_lens[first : first + count]
-        self.row_start = torch.arange(first, first + count, device=self.lens.device)[:, None] * self.slots
+        self.row_start = self.all_starts[first : first + count]
 
     @property
     def capacity(self) -> int:
@@ -106,8 +108,7 @@ class KVCache:
         if self.move is not None:
             self.move(self.addresses, self.layers[0], self.lens, path, n)
         elif path.shape[1] > 1:
-            offsets = torch.arange(1, path.shape[1], device=path.device)
-            source, destination = self.slots_of(path[:, 1:]), self.slots_of(offsets)
+            source, destination = self.slots_of(path[:, 1:]), self.slots_of(self.places[1 : path.shape[1]])
             for rows in self.rows:
                 rows.index_copy_(1, destination, rows.index_select(1, source))
         self.advance(n, max_len)

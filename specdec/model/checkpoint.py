@@ -239,8 +239,8 @@ def check_device(device: str) -> torch.device:
 
 
 def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor], acceptance: Acceptance | None = None) -> None:
-    """Write config.json and model.safetensors as one folder, whole or not at all, and beside them the drafter's measured
-    acceptance if there is one. They replace older ones.
+    """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
+    with them if there is one. They replace older ones.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """

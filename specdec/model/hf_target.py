@@ -61,6 +61,7 @@ class TransformersTarget(nn.Module):
     tokenizer = None
     eos: frozenset[int] = frozenset()
     capturable = False  # the modules of some families read values on the host
+    masks_prompts = True  # a mask of T x T for each row of a prefill
 
     def __init__(self, model: nn.Module):
         """Raises ValueError, without the model's name, for a model whose trees would not be exact."""

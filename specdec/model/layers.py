@@ -78,17 +78,27 @@ class RMSNorm(Freezable):
         if kernel := kernel_for("rms_norm", self.weight):
             weight, eps, offset = self.weight, self.eps, self.offset
             return lambda x, y: kernel(y, weight, eps, offset, residual=x)
-        norm = self.bind()
+        return self.bind_add_eager()
 
-        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + y
-            return x, norm(x)
-
-        return add_norm
+    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x + y, and its norm."""
+        if kernel := kernel_for("rms_norm", x):
+            return kernel(x, self.weight, self.eps, self.offset, residual=y)
+        x = x + y
+        return x, self(x)
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         weight, normalise = self.weight, self.bind_normalise()
         return lambda x: normalise(x).to(x.dtype) * weight
+
+    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        weight, normalise = self.weight, self.bind_normalise()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, normalise(x).to(x.dtype) * weight
+
+        return add_norm
 
     def bind_normalise(self) -> Callable[[Tensor], Tensor]:
         """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
@@ -123,6 +133,15 @@ class OffsetRMSNorm(RMSNorm):
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         gain, normalise = self.gain(), self.bind_normalise()
         return lambda x: (normalise(x) * gain).to(x.dtype)
+
+    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        gain, normalise = self.gain(), self.bind_normalise()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, (normalise(x) * gain).to(x.dtype)
+
+        return add_norm
 
     def gain(self) -> Tensor:
         return 1 + self.weight.float()
@@ -220,23 +239,25 @@ class Rope:
 
 
 class RopeTable(nn.Module):
-    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers."""
+    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
+    side in one table [S, 2 Dh], so that one look-up finds both."""
 
     def __init__(self, rope: Rope, head_dim: int):
         super().__init__()
         self.rope, self.head_dim = rope, head_dim
-        self.register_buffer("cos", torch.empty(0, head_dim), persistent=False)
-        self.register_buffer("sin", torch.empty(0, head_dim), persistent=False)
+        self.register_buffer("table", torch.empty(0, 2 * head_dim), persistent=False)
 
     def reserve(self, positions: int, like: Tensor) -> None:
-        if len(self.cos) < positions or self.cos.device != like.device or self.cos.dtype != like.dtype:
-            cos, sin = self.rope.tables(self.head_dim, max(positions, len(self.cos)))
+        known = self.table
+        if len(known) < positions or known.device != like.device or known.dtype != like.dtype:
+            cos, sin = self.rope.tables(self.head_dim, max(positions, len(known)))
             # The tables are made in fp32 and rounded once, as transformers does.
-            self.cos, self.sin = cos.to(like), sin.to(like)
+            self.table = torch.cat([cos, sin], dim=-1).to(like)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B,N] -> cos, sin [B,N,1,Dh]."""
-        return F.embedding(positions, self.cos).unsqueeze(2), F.embedding(positions, self.sin).unsqueeze(2)
+        """positions [B,N] -> cos, sin [B,N,1,Dh], views of one tensor."""
+        cos, sin = F.embedding(positions, self.table).unsqueeze(2).split_with_sizes([self.head_dim] * 2, dim=-1)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ def load_target(
     folder = resolve(path)
     raw = read_json(folder / "config.json")
     place = check_device(device)
+    if place.index is not None and place.type == "cuda":
+        torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
     weights = choose_dtype(dtype, raw, place)
     try:
         config = read_config(raw, str(path))

@@ -60,7 +60,10 @@ class Attention(Freezable):
         return partial(kernel, gains=gains, eps=self.q_norm.eps, offset=self.q_norm.offset)
 
 
-class Block(Freezable):
+class Block(nn.Module):
+    """A layer. It is bound together with the norm behind it, the next layer's first or the final one: what its MLP adds
+    is added there, in the same pass."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.input_norm = make_norm(config.hidden, config)
@@ -68,13 +71,14 @@ class Block(Freezable):
         self.post_norm = make_norm(config.hidden, config)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
-    def bind(self) -> Callable[..., Tensor]:
-        input_norm, attention, mlp = (part.bind() for part in (self.input_norm, self.attention, self.mlp))
-        add_norm = self.post_norm.bind_add()
+    def bind(self, following: RMSNorm) -> Function:
+        """(hidden state, its norm, ...) -> (the next hidden state, what `following` makes of it)."""
+        attention, mlp = self.attention.bind(), self.mlp.bind()
+        add_norm, add_following = self.post_norm.bind_add(), following.bind_add()
 
-        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            x, normed = add_norm(x, attention(input_norm(x), rope, view, layer))
-            return x + mlp(normed)
+        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
+            x, normed = add_norm(x, attention(normed, rope, view, layer))
+            return add_following(x, mlp(normed))
 
         return block
 
@@ -87,15 +91,15 @@ class SandwichBlock(Block):
         self.attention_norm = make_norm(config.hidden, config)
         self.mlp_norm = make_norm(config.hidden, config)
 
-    def bind(self) -> Callable[..., Tensor]:
-        input_norm, attention, attention_norm, mlp, mlp_norm = (
-            part.bind() for part in (self.input_norm, self.attention, self.attention_norm, self.mlp, self.mlp_norm)
+    def bind(self, following: RMSNorm) -> Function:
+        attention, attention_norm, mlp, mlp_norm = (
+            part.bind() for part in (self.attention, self.attention_norm, self.mlp, self.mlp_norm)
         )
-        add_norm = self.post_norm.bind_add()
+        add_norm, add_following = self.post_norm.bind_add(), following.bind_add()
 
-        def block(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            x, normed = add_norm(x, attention_norm(attention(input_norm(x), rope, view, layer)))
-            return x + mlp_norm(mlp(normed))
+        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
+            x, normed = add_norm(x, attention_norm(attention(normed, rope, view, layer)))
+            return add_following(x, mlp_norm(mlp(normed)))
 
         return block
 
@@ -111,7 +115,8 @@ class Target(nn.Module):
     tokenizer = None
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
-    parts: tuple[Function, list[tuple[Function, int]], Function, Function]  # embedding, (block, its kind), norm, head
+    masks_prompts = False  # a prefill needs no mask of T x T
+    parts: tuple[Function, Function, list[tuple[Function, int]], Function]  # embedding, norm, (block, its kind), head
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 
     def __init__(self, config: ModelConfig):
@@ -157,8 +162,10 @@ class Target(nn.Module):
 
     def bind(self) -> None:
         """Bind every part to its present weights: see `layers.Freezable`."""
-        blocks = [(block.bind(), kind) for block, kind in zip(self.blocks, self.kind_of, strict=True)]
-        self.parts = self._bind_embed(), blocks, self.norm.bind(), self._bind_head()
+        first, *following = [*(block.input_norm for block in self.blocks), self.norm]
+        blocks = [block.bind(norm) for block, norm in zip(self.blocks, following, strict=True)]
+        layers = list(zip(blocks, self.kind_of, strict=True))
+        self.parts = self._bind_embed(), first.bind(), layers, self._bind_head()
         self.groups = self.query_heads // self.cache_shape[0]
 
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
@@ -231,15 +238,14 @@ class Target(nn.Module):
             where = {"offset": offset, "prefill": prefill, "depth": depth, "scale": scale}
             views = [CacheView(cache, n, ancestors, self.groups, window=window, **where) for window in self.windows]
         kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
-        embed, blocks, norm, head = self.parts
+        embed, norm, layers, head = self.parts
         x = embed(tokens.flatten())  # [B*N,H]
-        states = {0: x} if 0 in taps else {}
-        for layer, (block, kind) in enumerate(blocks):
-            x = block(x, *kinds[kind], layer)
+        states, normed = {0: x} if 0 in taps else {}, norm(x)
+        for layer, (block, kind) in enumerate(layers):
+            x, normed = block(x, normed, *kinds[kind], layer)
             if layer + 1 in taps:
                 states[layer + 1] = x
-        x = norm(x)
-        states[len(blocks)] = x
+        states[len(layers)] = x = normed
         feats = torch.cat([states[tap] for tap in taps], dim=-1).view(b, n, -1) if taps else None
         if not logits:
             return None, feats

@@ -28,6 +28,7 @@ class BlockVerification:
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = True
     chains_only: ClassVar[bool] = True
+    likeliest_only: ClassVar[bool] = False
 
     def __call__(
         self,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.sampling.draws import sample
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, deepest
+from specdec.verify.walk import alive, path_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class SampleAndMatch:
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = True
 
     def __call__(
         self,
@@ -33,8 +34,9 @@ class SampleAndMatch:
         generator: torch.Generator | None = None,
     ) -> Verdict:
         drawn = sample(logits, sampling, generator)  # [B,N]
-        winner = deepest(tree, tree.tokens == drawn.gather(1, tree.parents))
-        return accept(tree, winner, drawn.gather(1, winner[:, None]).squeeze(1))
+        # Siblings carry different tokens, so what is alive is one path, and behind each node of it comes its draw.
+        path, n = path_of(tree, alive(tree, tree.tokens == drawn.gather(1, tree.parents)))
+        return Verdict(path=path, n=n, tokens=drawn.gather(1, path))
 
 
 sample_and_match = SampleAndMatch()

@@ -26,6 +26,7 @@ class MultiRoundRejection:
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = True
     chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = False
 
     def __call__(
         self,

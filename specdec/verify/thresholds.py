@@ -24,6 +24,7 @@ class TwoThresholds:
 
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = False
 
     threshold_single: float = 1.0
     threshold_acc: float = 1.0

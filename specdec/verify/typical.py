@@ -25,6 +25,7 @@ class TypicalAcceptance:
     lossless: ClassVar[bool] = False
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = False
 
     epsilon: float = 0.09
     alpha: float = 0.3

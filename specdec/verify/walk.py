@@ -8,26 +8,30 @@ from specdec.types import DraftTree, Verdict
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
     """hit [B,N], whatever it says of the root -> [B,N] bool: is every node on the way from the root a hit?"""
-    hit = hit | (tree.depth == 0)
-    return (hit[:, None] | ~tree.ancestors).all(-1)
+    # Of truth values a >= b says that b implies a.
+    return (hit[:, None, 1:] >= tree.ancestors[..., 1:]).all(-1)
 
 
 def deepest(tree: DraftTree, hit: Tensor) -> Tensor:
     """hit [B,N] of which no two siblings are true -> [B] the node that the only path without a miss ends in."""
-    return torch.where(alive(tree, hit), tree.depth, -1).max(1).indices
+    return (alive(tree, hit) * tree.depth).max(1).indices  # where only the root is alive, the first of zeros: the root
+
+
+def path_of(tree: DraftTree, on_path: Tensor) -> tuple[Tensor, Tensor]:
+    """on_path [B,N]: the nodes of a path that begins at the root -> path [B,P] and n [B] as in `Verdict`."""
+    b, n = on_path.shape
+    path = torch.zeros(b, tree.steps + 1, dtype=torch.int64, device=on_path.device)
+    # At each depth one node is on the path, and the others count as node 0.
+    nodes = torch.arange(n, device=on_path.device) * on_path
+    return path.scatter_reduce_(1, tree.depth, nodes, "amax"), on_path.sum(1)
 
 
 def accept(tree: DraftTree, winner: Tensor, bonus: Tensor) -> Verdict:
     """The path from the root to winner [B] is emitted, and then the token bonus [B]."""
-    b, n = tree.depth.shape
-    slots = tree.steps + 1
-    on_path = tree.ancestors.gather(1, winner[:, None, None].expand(-1, 1, n)).squeeze(1)
-    nodes = torch.arange(n, device=winner.device).expand(b, n)
-    path = torch.zeros(b, slots + 1, dtype=torch.int64, device=winner.device)
-    path = path.scatter_(1, torch.where(on_path, tree.depth, slots), nodes)[:, :slots]
-    last = tree.depth.gather(1, winner[:, None])
-    tokens = tree.tokens.gather(1, path).roll(-1, 1).scatter_(1, last, bonus[:, None])
-    return Verdict(path=path, n=last.squeeze(1) + 1, tokens=tokens)
+    on_path = tree.ancestors.gather(1, winner[:, None, None].expand(-1, 1, tree.depth.shape[1])).squeeze(1)
+    path, n = path_of(tree, on_path)
+    tokens = tree.tokens.gather(1, path).roll(-1, 1).scatter_(1, (n - 1)[:, None], bonus[:, None])
+    return Verdict(path=path, n=n, tokens=tokens)
 
 
 def at(nodes: Tensor, values: Tensor) -> Tensor:

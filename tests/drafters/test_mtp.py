@@ -161,7 +161,8 @@ def test_drafts_equal_those_of_transformers(make):
     for count in (7, 3, 1, 3):
         piece = slice(done, done + count)
         positions = torch.arange(done + 1, done + count + 1)[None]
-        drafted, logits, _ = theirs(tokens[:, piece], feats[:, piece], None, positions, cache)
+        mask = torch.ones(1, count, dtype=torch.int64)  # transformers 5.17 does not make one
+        drafted, logits, _ = theirs(tokens[:, piece], feats[:, piece], mask, positions, cache)
         part = feats[:, piece], tokens[:, piece], torch.tensor([count])
         state = drafter.extend(*part, done + count) if done else drafter.admit(0, tokens[:, 0], *part)
         done += count

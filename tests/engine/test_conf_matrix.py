@@ -29,8 +29,9 @@ def load(group: str, name: str) -> dict:
     return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
 
 
-def fresh_drafter(name: str, target, draft_vocab: int | None = 8):
-    """The drafter that a YAML describes, random, for a tiny target; its vocabulary leaves some tokens out."""
+def fresh_drafter(name: str, target, draft_vocab: int | None = 8, **fields):
+    """The drafter that a YAML describes, random, for a tiny target; its vocabulary leaves some tokens out. fields: of
+    the config of a draft model."""
     settings = load("drafter", name)
     if settings.pop("draft_vocab_size", None) is None:
         draft_vocab = None
@@ -39,7 +40,7 @@ def fresh_drafter(name: str, target, draft_vocab: int | None = 8):
     if settings.get("path", "none needed") is not None:
         return instantiate(settings, target=target, vocab=vocab).eval()
     with tempfile.TemporaryDirectory() as folder:  # a drafter that is a model of its own: any that has the vocabulary
-        save_hf(folder, "llama", vocab_size=target.config.vocab, max_position_embeddings=256, head=8.0)
+        save_hf(folder, "llama", vocab_size=target.config.vocab, max_position_embeddings=256, head=8.0, **fields)
         return instantiate(settings | {"path": folder}, target=target, vocab=vocab).eval()
 
 

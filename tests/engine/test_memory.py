@@ -1,20 +1,26 @@
 """The plan of a request's memory: exact for caches, an upper bound for the work, and a refusal with the numbers."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import DRAFTERS, save_hf, tiny_drafter, tiny_target
 from tape import Tape, tensors
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.ngram import NGram
 from specdec.engine import engine as engines
+from specdec.engine import memory
 from specdec.engine.engine import Engine
-from specdec.engine.memory import GIB, SMALL, Plan, Request, check, plan
+from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan, unused_bytes
+from specdec.engine.report import Reads
+from specdec.engine.round import Round
 from specdec.model.hf_target import TransformersTarget
+from specdec.model.target import Target
 from specdec.types import Sampling
-from specdec.verify import make_verifier
+from specdec.verify import make_verifier, sample_and_match
 from trees import Chain, DynamicTree, SampledTree
 
 
@@ -46,7 +52,8 @@ class Live(TorchDispatchMode):
 def test_caches_to_the_byte(drafter):
     target = tiny_target()
     drafter = DRAFTERS[drafter](target)
-    wanted = plan(target, drafter, DynamicTree(3, 3, 9), Request(batch=2, prompt=5, room=40))
+    round_ = Round(target, drafter, DynamicTree(3, 3, 9), sample_and_match)
+    wanted = plan(round_, Request(batch=2, prompt=5, room=40))
     # Embeddings, and for some the head, are the target's.
     own = {p.data_ptr(): p.nbytes for m in (target, drafter) for p in (*m.parameters(), *m.buffers())}
     assert wanted.weights == sum(own.values())
@@ -62,7 +69,7 @@ def test_caches_to_the_byte(drafter):
 
 def test_the_adapters_cache(tmp_path):
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
-    wanted = plan(target, None, None, Request(batch=3, prompt=5, room=20))
+    wanted = plan(Round(target, None, None, sample_and_match), Request(batch=3, prompt=5, room=20))
     assert wanted.target_cache == sum(kv.nbytes for kv in target.new_cache(3, 22).layers)
     assert wanted.draft_cache == 0
 
@@ -101,16 +108,108 @@ def test_the_work_stays_below_the_bound(drafter, tree, verifier, sampling, lengt
     engine.generate(prompts, max_new_tokens=1)  # tables of positions are made once
     with Live() as live:
         engine.generate(prompts, max_new_tokens=8, sampling=sampling, eos=frozenset())
-    greedy = sampling.greedy and verifier == "match"
-    wanted = plan(target, model, tree, Request(2, length, length + 8, greedy, sampling.penalised))
+    wanted = plan(engine.round, Request(2, length, length + 8, sampling.greedy, sampling.penalised))
     assert live.most <= wanted.needed
     assert wanted.needed - SMALL <= 4 * live.most
 
 
+ATTENTION = torch.ops.aten.scaled_dot_product_attention, torch.ops.aten._scaled_dot_product_attention_math
+
+
+class Inside(Live):
+    """Counts what attention makes inside, too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in ATTENTION:
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("window", [None, 200], ids=["full", "window"])
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "plain"])
+def test_scores_where_attention_is_not_fused(monkeypatch, window, drafts):
+    """As on a GPU in fp32 with fewer key heads than query heads: torch's plain attention, made to run here."""
+    config = tiny_target(context=512).config
+    target = Target(replace(config, sliding=(True,) * config.layers, window=window) if window else config).eval()
+    engine = Engine(target, *((tiny_drafter(target), TREE) if drafts else ()))
+    prompts = [[1 + i % 9 for i in range(400)], [3] * 200]
+    with sdpa_kernel(SDPBackend.MATH), Inside() as live:
+        engine.generate(prompts, max_new_tokens=8, eos=frozenset())
+    request = Request(2, 400, 408)
+    assert live.most > plan(engine.round, request).needed  # without the scores it is too low
+    monkeypatch.setattr(memory, "has_fused_attention", lambda target, masked: False)
+    wanted = plan(engine.round, request).needed
+    assert live.most <= wanted
+    assert wanted - SMALL <= 4 * live.most
+
+
+def test_who_asks_for_probabilities():
+    """Greedily the default rule asks for none, and others do."""
+    target = tiny_target(vocab=1000)
+    match, sglang = (Round(target, tiny_drafter(target), TREE, make_verifier(name)) for name in ("match", "sglang"))
+    greedy, drawn = Request(2, 5, 20), Request(2, 5, 20, greedy=False)
+    assert plan(match, greedy).round < plan(match, drawn).round
+    assert plan(sglang, greedy) == plan(match, drawn)
+
+
+def test_what_is_read_is_counted():
+    """Logits of every graph, and those of one round and the next; nothing for who reads tokens or trees."""
+    target = tiny_target(vocab=1000)
+    round_ = Round(target, tiny_drafter(target), TREE, sample_and_match)
+    logits = 2 * 24 * 1000 * 4
+    for graphs, room, copies in ((False, 600, 2), (True, 200, 2 + 2 + 1), (True, 600, 2 + 2 + 3)):
+        tokens, trees, all_ = (plan(round_, Request(2, 10, room, reads=reads), graphs) for reads in Reads)
+        assert tokens == trees
+        assert all_.needed - tokens.needed == copies * logits
+
+
+def test_workspaces(monkeypatch):
+    """The rule of torch's `parseChosenWorkspaceSize`."""
+    for setting, size in ((":4096:2:16:8", 8 * 2**20 + 128 * 2**10), (":16:8", 128 * 2**10), ("", 32 * 2**20)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+        assert memory.cublas_workspace() == size
+    assert plan(Round(tiny_target(), None, None, sample_and_match), Request(1, 5, 20)).libraries == 0  # none on the CPU
+
+
+def segment(total: int, active: int, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict:
+    return {"device": device, "segment_pool_id": pool, "total_size": total, "active_size": active}
+
+
+def test_what_graphs_hold_is_not_free():
+    segments = [segment(100, 30), segment(50, 50), segment(1000, 0, (0, 1)), segment(400, 0, device=1), segment(7, 0)]
+    assert unused_bytes(segments, 0) == 70 + 7
+    assert unused_bytes(segments, 1) == 400
+    assert unused_bytes([], 0) == 0
+
+
+def test_free_memory_is_looked_for_as_far_as_needed(monkeypatch):
+    """What the driver gives; then what torch holds unused; then the pools of graphs that are gone."""
+    device, asked = torch.device("cuda", 0), []
+    driver = [100]
+    segments = [segment(50, 20), segment(300, 0, (0, 1)), segment(10, 0, (0, 2))]
+
+    def empty_cache() -> None:
+        asked.append("emptied")
+        driver[0] += 300
+        del segments[1]
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver[0], 2000))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: asked.append("snapshot") or segments)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    assert free_bytes(device, 100) == 100
+    assert asked == []
+    assert free_bytes(device, 130) == 130
+    assert asked == ["snapshot"]
+    assert free_bytes(device, 131) == 430
+    assert asked == ["snapshot", "snapshot", "emptied", "snapshot"]
+
+
 def test_what_fits_and_what_does_not():
     request = Plan(
-        weights=8 * GIB, target_cache=GIB, draft_cache=GIB // 2, prefill=GIB // 4, round=GIB // 8, graphs=GIB
-    )
+        weights=8 * GIB, target_cache=GIB, draft_cache=GIB // 2, prefill=GIB // 8, round=GIB // 16, graphs=GIB,
+        libraries=GIB // 8,
+    )  # fmt: skip
     check(request, free=request.needed)
     with pytest.raises(ValueError, match=r"needs 2\.75 GiB \(1\.00 for the target's cache, 0\.50 .*, up to 1\.25 for"):
         check(request, free=request.needed - 1)
@@ -123,10 +222,11 @@ def test_what_fits_and_what_does_not():
 def test_refused_before_anything_is_allocated(monkeypatch, graphs):
     target = tiny_target()
     engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), graphs=graphs)
-    monkeypatch.setattr(engines, "free_bytes", lambda device: 10**6)
+    monkeypatch.setattr(engines, "is_limited", lambda device: True)
+    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**6)
     with monkeypatch.context() as patch:
         patch.setattr(target, "new_cache", lambda *sizes: pytest.fail("a cache was allocated"))
         with pytest.raises(ValueError, match=r"this request does not fit: it needs 0\.\d\d"):
             engine.generate([[1, 2, 3]] * 40, max_new_tokens=200)
-    monkeypatch.setattr(engines, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**9)
     assert len(engine.generate([[1, 2, 3]], max_new_tokens=5).rows[0].tokens) == 5

@@ -3,8 +3,8 @@
     python tests/kernels/kernel_compile.py
 
 Registers and stack (bytes that did not fit into registers) are those of a thread, shared memory is that of a program,
-in bytes. The launches are those of `launch_all` in each test file of the kernels. Triton's launcher runs as usual, with
-a driver that knows only its target, and a `run` that stops before the launch.
+in bytes. What is launched is named by `launches` in each test file of the kernels. Triton's launcher runs as usual,
+with a driver that knows only its target, and a `run` that stops before the launch.
 """
 
 import importlib
@@ -37,7 +37,7 @@ class TargetOnly:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_only(run):
+def compile_only(run, case: list[str]):
     def instead(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -49,9 +49,11 @@ def compile_only(run):
         module, ptx = self.fn.__module__.rsplit(".", 1)[1], kernel.asm["ptx"]
         line = {
             "kernel": f"{module}.{self.fn.__name__}",
+            "case": case[0],
             "registers": registers,
             "stack": stack,
             "shared": kernel.metadata.shared,
+            "warps": kernel.metadata.num_warps,
             "tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
         }
         print(json.dumps(line), flush=True)
@@ -70,11 +72,12 @@ def ints(*shape: int) -> torch.Tensor:
 def main() -> None:
     sys.path.insert(0, str(HERE.parent))
     driver.set_active(TargetOnly())
-    JITFunction.run = compile_only(JITFunction.run)
+    case = [""]
+    JITFunction.run = compile_only(JITFunction.run, case)
     for path in sorted(HERE.glob("test_kernels_*.py")):
-        tests = importlib.import_module(path.stem)
-        if "launch_all" in vars(tests):
-            tests.launch_all(bf16, ints)
+        if "def launches(" in path.read_text(encoding="utf-8"):
+            for case[0], launch in importlib.import_module(path.stem).launches(bf16, ints).items():
+                launch()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,35 @@
 """Tree attention against its formula in fp64."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from kernel_cases import close, in_dtypes, on_devices, roundings, sums
 
 from specdec.kernels import tree_attention
 from specdec.kernels.tree_attention import split_count
-from specdec.model.attention import ancestor_words
 from trees.ancestors import ancestors_of
 
 pytestmark = on_devices
 
 
-def launch_all(bf16, ints) -> None:
+def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
-    keys, values = bf16(2, 1, slots, kv_heads, dim).transpose(2, 3).unbind()
-    words = torch.zeros(1, nodes, 2, dtype=torch.int32)
-    tree_attention.launch(bf16(1, nodes, heads, dim), keys, values, ints(1), words, nodes, splits=8)
+
+    def launch(nodes: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, dtype=torch.bfloat16, **how) -> None:
+        keys, values = bf16(2, 1, 4096, kv_heads, dim).to(dtype).transpose(2, 3).unbind()
+        ancestors = None if nodes == 1 else torch.zeros(1, nodes, nodes, dtype=torch.bool)
+        q = bf16(1, nodes, heads, dim).to(dtype)
+        tree_attention.launch(q, keys, values, ints(1), ancestors, nodes, splits=8, **how)
+
+    return {
+        "60 nodes": partial(launch, 60),
+        "1 node": partial(launch, 1),
+        "60 nodes, heads of 64": partial(launch, 60, dim=64),
+        "60 nodes, heads of 256, window": partial(launch, 60, 4, 1, 256, depth=ints(1, 60), window=512),
+        "60 nodes, fp32": partial(launch, 60, dtype=torch.float32),
+    }
 
 
 def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +39,10 @@ def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ancestors, ancestors.sum(-1) - 1
 
 
-def check(device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=None, splits=None, causal=False, **how):
+def check(
+    device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=None, splits=None, causal=False, depth=None,
+    **how,
+):  # fmt: skip
     """Compare on random inputs. Slots that no node may see hold NaN, so that reading one fails the test."""
     torch.manual_seed(0)
     batch, nodes = len(lens), nodes or n
@@ -39,13 +54,12 @@ def check(device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=Non
     if causal:
         ancestors, depth = torch.ones(nodes, nodes, dtype=torch.bool).tril()[-n:].expand(batch, n, nodes), None
     else:
-        ancestors, depth = random_tree(batch, nodes)
-        ancestors, depth = ancestors[:, -n:], depth if n == nodes else None
+        ancestors, own_depth = random_tree(batch, nodes)
+        ancestors, depth = ancestors[:, -n:], own_depth if n == nodes else depth
     keys, values = kv.transpose(2, 3).unbind()
     wanted = tree_attention.reference(q.double(), keys.double(), values.double(), lens, ancestors, depth=depth, **how)
-    words = None if causal else ancestor_words(ancestors).to(device)
     got = tree_attention.launch(
-        *(x.to(device) for x in (q, keys, values, lens)), words, nodes,
+        *(x.to(device) for x in (q, keys, values, lens)), None if causal else ancestors.to(device), nodes,
         depth=None if depth is None else depth.to(device), splits=splits, **how,
     )  # fmt: skip
     assert got.dtype == dtype
@@ -100,8 +114,23 @@ def test_causal(device, dtype, n, nodes, window):
 
 
 @in_dtypes
-def test_a_drafters_level_sees_earlier_levels(device, dtype):
-    check(device, dtype, [11, 50], 4, 4, 2, 32, nodes=36)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 1, 9, 40])
+def test_a_drafters_level_sees_earlier_levels(device, dtype, window, splits):
+    """All nodes of a level are equally deep; with a window, earlier levels count as near as the level itself."""
+    depth = torch.full((2, 4), 9)
+    check(device, dtype, [11, 50], 4, 4, 2, 32, nodes=36, depth=depth, window=window, splits=splits)
+
+
+def test_queries_may_be_part_of_a_product(device):
+    """Without the kernel that rotates, q is a slice of the rows of q, k and v; a drafter's mask is a slice too."""
+    torch.manual_seed(0)
+    rows, kv = torch.randn(2, 5, 8, 32, device=device), torch.randn(2, 2, 30, 2, 32, device=device)
+    keys, values = kv.transpose(2, 3).unbind()
+    ancestors, lens = random_tree(2, 9)[0].to(device), torch.tensor([4, 20], device=device)
+    q, own = rows[:, :, 2:6], ancestors[:, 4:, 2:]
+    got = tree_attention.launch(q, keys, values, lens, own, 7)
+    assert torch.equal(got, tree_attention.launch(q.contiguous(), keys, values, lens, own.contiguous(), 7))
 
 
 def test_what_is_hidden_makes_a_difference(device):
@@ -114,13 +143,25 @@ def test_what_is_hidden_makes_a_difference(device):
     for bit in range(5):
         wrong = ancestors.clone()
         wrong[0, 5, bit] ^= True
-        inputs = (x.to(device) for x in (q, keys, values, torch.tensor([10]), ancestor_words(wrong)))
+        inputs = (x.to(device) for x in (q, keys, values, torch.tensor([10]), wrong))
         with pytest.raises(AssertionError, match="more than rounding"):
             close(tree_attention.launch(*inputs, 6).cpu(), wanted, 1e-4)
 
 
 def test_split_count(device):
-    assert split_count(programs=8, slots=100_000, processors=132) == 33
+    assert split_count(programs=8, slots=100_000, processors=132) == 32
+    assert split_count(programs=8, slots=100_000, processors=132, resident=1) == 16
     assert split_count(programs=1000, slots=100_000, processors=132) == 1
     assert split_count(programs=1, slots=700, processors=132) == 2
     assert split_count(programs=1, slots=0, processors=1) == 1
+
+
+def test_splits_are_few_and_run_at_once(device):
+    """Every bound of the slots up to 131,072, for batches of one to 64 rows of 8 key heads, plain and with a tree."""
+    for programs in (8, 24, 32, 64, 96, 256, 512, 2048):
+        splits = [split_count(programs, slots, processors=132) for slots in range(1, 2**17 + 1)]
+        assert splits == sorted(splits)
+        assert len(set(splits)) <= 6
+        assert all(count == 1 or programs * count <= 264 for count in set(splits))
+        assert all(count == 1 or slots // count >= 256 for slots, count in enumerate(splits, 1))
+        assert 2 * programs * splits[-1] > 264, "half of the device stays empty"

@@ -1,7 +1,9 @@
-"""Every kernel compiles for Hopper, which needs no GPU: Triton brings its own assembler."""
+"""Every kernel compiles for Hopper, fits it as its parts are made for, and is compiled once: known without a GPU, as
+Triton brings its own assembler."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,37 +13,70 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SHARED_MEMORY = 232_448  # bytes that a program may have on an H100 or H200
+# Of an H100 or H200, in bytes: what a program may have, what a multiprocessor has, what it keeps for itself of each.
+SHARED_MEMORY, SHARED_OF_ALL, RESERVED = 232_448, 228 * 1024, 1024
+REGISTERS = 65_536  # of a multiprocessor
+
+
+def lines_of(script: str, folder, *arguments: str) -> list[dict]:
+    """What a script prints, from a process of its own in which the interpreter is off."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment.setdefault("TRITON_CACHE_DIR", str(folder))
+    command = [sys.executable, str(HERE / script), *arguments]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr[-2000:]
+    return [json.loads(line) for line in out.stdout.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict[str, dict]:
-    """The compiler's report on each kernel, from a process of its own in which the interpreter is off."""
-    cache = os.environ.get("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
-    out = subprocess.run(
-        [sys.executable, str(HERE / "kernel_compile.py")], env=environment, capture_output=True, text=True, check=False
-    )
-    assert out.returncode == 0, out.stderr[-2000:]
-    return {line["kernel"]: line for line in map(json.loads, out.stdout.splitlines())}
+def compiled(tmp_path_factory) -> list[dict]:
+    return lines_of("kernel_compile.py", tmp_path_factory.mktemp("triton"))
 
 
 def test_every_kernel_compiles(compiled):
     defined = set()
     for path in (ROOT / "specdec" / "kernels").glob("*.py"):
-        for name in path.read_text(encoding="utf-8").split("\n@triton.jit\ndef ")[1:]:
-            if f"{name.split('(')[0]}[(" in path.read_text(encoding="utf-8"):  # launched, not called from another
-                defined.add(f"{path.stem}.{name.split('(')[0]}")
-    assert len(defined) >= 9
-    assert set(compiled) == defined
+        text = path.read_text(encoding="utf-8")
+        names = re.findall(r"\n@triton\.jit.*\ndef (\w+)", text)
+        assert len(names) == text.count("@triton.jit")
+        defined |= {f"{path.stem}.{name}" for name in names if f"{name}[(" in text}  # launched, not called from another
+    assert len(defined) >= 11
+    assert {line["kernel"] for line in compiled} == defined
 
 
-def test_shared_memory_suffices(compiled):
-    for kernel, line in compiled.items():
-        assert line["shared"] <= SHARED_MEMORY, kernel
+def test_nothing_spills(compiled):
+    for line in compiled:
+        assert line["stack"] == 0, line
+        assert line["shared"] <= SHARED_MEMORY, line
 
 
 def test_products_of_bf16_run_on_the_tensor_cores(compiled):
-    assert compiled["tree_attention._tree_attention"]["tensor_cores"]
-    assert compiled["head_topk._blocks"]["tensor_cores"]
+    products = [x for x in compiled if x["kernel"] in ("tree_attention._tree_attention", "head_topk._blocks")]
+    assert len(products) >= 6
+    assert all(line["tensor_cores"] for line in products if "fp32" not in line["case"])
+
+
+def test_as_many_programs_are_resident_as_parts_are_made_for(compiled):
+    from specdec.kernels import filtered_sampling, tree_attention
+
+    resident = {"tree_attention._tree_attention": tree_attention.RESIDENT}
+    resident |= dict.fromkeys(("filtered_sampling._scan", "filtered_sampling._list"), filtered_sampling.RESIDENT)
+    for line in compiled:
+        programs = resident.get(line["kernel"], 1)
+        assert programs * (line["shared"] + RESERVED) <= SHARED_OF_ALL, line
+        assert programs * line["warps"] * 32 * -(-line["registers"] // 8) * 8 <= REGISTERS, line
+
+
+@pytest.mark.parametrize("case", ["plain, sampled", "EAGLE-3, tree of 60", "EAGLE-3, tree of 60, graphs"])
+def test_texts_of_any_length_take_the_same_few_variants(case, tmp_path):
+    """2,000 tokens with a window of 512, and a second text. Of each call in a round attention has a few variants: the
+    window hides something or not, the slots are cut or not. The merge has one each for 2, 4 and 8 parts."""
+    (line,) = lines_of("kernel_variants.py", tmp_path, case)
+    most = {"tree_attention._tree_attention": 4 if "plain" in case else 10, "tree_attention._merge": 3}
+    most |= {"rms_norm._rms_norm": 2}
+    variants = line["variants"]
+    assert {"tree_attention._tree_attention", "rms_norm._rms_norm", "gated._gated"} <= set(variants)
+    assert all(count <= most.get(kernel, 1) for kernel, count in variants.items()), variants
+    assert line["more"] == 0

@@ -8,10 +8,13 @@ import pytest
 import torch
 from helpers import DRAFTERS, tiny_target
 from kernel_cases import on_devices
+from test_conf_matrix import NAMES, fresh_drafter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drafters.draft_model import DraftModel
 from specdec import kernels
 from specdec.engine.engine import Engine
+from specdec.engine.recorder import Recorder
 from specdec.kernels import kernel_for
 from specdec.model.target import Target
 from trees import Chain, DynamicTree
@@ -54,18 +57,86 @@ def test_greedy_text_is_the_same(device, family, triton_everywhere):
 
 @on_devices
 @pytest.mark.parametrize("tree", [Chain(4), DynamicTree(2, 3, 7)], ids=["chain", "dynamic"])
-def test_a_draft_model_sees_the_levels_before(device, tree, triton_everywhere):
+@pytest.mark.parametrize("sliding", [None, (True, False, True)], ids=["full", "sliding"])
+def test_a_draft_model_sees_the_levels_before(device, tree, sliding, triton_everywhere):
     """Nodes that see only the first level still give lossless text, so accepted lengths tell: a draft model that is the
     target itself has a whole chain accepted, and of a tree as many as with torch."""
-    target = tiny_target().to(device)
+    target, prompts = tiny_target(), [[3, 1, 4], [2]]
+    if sliding:
+        weights, prompts = target.state_dict(), prompts[:1]
+        target = Target(replace(target.config, sliding=sliding, window=5)).eval()
+        target.load_state_dict(weights)
+    target.to(device)
     engine = Engine(target, DraftModel(target), tree)
     told = []
     for backend in ("torch", "triton"):
         kernels.use(backend)
-        told.append(engine.generate([[3, 1, 4], [2]], max_new_tokens=11, eos=frozenset()).rows)
+        told.append(engine.generate(prompts, max_new_tokens=11, eos=frozenset()).rows)
     assert [row.trace for row in told[0]] == [row.trace for row in told[1]]
     if isinstance(tree, Chain):
-        assert [row.trace.accepted for row in told[1]] == [[4, 4]] * 2
+        assert [row.trace.accepted for row in told[1]] == [[4, 4]] * len(prompts)
+
+
+@pytest.fixture(scope="module")
+def windowed_target() -> Target:
+    """A layer that slides and one that does not, random such that every drafter of conf/ has something accepted."""
+    config = replace(tiny_target(vocab=11).config, layers=2, heads=2, kv_heads=1, sliding=(True, False), window=5)
+    torch.manual_seed(31)
+    target = Target(config).eval()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.5)
+    return target
+
+
+@on_devices
+@pytest.mark.parametrize("tree", [Chain(3), DynamicTree(2, 3, 6)], ids=["chain", "dynamic"])
+@pytest.mark.parametrize("name", NAMES["drafter"])
+def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, triton_everywhere):
+    """Accepted lengths, and the trees themselves: text alone would not tell a drafter that sees the wrong positions."""
+    target = windowed_target.to(device)
+    engine = Engine(target, fresh_drafter(name, target, num_hidden_layers=1, num_attention_heads=2).to(device), tree)
+    told = []
+    for backend in ("torch", "triton"):
+        kernels.use(backend)
+        recorder = Recorder()
+        engine.generate([[3, 5, 7, 3, 5, 7]], max_new_tokens=7, eos=frozenset(), observer=recorder)
+        rounds = recorder.trace.rows[0].rounds
+        told.append([(r.accepted, r.path, r.tree.tokens.tolist(), r.tree.parents.tolist()) for r in rounds])
+    assert told[0] == told[1]
+    assert any(accepted for accepted, *_ in told[0]), "nothing was accepted: the test shows little"
+
+
+class Sums(TorchDispatchMode):
+    """Notes the shapes of sums of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.add and isinstance(args[1], torch.Tensor):
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+@on_devices
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_residuals_are_added_in_the_norms(device, family, triton_everywhere):
+    """No sum of hidden states is an operator of its own: not behind attention, not behind an MLP, nor at a tap."""
+    config = replace(tiny_target().config, **FAMILIES[family])
+    target = Target(replace(config, layers=2, sliding=config.sliding and (True, False))).eval().to(device)
+    tokens, cache = torch.tensor([[3, 5, 7]], device=device), target.new_cache(1, 16)
+    with Sums() as sums:
+        _, feats = target(tokens, cache, taps=(0, 1, 2))
+    assert (3, target.config.hidden) not in sums.shapes
+    kernels.use("torch")
+    with Sums() as sums:
+        _, wanted = target(tokens, target.new_cache(1, 16), taps=(0, 1, 2))
+    assert sums.shapes.count((3, target.config.hidden)) == 4
+    torch.testing.assert_close(feats, wanted, rtol=0, atol=1e-5)
 
 
 def test_cpu_tensors_gradients_and_autocast_go_to_torch(triton_everywhere):

@@ -1,5 +1,7 @@
 """Norms, rotary positions, the gated activation and the cache's moves against their formulas in fp64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
@@ -11,15 +13,22 @@ from specdec.model.layers import Rope
 pytestmark = on_devices
 
 
-def launch_all(bf16, ints) -> None:
+def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
-    rms_norm.launch(bf16(nodes, 4096), bf16(4096), 1e-5, residual=bf16(nodes, 4096))
-    tables = bf16(nodes, dim), bf16(nodes, dim)
-    flat = bf16(slots, kv_heads * dim), bf16(slots, kv_heads * dim)
-    rope_write.launch(bf16(nodes, heads + 2 * kv_heads, dim), *tables, ints(nodes), *flat, bf16(2, dim), 1e-6)
-    commit.launch(ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1), ints(1, 8), ints(1))
-    gated.launch(bf16(nodes, 2 * 14336), "silu")
+    x, weight, rows = bf16(nodes, 4096), bf16(4096), bf16(nodes, heads + 2 * kv_heads, dim)
+    where = bf16(nodes, dim), bf16(nodes, dim), ints(nodes), *bf16(2, slots, kv_heads * dim)
+    cache = ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1)
+    return {
+        "norm": lambda: rms_norm.launch(x, weight, 1e-5),
+        "residual and norm": lambda: rms_norm.launch(x, weight, 1e-5, residual=x),
+        "rotation": lambda: rope_write.launch(rows, *where),
+        "norms and rotation": lambda: rope_write.launch(rows, *where, bf16(2, dim), 1e-6),
+        "path of 8": lambda: commit.launch(*cache, ints(1, 8), ints(1)),
+        "path of 64": lambda: commit.launch(*cache, ints(1, 64), ints(1)),
+        "SwiGLU": lambda: gated.launch(bf16(nodes, 2 * 14336), "silu"),
+        "GeGLU": lambda: gated.launch(bf16(nodes, 2 * 14336), "gelu_tanh"),
+    }
 
 
 @in_dtypes

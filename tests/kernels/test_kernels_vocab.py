@@ -1,5 +1,7 @@
 """The kernels over a vocabulary: the head's best tokens, filtered draws."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers import merge_rare_cells
@@ -13,10 +15,16 @@ from specdec.types import Sampling
 pytestmark = on_devices
 
 
-def launch_all(bf16, ints) -> None:
+def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    head_topk.launch(bf16(10, 4096), bf16(32000, 4096), 10)
-    filtered_sampling.launch(bf16(60, 128256), 0.7, 50, 0.9, 0.01)
+    logits, hidden = bf16(60, 128256), bf16(10, 4096)
+    return {
+        "10 of 32,000": lambda: head_topk.launch(hidden, bf16(32000, 4096), 10),
+        "1 of 128,256": lambda: head_topk.launch(hidden[:1], bf16(128256, 4096), 1),
+        "all filters, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 50, 0.9, 0.01, parts=8),
+        "top-p, 64 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 0.9, parts=64),
+        "no filter, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, parts=8),
+    }
 
 
 @in_dtypes
@@ -40,6 +48,13 @@ def test_head_topk_breaks_ties_by_index(device):
     assert ids.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
+def test_head_topk_of_nan_stays_in_the_vocabulary(device):
+    """An index beyond it would end the process where it is looked up."""
+    hidden, weight = torch.full((2, 16), torch.nan, device=device), torch.ones(130, 16, device=device)
+    _, ids = head_topk.launch(hidden, weight, 3)
+    assert ((ids >= 0) & (ids < 130)).all()
+
+
 FILTERS = [
     (0.7, 20, 1.0, 0.0),
     (1.0, 0, 0.9, 0.0),
@@ -55,15 +70,38 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize("vocab", [5, 2200])
-def test_filters_keep_what_sorting_keeps(device, vocab, filters):
+@pytest.mark.parametrize(("vocab", "parts"), [(5, 1), (2200, 1), (2200, 4)])
+def test_filters_keep_what_sorting_keeps(device, vocab, parts, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, vocab) * 3
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters))
-    kept = logits / filters[0] >= least[:, None]
+    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=parts))
+    kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert torch.equal(kept, filtered_probs(logits, Sampling(*filters)) > 0)
     assert kept.gather(1, tokens[:, None]).all()
+
+
+@pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.3)], ids=str)
+@pytest.mark.parametrize("order", ["falling", "few"])
+def test_parts_may_hold_nothing(device, filters, order):
+    """All survivors in one part, and parts whose logits are all -inf, as a grammar's mask leaves them."""
+    logits = torch.randn(2, 900, generator=torch.Generator().manual_seed(0)).sort(descending=True).values * 2
+    if order == "few":
+        logits[:, 300:] = -torch.inf
+    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=8))
+    kept = logits >= least[:, None]
+    assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
+    assert kept.gather(1, tokens[:, None]).all()
+
+
+@pytest.mark.parametrize("filters", [(1.3, 0, 1.0, 0.0), (1.3, 0, 1.0, 0.1), (1.3, 30, 0.9, 0.0)], ids=str)
+def test_parts_do_not_change_the_draw(device, filters):
+    torch.manual_seed(0)
+    logits = torch.randn(8, 300, device=device)
+    draws = [
+        filtered_sampling.launch(logits, *filters, torch.Generator(device).manual_seed(3), parts)[0] for parts in (1, 4)
+    ]
+    assert torch.equal(*draws)
 
 
 @pytest.mark.parametrize("filters", [(0.7, 20, 1.0, 0.0), (1.0, 0, 0.9, 0.0)], ids=str)
@@ -72,7 +110,7 @@ def test_filters_keep_ties(device, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, 3000).bfloat16()
     _, least = filtered_sampling.launch(logits.to(device), *filters)
-    kept = logits.float() / filters[0] >= least.cpu()[:, None]
+    kept = logits >= least.cpu()[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
 
 

@@ -10,7 +10,7 @@ from helpers import save_hf, tiny_drafter, tiny_target
 
 from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
 from lab.bench.bench_command import main
-from lab.bench.contenders import NotAvailable, Ours, TimedRun, of_transformers_by_name
+from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
 from lab.bench.table import print_rows, remarks
 from lab.cost.memory import bandwidth, read_bytes
 from lab.cost.simulated_tau import MARK, SimulatedTau
@@ -23,7 +23,7 @@ from trees import Chain
 PLAIN = Configuration("short", prompt=4, new=5)
 
 
-class Scripted:
+class Scripted(Contender):
     """A contender that says what its runs took."""
 
     weights, drafts = 1000, False
@@ -158,6 +158,26 @@ def test_nothing_begins_after_the_budget():
     rows = by_name(bench(slow=Slow([1.0]), late=Scripted([1.0]), budget=0.2, warmups=1).run(PLAIN))
     assert rows["slow"]["trials"] == 1  # it had been warmed up
     assert rows["late"]["skipped"] == "the budget of 0.2 s is used up"
+
+
+def test_what_was_measured_before_a_cut_is_kept():
+    class Cut(Scripted):
+        def __call__(self, *args):
+            if self.calls == 1:
+                raise KeyboardInterrupt
+            return super().__call__(*args)
+
+    saved = []
+    job = bench(plain=Scripted([2.0], ours=True), cut=Cut([1.0]), late=Scripted([1.0]))
+    job.save = saved.append
+    with pytest.raises(KeyboardInterrupt):
+        job.run(PLAIN)
+    assert [row["contender"] for row in saved[0]] == ["plain", "cut", "late"]
+    assert [by_name(rows)["plain"].get("trials") for rows in saved] == [1, 1, 1, 2]  # each begun, and a second turn
+    last = by_name(saved[-1])
+    assert last["plain"]["tokens_per_second"] == 5 / 2
+    assert last["cut"]["to_plain"] == 2
+    assert last["late"]["trials"] == 1
 
 
 @pytest.mark.parametrize("settings", [{"warmups": -1}, {"budget": 0}])

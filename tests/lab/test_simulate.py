@@ -1,21 +1,36 @@
 """The simulation: its formulas by hand, its limits, and that it never passes for a measurement."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from lab.cost import simulate
-from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder
+from lab.cost.roofline import (
+    CHAIN,
+    CONFIGS,
+    HARDWARE,
+    PLAIN,
+    TREE,
+    ForwardShape,
+    Hardware,
+    Roofline,
+    RoundLaunches,
+    decoder,
+    eagle3_of,
+)
 from lab.cost.simulate import speed_up, tau_of
 from trees.spec import TreeSpec
 
 FREE = Hardware(bandwidth=1e12, flops=1e15, memory=1e12, launch=0.0, bandwidth_share=1.0, flops_share=1.0)
 TARGET = ForwardShape(weights=5e9, layers=10, kv=1e4, heads_dim=1000)  # 10 GB
 DRAFTER = ForwardShape(weights=5e7, layers=1, kv=1e3, heads_dim=1000)
+ROUND = RoundLaunches(layer=10, target=7, verification=6, commit=5, settle=4, root=3, level=20, selection=2, absorb=30)
+LAUNCHES = {PLAIN: RoundLaunches(10, 7, 3, 1, 4), CHAIN: ROUND, TREE: ROUND}
 
 
 def costs(hardware: Hardware = FREE) -> Roofline:
-    return Roofline(hardware, TARGET, DRAFTER, host=0.0)
+    return Roofline(hardware, TARGET, DRAFTER, LAUNCHES, host=0.0)
 
 
 def test_shape_of_llama_8b():
@@ -28,18 +43,34 @@ def test_shape_of_llama_8b():
 def test_a_forward_by_hand():
     c = costs()
     # weights 10 GB at 1 TB/s, and the cache of 1000 tokens of 20 kB
-    assert c.forward(TARGET, 1, 1000, 1) == pytest.approx(10e-3 + 20e-6)
+    assert c.forward(TARGET, 1, 1000, 1, 0).seconds == pytest.approx(10e-3 + 20e-6)
     # 2000 rows: 2 * 5e9 * 2000 FLOPs at 1 PFLOP/s are more than the weights' bytes; attention 4*10*1000*1000*2000
-    assert c.forward(TARGET, 1000, 1000, 2) == pytest.approx(20e-3 + 80e-6)
-    slow = Roofline(Hardware(1e12, 1e15, 1e12, launch=1e-5, bandwidth_share=0.5, flops_share=0.5), TARGET, DRAFTER)
-    assert slow.forward(TARGET, 1, 1000, 1) == pytest.approx(2 * (10e-3 + 20e-6) + 10 * 10 * 1e-5)
+    assert c.forward(TARGET, 1000, 1000, 2, 0).seconds == pytest.approx(20e-3 + 80e-6)
+    slow = costs(Hardware(1e12, 1e15, 1e12, launch=1e-5, bandwidth_share=0.5, flops_share=0.5))
+    assert slow.forward(TARGET, 1, 1000, 1, 100).seconds == pytest.approx(2 * (10e-3 + 20e-6) + 100 * 1e-5)
+    # 15 logits of 2 bytes for each of 2 rows are written, too
+    assert c.forward(replace(TARGET, vocab=15), 2, 1000, 1, 0).bytes == 10e9 + 20e6 + 60
 
 
 def test_a_round_by_hand():
     setting = TreeSpec(2, 3, 6)
-    found = costs(Hardware(1e12, 1e15, 1e12, 1e-5, 1.0, 1.0)).round(setting, 0.0, 1)
-    draft = 3 * (1e-4 + 10 * 1e-5)  # two levels behind the first, and the extension
-    assert found == pytest.approx(draft + 10e-3 + 10 * 10 * 1e-5 + 3 * 25 * 1e-5)
+    c = costs(Hardware(1e12, 1e15, 1e12, 1e-5, 1.0, 1.0))
+    launches = 3 + 2 * 20 + 2 + (7 + 10 * 10) + 6 + 5 + 30 + 4  # two levels behind the root's
+    # two levels and what absorbs read the drafter's weights; keys and values of 3 tokens move
+    assert c.round(setting, 0.0, 1) == pytest.approx(3 * 1e-4 + 10e-3 + 2 * 3 * 2e4 / 1e12 + launches * 1e-5)
+    assert sum(part.launches for part in c.parts(setting, 0.0).values()) == launches
+    assert c.plain(0.0) == pytest.approx(10e-3 + (7 + 10 * 10 + 3 + 1 + 4) * 1e-5)
+
+
+def test_what_a_part_of_an_eagle3_head_reads():
+    """fc only where it absorbs, the head only where it guesses; all of it once for each guess but the root's fc."""
+    drafter = eagle3_of(4096, 14336, 32, 8, 128, 32000)
+    c, setting = Roofline(FREE, TARGET, drafter, LAUNCHES, host=0.0), TreeSpec(2, 3, 6)
+    parts = c.parts(setting, 0.0)
+    fc, head = 3 * 4096 * 4096 * 2, 32000 * 4096 * 2
+    assert parts["root"].bytes == head
+    assert parts["draft levels"].bytes == 2 * (drafter.bytes - fc)
+    assert parts["absorb"].bytes == drafter.bytes - head
 
 
 def test_tau_by_hand():
@@ -58,7 +89,7 @@ def test_memory_bound_gains_tau_and_compute_bound_loses():
 
 
 def test_the_memory_is_a_limit():
-    h = Roofline(HARDWARE["h100"], decoder(*CONFIGS["llama-3.3-70b"]), DRAFTER)
+    h = Roofline(HARDWARE["h100"], decoder(*CONFIGS["llama-3.3-70b"]), DRAFTER, LAUNCHES)
     assert not h.fits(1, 1)  # 140 GB of weights
     small = costs(Hardware(1e12, 1e15, 10.2e9))
     assert small.fits(100, 1)

@@ -198,8 +198,7 @@ def test_the_command_on_a_real_full_disk_ends_with_one_sentence(small_disk, targ
     fill(small_disk, leave=40_000)
     command = [sys.executable, "-m", "training.cache", f"target.path={target_path}", f"data.path={data}",
                f"out={small_disk / 'cache'}", "data.heldout=0", "drafter.draft_vocab_size=200"]  # fmt: skip
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

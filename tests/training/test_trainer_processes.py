@@ -20,7 +20,7 @@ from training.loop.parallel import join_processes
 from training.train import run
 
 ROOT = Path(__file__).parents[2]
-ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = """
 import os, signal, sys
 from hydra import compose, initialize_config_dir

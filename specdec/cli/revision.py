@@ -1,0 +1,47 @@
+"""Which commit of this code runs, for the records of results, also where git is not at hand.
+
+`scripts/gpu_wheels.py` notes commit and digest of the code in a file that travels with the checkout to such machines.
+"""
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NOTE = ROOT / "build" / "wheels" / "REVISION"
+ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts", "tests")
+
+
+def revision() -> str | None:
+    """The commit, with '+changes' behind it if files differ from that; None if neither git nor the note tells it."""
+    return _of_git() or _of_note()
+
+
+def code_digest() -> str:
+    """A digest of all Python and YAML files of the checkout, with their names."""
+    files = [f for room in ROOMS for kind in ("*.py", "*.yaml") for f in (ROOT / room).rglob(kind)]
+    sums = [f"{f.relative_to(ROOT).as_posix()} {hashlib.sha256(f.read_bytes()).hexdigest()}" for f in sorted(files)]
+    return hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _of_git() -> str | None:
+    commit = _git("rev-parse", "HEAD")
+    changed = commit and _git("status", "--porcelain", "--untracked-files=no")
+    return f"{commit}+changes" if changed else commit
+
+
+def _of_note() -> str | None:
+    """What the note says, unless it is of other code than this."""
+    try:
+        commit, digest = NOTE.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return commit if digest == code_digest() else None

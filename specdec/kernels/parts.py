@@ -1,0 +1,17 @@
+"""Into how many parts a kernel cuts its work, so that it fills a GPU once. This file is no kernel by itself."""
+
+import functools
+
+import torch
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """The multiprocessors of a device: 132 on an H100, and 1 on the CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def part_count(pieces: int, fit: int, *most: int) -> int:
+    """The largest power of two of parts, none of `most` exceeded, such that all parts of `pieces` pieces are no more
+    than the `fit` programs that a device runs at once: those beyond would wait for a second wave. 1 at least."""
+    return 1 << max(min(fit // max(pieces, 1), *most), 1).bit_length() - 1

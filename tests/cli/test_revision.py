@@ -1,0 +1,74 @@
+"""Results name the commit of the code also where git is not at hand, and never that of other code."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lab.machine import provenance
+from scripts import gpu_wheels
+from specdec.cli import revision
+
+
+@pytest.fixture
+def note(monkeypatch, tmp_path):
+    """A machine without git, and a place for the note."""
+
+    def no_git(command, **how):
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(subprocess, "run", no_git)
+    monkeypatch.setattr(revision, "NOTE", tmp_path / "wheels" / "REVISION")
+    (tmp_path / "wheels").mkdir()
+    return revision.NOTE
+
+
+def test_without_git_the_note_tells_the_commit(note):
+    assert revision.revision() is None
+    note.write_text(f"abc123 {revision.code_digest()}\n")
+    assert revision.revision() == "abc123"
+    assert provenance(torch.device("cpu"))["revision"] == "abc123"
+
+
+def test_a_note_of_other_code_tells_nothing(note, monkeypatch, tmp_path):
+    note.write_text(f"abc123 {revision.code_digest()}\n")
+    monkeypatch.setattr(revision, "ROOT", tmp_path)
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "new.py").write_text("")
+    assert revision.revision() is None
+    note.write_text("half a no")
+    assert revision.revision() is None
+
+
+def test_changes_are_told(monkeypatch):
+    told = {"rev-parse": "abc123", "status": ""}
+    monkeypatch.setattr(revision, "_git", lambda *words: told[words[0]])
+    assert revision.revision() == "abc123"
+    told["status"] = " M lab/machine.py"
+    assert revision.revision() == "abc123+changes"
+
+
+def test_packages_have_the_versions_of_the_constraints(monkeypatch, tmp_path, capsys):
+    hydra, omegaconf, antlr = gpu_wheels.wanted()
+    assert hydra.startswith("hydra-core==1.")
+    assert omegaconf.startswith("omegaconf==2.")
+    asked = []
+    monkeypatch.setattr(gpu_wheels, "install", lambda packages, folder: asked.append(packages))
+    (tmp_path / f"hydra_core-{hydra.split('==')[1]}.dist-info").mkdir()
+    monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", "--out", str(tmp_path)])
+    gpu_wheels.main()
+    assert asked == [[omegaconf, antlr]]  # what is there is not made again
+    assert not (tmp_path / "REVISION").exists()
+    assert hydra in capsys.readouterr().out
+
+
+def test_a_package_that_fits_one_machine_only_is_refused(monkeypatch, tmp_path):
+    def pip(command):
+        folder = tmp_path / "torch-2.0.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "WHEEL").write_text("Tag: cp311-cp311-linux_x86_64\n")
+
+    monkeypatch.setattr(gpu_wheels, "_run", pip)
+    with pytest.raises(ValueError, match=r"torch-2\.0\.dist-info is not pure Python"):
+        gpu_wheels.install(["torch==2.0"], tmp_path)

@@ -1,0 +1,99 @@
+"""What graphs read lives as long as they do, and no longer. The tape holds nothing: `tape.Borrowed` tells."""
+
+from functools import partial
+
+import torch
+from helpers import tiny_drafter, tiny_target
+from tape import Tape
+from test_overlap import SAMPLED, assert_same, outcome
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from specdec.engine import static_batch
+from specdec.engine.engine import Engine
+from specdec.model.layers import RMSNorm
+from specdec.types import Sampling
+from trees import DynamicTree
+
+launching = partial(Engine, compact=False)
+SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
+TREE = DynamicTree(3, 3, 9)
+
+
+class Settling(RMSNorm):
+    """A norm that freezes itself anew at its second call, with a copy of its weight, as one would that tries two ways
+    and keeps the better."""
+
+    calls = 0
+
+    def bind(self):
+        self.calls = 0
+        return super().bind()
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 2:
+            weight, normalise = self.weight.clone(), self.bind_normalise()
+            self.frozen = lambda x: normalise(x) * weight
+        return super().forward(x)
+
+
+def test_what_the_warm_up_has_made_is_held():
+    """Also after another engine has frozen the modules anew."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    drafter.hidden_norm.__class__ = Settling
+    recorded, plain = Engine(target, drafter, TREE, graphs=Tape()), launching(target, drafter, TREE)
+    for _ in range(2):
+        assert_same(outcome(recorded, **SHORT), outcome(plain, **SHORT))
+    assert recorded.graphs.backend.captures == 1
+
+
+def test_tables_that_another_engine_lets_grow():
+    """In the midst of a decoding, an engine of the same target takes longer texts than there are positions for."""
+    target = tiny_target(context=600)
+    alone = Engine(target).generate([[3, 5, 7]], max_new_tokens=12).rows[0].tokens
+    engine = Engine(target, graphs=Tape())
+    engine.reserve(1, 20)
+    sequence = engine.add([3, 5, 7], max_new_tokens=12)
+    for _ in range(4):
+        engine.step()
+    before = target.ropes[0].table.data_ptr()
+    Engine(target).generate([[1] * 500], max_new_tokens=2)
+    assert target.ropes[0].table.data_ptr() != before
+    while engine.step() is not None:
+        pass
+    assert sequence.tokens == alone
+
+
+def test_settings_go_with_their_graphs(monkeypatch):
+    """However many settings an engine meets in its life, it keeps those of its graphs and the present ones."""
+    monkeypatch.setattr(static_batch, "MOST", 2)
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    recorded, plain = Engine(target, drafter, TREE, graphs=Tape()), launching(target, drafter, TREE)
+    counts = []
+    penalised = [Sampling(0.5, repetition_penalty=1.5), Sampling(1.0, frequency_penalty=0.5)]
+    for step, sampling in enumerate((penalised, SAMPLED, Sampling(), Sampling(0.7), Sampling(0.6), penalised)):
+        how = SHORT | {"sampling": sampling, "eos": frozenset(range(11, 11 + step % 5))}
+        assert_same(outcome(recorded, **how), outcome(plain, **how))
+        batch = recorded.graphs.batch
+        assert len(batch.graphs) <= 2
+        assert set(batch.kinds) <= {key[1] for key in batch.graphs} | {batch.kind}
+        assert set(batch.eos) <= {key[2] for key in batch.graphs} | {step % 5}
+        if batch.settings.penalties is not None:
+            counts.append(StorageWeakRef(batch.settings.penalties.counts.untyped_storage()))
+    assert [ref.expired() for ref in counts] == [True, False]
+
+
+def test_a_graph_that_gives_way_takes_its_bindings_along(monkeypatch):
+    monkeypatch.setattr(static_batch, "MOST", 1)
+    target = tiny_target()
+    engine = Engine(target, graphs=Tape())
+    engine.generate(**SHORT)
+    (graph,) = engine.graphs.batch.graphs.values()
+    itself = StorageWeakRef(graph.bindings[2].untyped_storage())
+    del graph
+    assert not itself.expired()
+    engine.generate(**SHORT, sampling=SAMPLED)
+    assert itself.expired()
+    assert torch.is_tensor(next(iter(engine.graphs.batch.graphs.values())).bindings[2])

@@ -1,0 +1,133 @@
+"""Count what decoding compiles, without a GPU: variants of each kernel in texts of 2,000 tokens; one JSON line a case.
+
+    python tests/kernels/kernel_variants.py            # all cases
+    python tests/kernels/kernel_variants.py "plain"    # those that are named
+
+Triton compiles a kernel anew for other constants, dtypes and alignments, and for integers that are 1 or divisible by
+16. Its cache hook tells what it is about to compile, and puts an empty kernel in its place. So nothing is computed.
+What a kernel would have filled is 0, all logits are equal, token 0 is always the likeliest, and every draft of it is
+accepted. Shapes, and what the host knows, are those of a decoding on an H100.
+"""
+
+import functools
+import importlib
+import json
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import torch
+from kernel_compile import TargetOnly
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from drafters import eagle3
+from drafters.draft_model import DraftModel
+from specdec import kernels
+from specdec.engine.engine import Engine
+from specdec.kernels import filtered_sampling, tree_attention
+from specdec.model.archs import ModelConfig
+from specdec.model.layers import Rope
+from specdec.model.target import Target
+from specdec.types import Sampling
+from trees import Chain, DynamicTree
+
+TOKENS, PROCESSORS = 2000, 132
+
+
+EMPTY = SimpleNamespace(launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None)
+
+
+class Compiler:
+    """Stands in for Triton's, and counts its calls by kernel."""
+
+    def __init__(self):
+        self.calls = Counter()
+
+    def hook(self, *, key, fn, **_) -> bool:
+        self.calls[f"{fn.module.rsplit('.', 1)[1]}.{fn.name}"] += 1
+        cache, *_ = fn.jit_function.device_caches[driver.active.get_current_device()]
+        cache[key] = EMPTY
+        return True  # there is nothing to compile
+
+    def forget(self) -> None:
+        """Begin anew, as a new process does."""
+        self.calls.clear()
+        for name in kernels.KERNELS:
+            for kernel in vars(importlib.import_module(f"specdec.kernels.{name}")).values():
+                if isinstance(kernel, JITFunction):
+                    kernel.device_caches.clear()
+
+
+class Again:
+    """A backend for rounds on static tensors that runs them instead of replaying them: the bound is that of a graph."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+
+    def forget(self) -> None:
+        pass
+
+    def capture(self, run, kept):
+        return run
+
+
+def pretend(compiler: Compiler) -> None:
+    """Let tensors on the CPU take the kernels, as on a GPU."""
+    knobs.runtime.jit_cache_hook = compiler.hook
+    driver.set_active(TargetOnly())
+    kernels._load = functools.cache(lambda name, _: importlib.import_module(f"specdec.kernels.{name}").launch)
+    kernels.use("triton")
+    tree_attention.processors = filtered_sampling.processors = lambda device: PROCESSORS
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+
+
+def target() -> Target:
+    """A layer that slides and one that does not: a window of 512 begins to hide when the text is longer."""
+    config = ModelConfig(
+        layers=2, hidden=64, intermediate=128, heads=8, kv_heads=2, head_dim=16, vocab=640, eps=1e-5, rope=Rope(),
+        context=4096, tied=False, sliding=(True, False), window=512,
+    )  # fmt: skip
+    return Target(config).bfloat16().eval()
+
+
+FILTERED = {"sampling": Sampling(0.7, top_k=50, top_p=0.9)}
+TREE = DynamicTree(8, 6, 60)
+# Of three rows one after the other ends, and is dropped unless rounds are graphs.
+CASES = {
+    "plain": (None, None, False, {}),
+    "plain, sampled": (None, None, False, FILTERED),
+    "EAGLE-3, chain of 5": ("eagle3", Chain(5), False, {}),
+    "EAGLE-3, tree of 60": ("eagle3", TREE, False, {}),
+    "EAGLE-3, tree of 60, sampled": ("eagle3", TREE, False, FILTERED),
+    "EAGLE-3, tree of 60, three rows": ("eagle3", TREE, False, {"rows": 3}),
+    "EAGLE-3, tree of 60, graphs": ("eagle3", TREE, True, {}),
+    "EAGLE-3, tree of 60, graphs, three rows": ("eagle3", TREE, True, {"rows": 3}),
+    "draft model, tree of 16": ("model", DynamicTree(4, 5, 16), False, {}),
+}
+
+
+def decode(compiler: Compiler, drafter: str | None, tree, graphs: bool, rows: int = 1, **how) -> dict:
+    """Variants by kernel after TOKENS, and how many more a second text needs."""
+    compiler.forget()
+    model = target()
+    made = {"eagle3": lambda: eagle3.create(model).bfloat16().eval(), "model": lambda: DraftModel(target())}
+    engine = Engine(model, made[drafter]() if drafter else None, tree, graphs=graphs and Again())
+    limits = [TOKENS - TOKENS * row // 4 for row in range(rows)]
+    engine.generate([[3, 5, 7]] * rows, max_new_tokens=limits, eos=frozenset(), **how)
+    variants = dict(sorted(compiler.calls.items()))
+    engine.generate([[3, 5, 7, 2]] * rows, max_new_tokens=TOKENS // 10, eos=frozenset(), **how)
+    return {"variants": variants, "more": compiler.calls.total() - sum(variants.values())}
+
+
+def main() -> None:
+    compiler = Compiler()
+    pretend(compiler)
+    for name in sys.argv[1:] or CASES:
+        drafter, tree, graphs, rest = CASES[name]
+        print(json.dumps({"case": name, **decode(compiler, drafter, tree, graphs, **rest)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The kernels around a tree: its levels, its selection, and the norms that draft heads read."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
+
+from specdec.kernels import norm_pair, tree_level, tree_select
+from trees import DynamicTree
+from trees.dynamic import Pool, next_level
+
+pytestmark = on_devices
+
+
+def launches(bf16, ints) -> dict[str, Callable]:
+    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
+    w, x, pool = 10, bf16(10, 4096), DynamicTree.candidates(10, 8)
+    gains, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
+    candidates = ints(1, pool), bf16(1, pool).float(), ints(1, pool)
+    return {
+        "two norms": lambda: norm_pair.launch(x, x, (x[0], x[0]), (1e-5, 1e-5)),
+        "10 of 100": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, w),
+        "a last level": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, 0),
+        "60 of a pool": lambda: tree_select.launch(ints(1), *candidates, 60, 8),
+    }
+
+
+@in_dtypes
+@pytest.mark.parametrize("size", [1, 96, 500])
+def test_norm_pair(device, dtype, size):
+    torch.manual_seed(0)
+    x, y = (torch.randn(2, 3, size) * 3).to(dtype), torch.randn(2, 1, size).to(dtype).expand(2, 3, size)
+    weights, eps = tuple(torch.randn(2, size).to(dtype)), (1e-5, 1e-2)
+    got = norm_pair.launch(x.to(device), y.to(device), tuple(w.to(device) for w in weights), eps)
+    wanted = norm_pair.reference(x.double(), y.double(), tuple(w.double() for w in weights), eps)
+    close(got.cpu(), wanted, wanted.abs() * (roundings(dtype, 2) + sums(size) + 4 * FINE))
+
+
+def level(b: int, w: int, columns: int, seed: int, ties: bool):
+    """W nodes of a level and their children. With ties, many scores are equal, zeros of both signs among them."""
+    g = torch.Generator().manual_seed(seed)
+    scores, gains = -torch.rand(b, w, generator=g), -torch.rand(b, w, w, generator=g)
+    if ties:
+        scores, gains = (scores * 3).round(), (gains * 2).round()
+    places = torch.randint(1, 1000, (b, w), generator=g)
+    seen = torch.rand(b, w, columns, generator=g) < 0.5
+    tokens = torch.randint(0, 100_000, (b, w, w), generator=g)
+    return scores, places, seen, gains.sort(dim=2, descending=True).values, tokens
+
+
+@pytest.mark.parametrize(("b", "w", "columns"), [(1, 1, 1), (2, 3, 3), (1, 8, 40), (2, 10, 70), (1, 32, 64)])
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+def test_tree_level(device, b, w, columns, ties):
+    given = level(b, w, columns, w, ties)
+    made = tree_level.launch(*(x.to(device) for x in given), 17, w)
+    for got, wanted in zip(made, tree_level.reference(*given, 17, w), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+    if not ties:
+        for got, wanted in zip(made, next_level(torch.eye(w).bool(), *given, 17, w), strict=True):
+            assert torch.equal(got.cpu(), wanted)
+
+
+def test_a_last_level_chooses_nothing(device):
+    given = level(2, 4, 12, 0, False)
+    made = tree_level.launch(*(x.to(device) for x in given), 17, 0)
+    wanted = next_level(torch.eye(4).bool(), *given, 17, 0)
+    assert [torch.equal(a.cpu(), b) for a, b in zip(made[:2], wanted, strict=True)] == [True, True]
+    assert not any(x.numel() for x in made[2:])
+
+
+def pool_of(w: int, steps: int, b: int, seed: int, ties: bool) -> Pool:
+    """What a random drafter would have a dynamic tree draft."""
+    g = torch.Generator().manual_seed(seed)
+
+    def gains(nodes: int):
+        x = -torch.rand(b, nodes, w, generator=g) * 3
+        return (x.round() if ties else x).sort(dim=2, descending=True).values
+
+    scores, places = gains(1)[:, 0], torch.arange(1, w + 1).expand(b, w)
+    seen, itself = torch.eye(w).bool().expand(b, w, w), torch.eye(w).bool()
+    found = [(torch.randint(0, 50_000, (b, w), generator=g), scores, torch.zeros_like(places))]
+    for depth in range(1, steps):
+        tokens = torch.randint(0, 50_000, (b, w, w), generator=g)
+        start = 1 + DynamicTree.candidates(w, depth)
+        every, parents, scores, _, _, places, seen = next_level(
+            itself, scores, places, seen, gains(w), tokens, start, w
+        )
+        found.append((tokens.flatten(1), every, parents))
+    return Pool(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
+
+
+@pytest.mark.parametrize(("w", "steps", "n"), [(1, 4, 5), (1, 1, 2), (2, 3, 5), (3, 4, 20), (3, 3, 22), (10, 8, 60)])
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+def test_tree_select(device, w, steps, n, ties):
+    policy, pool, root = DynamicTree(w, steps, n), pool_of(w, steps, 2, n, ties), torch.tensor([5, 9])
+    made = tree_select.launch(root.to(device), *(x.to(device) for x in pool), n, steps)
+    for got, wanted in zip(made, tree_select.reference(root, *pool, n), strict=True):
+        assert torch.equal(got.cpu(), wanted)
+    tree = policy.select(root, pool)
+    for got, name in zip(made, ("tokens", "parents", "depth", "ancestors", "logq"), strict=True):
+        assert torch.equal(got.cpu(), getattr(tree, name)), name
+
+
+def test_candidates_that_cannot_be_come_last(device):
+    """A path of probability 0 is kept only where nothing else is left."""
+    scores = torch.tensor([[-1.0, -torch.inf, -1.5, -torch.inf, -torch.inf, -torch.inf]])
+    parents = torch.tensor([[0, 0, 1, 1, 2, 2]])
+    made = tree_select.launch(
+        *(x.to(device) for x in (torch.tensor([7]), torch.arange(6)[None], scores, parents)), 4, 2
+    )
+    assert made[0].tolist() == [[7, 0, 1, 2]]
+    assert made[1].tolist() == [[0, 0, 0, 1]]
+    assert made[2].tolist() == [[0, 1, 1, 2]]

@@ -1,0 +1,482 @@
+"""Other engines in the benchmark: what is written for them, what they are not given, and that they decode the target's
+text where they are installed. `pip install '.[peers]'` installs them, and the package `gguf` reads what we write."""
+
+import json
+import struct
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_target
+
+from lab.bench.agreement import compare_texts, logit_gap
+from lab.bench.bench import Bench, Configuration, random_prompts
+from lab.bench.bench_command import main
+from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
+from lab.bench.peers import peers_by_name
+from lab.bench.peers_common import Peer, shared_sampling, special_parts, timed_run
+from lab.bench.peers_gguf import architecture, interleave, metadata, rope_factors, write_file, write_gguf
+from lab.bench.peers_llama_cpp import read_chunks
+from lab.cost.memory import read_bytes
+from specdec.engine.memory import weight_bytes
+from specdec.model.layers import Rope
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+from specdec.types import Sampling
+
+ENGINES = {"ctranslate2": "ctranslate2", "llama.cpp": "xllamacpp", "llama.cpp-fp16": "xllamacpp"}
+LLAMA3 = Rope(10000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
+
+
+# What is written for llama.cpp
+
+
+class Gguf:
+    """A GGUF file as its specification says, version 3. `tensors` has (dimensions, type, bytes from there on)."""
+
+    SIMPLE = {4: "I", 6: "f"}  # noqa: RUF012
+
+    def __init__(self, path: Path):
+        self.raw, self.at = path.read_bytes(), 4
+        version, tensors, keys = self.take("IQQ")
+        assert (self.raw[:4], version) == (b"GGUF", 3)
+        self.keys = {self.string(): self.value(*self.take("I")) for _ in range(keys)}
+        found = {}
+        for _ in range(tensors):
+            name = self.string()
+            dims = self.take(f"{self.take('I')[0]}Q")
+            found[name] = dims, *self.take("IQ")
+        start = self.at + -self.at % 32
+        assert all(offset % 32 == 0 for _, _, offset in found.values())
+        self.tensors = {name: (dims, kind, self.raw[start + at :]) for name, (dims, kind, at) in found.items()}
+
+    def take(self, form: str) -> tuple:
+        out = struct.unpack_from(f"<{form}", self.raw, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return out
+
+    def string(self) -> str:
+        (size,) = self.take("Q")
+        return b"".join(self.take(f"{size}s")).decode()
+
+    def value(self, kind: int) -> object:
+        if kind in self.SIMPLE:
+            return self.take(self.SIMPLE[kind])[0]
+        if kind == 8:
+            return self.string()
+        assert kind == 9
+        of, count = self.take("IQ")
+        return [self.value(of) for _ in range(count)]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        dims, kind, raw = self.tensors[name]
+        dtype = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}[kind]
+        return torch.frombuffer(bytearray(raw), dtype=dtype, count=torch.Size(dims).numel()).view(*reversed(dims))
+
+
+def test_a_gguf_file_holds_what_was_given(tmp_path):
+    torch.manual_seed(0)
+    wide, vector = torch.randn(3, 5), torch.randn(7)
+    meta = {"a.number": 7, "a.ratio": 0.5, "a.name": "Straße", "a.words": ["<0>", "", "é"]}
+    named = {"wide": ((3, 5), lambda: wide), "vector": ((7,), lambda: vector), "again": ((3, 5), lambda: -wide)}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        write_file(tmp_path / "a.gguf", meta, named, dtype)
+        file = Gguf(tmp_path / "a.gguf")
+        assert file.keys == meta
+        assert list(file.tensors) == list(named)
+        assert file.tensors["wide"][0] == (5, 3)  # the innermost dimension first
+        assert torch.equal(file.tensor("wide"), wide.to(dtype))
+        assert torch.equal(file.tensor("again"), -wide.to(dtype))
+        assert torch.equal(file.tensor("vector"), vector)  # in fp32 whatever the matrices are in
+
+
+def test_the_gguf_package_reads_it(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    target = tiny_target()
+    write_gguf(tmp_path / "a.gguf", target, torch.float16, 64)
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    mine = Gguf(tmp_path / "a.gguf")
+    assert reader.fields["general.architecture"].contents() == "llama"
+    assert reader.fields["tokenizer.ggml.tokens"].contents() == [f"<{i}>" for i in range(17)]
+    assert [tensor.name for tensor in reader.tensors] == list(mine.tensors)
+    for tensor in reader.tensors:
+        assert torch.equal(torch.tensor(tensor.data), mine.tensor(tensor.name))
+
+
+def test_a_target_in_llama_cpps_names(tmp_path):
+    target = tiny_target()  # 4 heads and 2 for keys, of 8 values each
+    write_gguf(tmp_path / "a.gguf", target, torch.float32, 64)
+    file = Gguf(tmp_path / "a.gguf")
+    assert file.keys["llama.attention.head_count_kv"] == 2
+    assert file.keys["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+    block = target.blocks[1]
+    q, k, v = block.attention.qkv.weight.split([32, 16, 16])
+    assert torch.equal(file.tensor("blk.1.attn_q.weight"), interleave(q, 4))
+    assert torch.equal(file.tensor("blk.1.attn_k.weight"), interleave(k, 2))
+    assert torch.equal(file.tensor("blk.1.attn_v.weight"), v)
+    gate, up = block.mlp.gate_up.weight.chunk(2)
+    assert torch.equal(file.tensor("blk.1.ffn_gate.weight"), gate)
+    assert torch.equal(file.tensor("blk.1.ffn_up.weight"), up)
+    assert torch.equal(file.tensor("output.weight"), target.head.weight)
+    written = sum(torch.Size(dims).numel() for dims, _, _ in file.tensors.values())
+    assert written == sum(p.numel() for p in target.parameters())  # everything, and once
+
+
+def test_heads_in_the_order_for_neighbours_that_turn():
+    """The product of q and k is the same whether halves turn, or neighbours in the other order."""
+    torch.manual_seed(0)
+    heads, dim, angle = 3, 8, torch.rand(4) * 3
+    q, k = torch.randn(2, heads * dim)
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.view(heads, dim).chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    def neighbours(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.view(heads, dim // 2, 2).unbind(-1)
+        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(1)
+
+    ours = (halves(q) * k.view(heads, dim)).sum(-1)
+    theirs = (neighbours(interleave(q, heads)) * interleave(k, heads).view(heads, dim)).sum(-1)
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(ours, (neighbours(q) * k.view(heads, dim)).sum(-1))
+
+
+def test_factors_of_a_rope_that_is_scaled_by_frequency():
+    config = replace(tiny_target().config, rope=LLAMA3)
+    factors = rope_factors(config)
+    torch.testing.assert_close(Rope().inverse_frequencies(8) / factors, LLAMA3.inverse_frequencies(8))
+    assert factors[0] == 1  # the fastest stays
+    assert factors[-1] == pytest.approx(8)  # the slowest is divided by the whole factor
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "llama"),
+        ({"qkv_bias": True, "o_bias": True, "mlp_bias": True}, "llama"),
+        ({"rope": LLAMA3}, "llama"),
+        ({"qkv_bias": True}, "qwen2"),
+        ({"qk_norm": True}, "qwen3"),
+        ({"sliding": (True, True, True), "window": 64}, "llama"),  # a window that holds the whole text is none
+    ],
+)
+def test_llama_cpps_architectures(changes, name):
+    config = replace(tiny_target().config, **changes)
+    assert architecture(config, 64) == name
+    keys = metadata(config, name)
+    assert keys[f"{name}.block_count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sliding": (True, True, True), "window": 63}, "models with sliding and window"),
+        ({"logit_softcap": 30.0}, "models with logit_softcap"),
+        ({"qk_norm": True, "o_bias": True}, "models with o_bias"),
+        ({"qkv_bias": True, "rope": LLAMA3}, "models with rope.llama3"),
+        ({"qk_norm": True, "sandwich_norms": True, "sliding": (True, False, True), "window": 8}, "every sixth layer"),
+    ],
+)
+def test_what_llama_cpp_is_not_given(changes, reason):
+    with pytest.raises(NotAvailable, match=reason):
+        architecture(replace(tiny_target().config, **changes), 64)
+
+
+def test_parts_that_are_as_in_llamas_block():
+    config = tiny_target().config
+    assert special_parts(config, 64) == set()
+    assert special_parts(replace(config, attention_scale=8**-0.5), 64) == set()
+    assert special_parts(replace(config, attention_scale=0.1, qk_norm=True), 64) == {"attention_scale", "qk_norm"}
+
+
+# Runs
+
+
+def test_chunks_of_text_name_the_tokens():
+    def chunk(text: str) -> dict:
+        return {"choices": [{"text": text, "finish_reason": None}]}
+
+    marks, tokens = read_chunks([(1.0, chunk("<5>")), (3.0, chunk("<0><128255>")), (4.0, chunk(""))])
+    assert (marks, tokens) == ([1.0, 3.0, 3.0], [5, 0, 128255])
+    run = timed_run(marks, tokens, 0.5, 4.5, 99)
+    assert run == TimedRun([5, 0, 128255], 4.0, 0.5, [2.0, 0.0], 99)
+    with pytest.raises(RuntimeError, match="too long"):
+        read_chunks([(1.0, {"code": 400, "message": "too long"})])
+
+
+def test_settings_that_an_engine_does_not_have():
+    names = {"temperature": "heat", "top_k": "most"}
+    assert shared_sampling(Sampling(0.5, 7), names, "Ours") == {"heat": 0.5, "most": 7}
+    assert shared_sampling(Sampling(), names, "Ours") == {}
+    with pytest.raises(NotAvailable, match="Ours has no min_p and no top_p as it is meant here"):
+        shared_sampling(Sampling(0.5, top_p=0.5, min_p=0.1), names, "Ours")
+
+
+class Copycat(Peer):
+    """Another engine that happens to decode as ours does, and then changes what it is told to."""
+
+    engine = "Copycat"
+
+    def __init__(self, target, slots: int, dtype: torch.dtype, change: int | None = None):
+        super().__init__(target, slots, dtype)
+        self.copied, self.change = Ours(target), change
+
+    def __call__(self, prompt, new, sampling, seed) -> TimedRun:
+        run = self.copied(prompt, new, sampling, seed)
+        if self.change is not None:
+            run.tokens[self.change] = (run.tokens[self.change] + 1) % 17
+        return run
+
+
+def test_weights_and_cache_count_in_their_own_width():
+    target = tiny_target()
+    full, half = (Copycat(target, 64, dtype) for dtype in (torch.float32, torch.float16))
+    assert full.moved(target, 10) == read_bytes(target, 10, packed=False)
+    assert half.moved(target, 10) == read_bytes(target, 10, packed=False) / 2
+    assert full.weights == weight_bytes(target) == 2 * half.weights
+    assert full.cache_bytes(10) == 10 * 2 * 3 * 2 * 8 * 4
+    assert full.threads == torch.get_num_threads()
+
+
+def test_the_files_are_gone_whatever_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    peer = Copycat(tiny_target(), 64, torch.float32)
+
+    def fill(folder: Path) -> None:
+        (folder / "a").write_text("weights")
+
+    assert peer.load(fill, lambda folder: (folder / "a").read_text()) == "weights"
+    with pytest.raises(OSError, match="No such file"):
+        peer.load(fill, lambda folder: (folder / "b").read_text())
+    assert list(tmp_path.iterdir()) == []
+
+
+# In the benchmark
+
+
+def rows_of(target, contenders: dict, **settings) -> dict[str, dict]:
+    bench = Bench(target, contenders, random_prompts(17, 2, 0), ceiling=1e9, warmups=0, trials=2, **settings)
+    return {row["contender"]: row for row in bench.run(Configuration("short", prompt=4, new=6))}
+
+
+def test_a_peer_is_compared_with_plain_and_is_none_of_transformers():
+    target = tiny_target()
+
+    class Slow(Contender):
+        weights = 1
+
+        def __call__(self, prompt, new, sampling, seed) -> TimedRun:
+            return TimedRun([1] * new, 100.0, 1.0, [1.0] * (new - 1), 1)
+
+    rows = rows_of(
+        target,
+        {
+            "plain": lambda: Ours(target),
+            "sdpa": Slow,
+            "copycat": lambda: Copycat(target, 64, torch.float32),
+            "other": lambda: Copycat(target, 64, torch.float32, change=3),
+        },
+        random_weights=True,
+    )
+    assert rows["copycat"]["same_text_as_plain"] == "4 of 4"  # the weights are the same, random or not
+    assert "differs" not in rows["copycat"]
+    assert "same_text_as_plain" not in rows["sdpa"]
+    assert rows["plain"]["fastest_of_transformers"] == "sdpa"
+    assert rows["other"]["same_text_as_plain"] == "0 of 4"
+    assert [d["token"] for d in rows["other"]["differences"]] == [3] * 4
+    assert rows["other"]["differs"].startswith("4 of 4 texts are not plain decoding's, from token 3 on at the earliest")
+
+
+def test_where_texts_part_and_how_far_the_logits_are_apart():
+    target, prompt = tiny_target(), [3, 1, 4]
+    with torch.inference_mode():
+        logits, _ = target(torch.tensor([[*prompt, 5]]), None)
+    gap = (logits[0, -1, 6] - logits[0, -1, 7]).item()
+    assert logit_gap(target, [*prompt, 5], 6, 7) == pytest.approx(gap, abs=1e-5)
+    texts = [(prompt, [5, 7, 8], [5, 6, 9]), (prompt, [5, 6, 9], [5, 6, 9])]
+    out = compare_texts(target, texts)
+    assert out["same_text_as_plain"] == "1 of 2"
+    assert out["differences"] == [{"text": 0, "token": 1, "logit_gap": pytest.approx(gap, abs=1e-5)}]
+    assert "logit_gap" not in compare_texts(target, texts, gaps=False)["differences"][0]
+    assert compare_texts(target, texts[1:]) == {"same_text_as_plain": "1 of 1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "word"), [("ctranslate2", "ctranslate2", "CTranslate2"), ("llama.cpp", "xllamacpp", "llama.cpp")]
+)
+def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch, name, module, word):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    target = tiny_target()
+    makers = {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]}
+    row = rows_of(target, makers)[name]
+    assert row["skipped"].startswith(f"{word} cannot be imported")
+    assert row["skipped"].endswith("pip install 'specdec[peers]'")
+    assert "tokens_per_second" not in row
+
+
+TINY = ["shape=tiny", "suite.warmups=0", "suite.trials=1", "configurations.short={prompt: 8, new: 6}"]
+
+
+def run_script(monkeypatch, out: Path, *words: str) -> dict[str, dict]:
+    monkeypatch.setattr(sys, "argv", ["bench.py", f"out={out}", *TINY, "suite.configurations=[short]", *words])
+    main()
+    return {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+
+
+def test_the_command_tells_why_it_skips(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "ctranslate2", None)
+    rows = run_script(monkeypatch, tmp_path / "a.json", "suite.contenders=[plain,ctranslate2]")
+    assert "pip install 'specdec[peers]'" in rows["ctranslate2"]["skipped"]
+    assert "ctranslate2, skipped: CTranslate2 cannot be imported" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_command_runs_them(monkeypatch, tmp_path):
+    for module in ENGINES.values():
+        pytest.importorskip(module)
+    names = ["plain", "sdpa", *ENGINES]
+    rows = run_script(monkeypatch, tmp_path / "a.json", f"suite.contenders=[{','.join(names)}]")
+    assert list(rows) == names
+    for name in ENGINES:
+        assert "same_text_as_plain" in rows[name]
+        assert rows[name]["threads"] == torch.get_num_threads()
+        assert rows[name]["to_plain"] > 0
+        assert rows[name]["fastest_of_transformers"] == "sdpa"
+
+
+def test_targets_that_no_peer_is_given(target_path):
+    generic = load_target(target_path, generic=True)
+    elsewhere = tiny_target().to("meta")
+    for name in ("ctranslate2", "llama.cpp", "llama.cpp-fp16"):
+        with pytest.raises(NotAvailable, match="native targets only"):
+            peers_by_name(generic, 64)[name]()
+        with pytest.raises(NotAvailable, match="on the CPU only, the target is on meta"):
+            peers_by_name(elsewhere, 64)[name]()
+
+
+# The engines themselves, where they are installed
+
+
+MODELS = {
+    "llama": {},
+    "tied": {"tied": True},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    "no-groups": {"kv_heads": 4},
+    "wide-heads": {"head_dim": 16},
+    "linear": {"rope": Rope(10000.0, "linear", factor=4.0)},
+    "llama3": {"rope": LLAMA3},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True, "head_dim": 16},
+    "gemma3": {
+        "layers": 7, "qk_norm": True, "norm_offset": True, "sandwich_norms": True, "activation": "gelu_tanh",
+        "attention_scale": 8**-0.5, "embed_scale": 32**0.5, "rope": Rope(1e6), "local_rope": Rope(1000.0),
+        "sliding": (True,) * 5 + (False, True), "window": 80,
+    },
+}  # fmt: skip
+# What rounding may move a logit by, of the largest: some tens of roundings of fp32; some of fp16, as llama.cpp's cache.
+ROUNDING = {"ctranslate2": 1e-5, "llama.cpp": 8e-3, "llama.cpp-fp16": 8e-3}
+PROMPTS = [torch.randint(99, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(1, 65)]
+NEW = 3
+
+
+def target_of(**changes) -> Target:
+    """As `tiny_target`, but for these fields of its config. Norms and biases are random too, so that none is forgotten,
+    and tied weights are small, or every token would be followed by itself."""
+    torch.manual_seed(0)
+    target = Target(replace(tiny_target(vocab=99).config, **changes)).eval()
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            else:
+                parameter.normal_(std=0.25)
+        if target.config.tied:
+            target.head.weight = target.embed.weight
+            target.embed.weight.mul_(0.1)
+    return target
+
+
+def largest_gap(target, contender: Contender) -> float:
+    """Of the target's logits, where the contender's texts are not plain decoding's; 0 if all are."""
+    ours = [Ours(target)(p, NEW, Sampling(), 0).tokens for p in PROMPTS]
+    assert len({token for text in ours for token in text}) > 25, "the texts are too much alike to tell models apart"
+    texts = [(p, contender(p, NEW, Sampling(), 0).tokens, plain) for p, plain in zip(PROMPTS, ours, strict=True)]
+    return max((d["logit_gap"] for d in compare_texts(target, texts).get("differences", [])), default=0.0)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_an_engine_decodes_the_targets_text(name, model):
+    """Its texts are ours but where the target's logits are equal up to the rounding of its arithmetic."""
+    pytest.importorskip(ENGINES[name])
+    target = target_of(**MODELS[model])
+    with torch.inference_mode():
+        largest = max(target(torch.tensor([p]), None)[0].abs().max().item() for p in PROMPTS[-5:])
+    contender = peers_by_name(target, 64 + NEW)[name]()
+    assert largest_gap(target, contender) <= ROUNDING[name] * largest
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_another_model_would_be_noticed(name):
+    pytest.importorskip(ENGINES[name])
+    target = target_of()
+    contender = peers_by_name(target, 64 + NEW)[name]()
+    target.ropes[0].rope = Rope(5000.0)  # what the contender has is the old one
+    assert largest_gap(target, contender) > 0.02
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_run_has_all_tokens_and_times(name, tmp_path, monkeypatch):
+    pytest.importorskip(ENGINES[name])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    target = tiny_target()
+    contender = peers_by_name(target, 100)[name]()
+    assert list(tmp_path.iterdir()) == []
+    for prompt, new in (([3], 40), ([5, 6, 7], 1), (list(range(17)) * 3, 20)):
+        run = contender(prompt, new, Sampling(), 0)
+        assert len(run.tokens) == new  # none of the 17 tokens is an end
+        assert len(run.steps) == new - 1
+        assert 0 < run.prefill_seconds + sum(run.steps) <= run.seconds
+        again = contender(prompt, new, Sampling(), 0)
+        assert again.tokens == run.tokens
+    assert run.cache_bytes >= contender.cache_bytes(51 + 19)
+    assert "engine" in contender.details()
+
+
+@pytest.mark.parametrize("name", ["ctranslate2", "llama.cpp"])
+def test_sampling_is_meant_as_ours(name):
+    """The first token is drawn as ours is: of the tokens that top-k and top-p leave, with their shares."""
+    pytest.importorskip(ENGINES[name])
+    target, sampling, draws = tiny_target(), Sampling(0.8, 6, 0.9), 400
+    counts = []
+    for contender in (peers_by_name(target, 100)[name](), Ours(target)):
+        drawn = [contender([1, 2, 3], 1, sampling, seed).tokens[0] for seed in range(draws)]
+        counts.append(torch.bincount(torch.tensor(drawn), minlength=17))
+    assert 2 < (counts[1] > 0).sum() <= 6
+    assert torch.equal(counts[0] > 0, counts[1] > 0)
+    # The difference of two counts of probability p has a deviation of sqrt(2 n p (1 - p)), at most sqrt(n / 2).
+    assert (counts[0] - counts[1]).abs().max() < 5 * (draws / 2) ** 0.5
+
+
+def test_a_repetition_penalty_is_ours_or_refused():
+    pytest.importorskip("xllamacpp")
+    target, penalty = tiny_target(vocab=60), Sampling(repetition_penalty=1.7)
+    prompt = [t % 60 for t in PROMPTS[8]]
+    contender = peers_by_name(target, 100)["llama.cpp"]()
+    text = contender(prompt, 25, penalty, 0).tokens
+    assert text == Ours(target)(prompt, 25, penalty, 0).tokens
+    assert text != contender(prompt, 25, Sampling(), 0).tokens
+    pytest.importorskip("ctranslate2")
+    with pytest.raises(NotAvailable, match="CTranslate2 has no repetition_penalty as it is meant here"):
+        peers_by_name(target, 100)["ctranslate2"]()(prompt, 25, penalty, 0)
+
+
+def test_ctranslate2_names_the_types_that_a_processor_has():
+    ctranslate2 = pytest.importorskip("ctranslate2")
+    if "bfloat16" in ctranslate2.get_supported_compute_types("cpu"):
+        pytest.skip("CTranslate2 has bfloat16 on this processor")
+    with pytest.raises(NotAvailable, match="has no bfloat16 on this processor, it has float32"):
+        peers_by_name(tiny_target(), 64)["ctranslate2-bf16"]()

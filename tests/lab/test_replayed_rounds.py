@@ -1,0 +1,126 @@
+"""Rounds by part, and the kernels' benchmark: rehearsed on the CPU, and on disk after each case."""
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+from lab.bench import kernels, replayed_rounds
+from lab.bench.formulas import TINY, KernelCase, Shapes, cases
+from lab.bench.replayed_rounds import Report, Scene
+from specdec import kernels as backends
+from specdec.verify import sample_and_match
+from trees import DynamicTree
+
+PARTS = ["draft", "verify", "rule", "commit", "extend", "round"]
+LOOPS = ["plain loop", "loop", "observed loop"]
+
+
+def command(monkeypatch, module, *words: object) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, words)])
+    module.main()
+
+
+def rounds(monkeypatch, path) -> dict:
+    sizes = ["--trials", 2, "--new-tokens", 14, "--context", 20, "--topk", 2, "--steps", 3, "--num-draft-tokens", 9]
+    command(monkeypatch, replayed_rounds, "--shape", "tiny", "--out", path, *sizes)
+    return json.loads(path.read_text())
+
+
+def test_a_round_by_part(monkeypatch, tmp_path, capsys):
+    result = rounds(monkeypatch, tmp_path / "a.json")
+    assert all(result[name]["ms"] > 0 for name in ["plain", "forward of 1", "forward of 8", "forward of 9", *PARTS])
+    plain = result["plain"]
+    assert plain["share_of_bandwidth"] == pytest.approx(
+        plain["bytes"] / (plain["ms"] / 1e3) / result["bandwidth_bytes_per_second"]
+    )
+    for name in LOOPS:
+        loop = result[name]
+        emitted = loop["tokens_per_second"] * loop["round_ms"] / 1e3
+        # 14 tokens, the first of which is the prefill's: rounds of 3, 3, 3, 3 and 1 tokens
+        assert emitted == pytest.approx(1 if name == "plain loop" else 13 / 5)
+    assert result["loop"]["to_plain"] == pytest.approx(
+        result["loop"]["tokens_per_second"] / result["plain loop"]["tokens_per_second"]
+    )
+    assert "SIMULATED" in result["benchmark"]
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1]) == result
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path):
+    def fails(self):
+        raise RuntimeError("no such kernel\nand so on")
+
+    monkeypatch.setattr(Scene, "_commit", fails)
+    result = rounds(monkeypatch, tmp_path / "a.json")
+    assert result["commit"] == {"failed": "RuntimeError: no such kernel"}
+    assert result["extend"]["ms"] > 0
+
+
+def test_what_is_known_is_on_disk(tmp_path):
+    report = Report(tmp_path / "a.json", {"head": 1})
+    for name in ("one", "two"):
+        report.add(name, lambda name=name: {"of": name})
+        assert json.loads((tmp_path / "a.json").read_text())[name] == {"of": name}
+
+
+@torch.inference_mode()
+def test_the_same_round_is_played_again_and_again():
+    """The parts leave caches as they were, and each of them is what the round does."""
+    target = tiny_target()
+    scene = Scene(target, tiny_drafter(target), DynamicTree(2, 3, 7), sample_and_match, [3, 5, 7, 1])
+    for run in (scene.whole, *scene.parts().values(), scene.plain, scene.forward(5), scene.whole):
+        run()
+        scene.reset()
+        assert scene.cache.lens.tolist() == [4]
+        _, _, output = scene.round.play(scene.root, scene.state, scene.cache, scene.active, scene.settings)
+        assert torch.equal(output.tree.tokens, scene.grown.tokens)
+        assert torch.equal(output.verdict.tokens, scene.verdict.tokens)
+        torch.testing.assert_close(output.logits, scene.verified[0])
+
+
+def test_a_tau_that_the_tree_cannot_have_is_refused(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command(monkeypatch, replayed_rounds, "--shape", "tiny", "--steps", 2, "--topk", 1, "--num-draft-tokens", 3,
+                "--tau", 9, "--out", tmp_path / "a.json")  # fmt: skip
+    assert "a simulated tau of 9 needs trees of at least 8 levels, this one has 2" in capsys.readouterr().err
+    assert not (tmp_path / "a.json").exists()
+
+
+# Kernels
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the kernels run on the GPU")
+@torch.no_grad()
+def test_every_case_of_the_kernels_can_be_computed():
+    backends.use("triton")
+    try:
+        made = [case for make in cases(Shapes(torch.device("cpu"), **TINY), 8, 64).values() for case in make().items()]
+        names = {name for name, _ in made}
+        assert set(backends.KERNELS) - {"rms_norm"} <= names  # that one has two cases
+        for _, case in made:
+            case.kernel()
+            case.eager()
+    finally:
+        backends.use("auto")
+
+
+def test_kernels_are_on_disk_after_each(monkeypatch, tmp_path):
+    def absent():
+        raise ImportError("no such kernel")
+
+    def made(*names: str):
+        return lambda: {name: KernelCase(lambda: None, lambda: None, moved=8) for name in names}
+
+    monkeypatch.setattr(kernels, "cases", lambda *sizes: {"a": made("a"), "b": absent, "c": made("c", "d")})
+    monkeypatch.setattr(torch, "compile", lambda run, **how: run)
+    saved = []
+    result = kernels.benchmark(
+        Shapes(torch.device("cpu"), **TINY), 8, 64, 1, lambda so_far: saved.append(sorted(so_far["kernels"]))
+    )
+    assert saved == [["a"], ["a", "b"], ["a", "b", "c"], ["a", "b", "c", "d"]]
+    assert result["kernels"]["b"] == {"error": "ImportError: no such kernel"}
+    assert {"us", "gb_per_s", "share_of_ceiling"} <= set(result["kernels"]["d"]["kernel"])
+    assert {"machine", "versions", "revision", "ceiling"} <= set(result)

@@ -120,15 +120,12 @@ def run(*command: object) -> None:
 # The two sides
 
 
-def in_vllm(python: Path, jobs: list[dict], folder: Path) -> list[dict]:
-    """What `vllm_side.py` answers to jobs. Raises ValueError if one is not answered."""
+def in_vllm(python: Path, jobs: list[dict], folder: Path) -> list[dict | None]:
+    """What `vllm_side.py` answers to jobs; None where vLLM gave none."""
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     run(python, SIDE, folder / "jobs.json", folder)
     files = [folder / f"{number}.json" for number in range(len(jobs))]
-    for job, file in zip(jobs, files, strict=True):
-        if not file.exists():
-            raise ValueError(f"vLLM did not decode with {job['speculative']}: run {SIDE.name} by hand, it says why")
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
 
 
 def here(target: Target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: int) -> list[dict]:
@@ -231,16 +228,16 @@ def main() -> None:
             cases += [Case(*fields) for fields in vllm_variants.make(folder / "variants", target)]
         cases = [case for case in cases if not args.only or case.name in args.only]
         plain, *answers = in_vllm(python, [job_of(case, target, prompts, args) for case in (None, *cases)], folder)
+        if plain is None:
+            raise ValueError(f"vLLM does not decode plainly: run {SIDE.name} by hand, it says why")
         ours = here(target, None, prompts, 0, args.max_new_tokens)
         wrong = [f"plain: {what}" for what in differences(plain["rows"], ours)]
-        results = []
-        for case, answer in zip(cases, answers, strict=True):
-            results.append(compare(case, answer, target, prompts, args))
-            wrong += [f"{case.name}: {what}" for what in results[-1]["wrong"]]
-            print(f"{case.name}: {'; '.join(results[-1]['wrong']) or 'the same'}", file=sys.stderr, flush=True)
+        wrong += [f"{case.name}: vLLM gave no answer" for case, a in zip(cases, answers, strict=True) if a is None]
+        answered = [(case, answer) for case, answer in zip(cases, answers, strict=True) if answer is not None]
+        results = [compare(case, answer, target, prompts, args) for case, answer in answered]
+    wrong += [f"{result['case']}: {what}" for result in results for what in result["wrong"]]
     console(120).print(as_table(results, len(prompts)))
-    for name, reason in refused.items():
-        print(f"{name}: {reason}")
+    print("\n".join([*wrong, *(f"{name}: {reason}" for name, reason in refused.items())]))
     report = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "in_vllm": plain["versions"]}
     report |= {"results": results, "no_form_in_vllm": refused, "wrong": wrong} | provenance(target.device)
     if args.out:

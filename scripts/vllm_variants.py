@@ -103,7 +103,6 @@ def medusa_variants(head: Checkpoint, target) -> Iterator[tuple[str, Checkpoint]
     own = {f"{i}.1.weight": (matrix + noise(*matrix.shape, scale=0.01)).bfloat16() for i in range(shape.heads)}
     yield "two blocks", changed(head, add=seconds, shape=dataclasses.replace(shape, blocks=2))
     yield "matrices of its own", changed(head, add=own, shape=dataclasses.replace(shape, own_heads=True))
-    yield "a draft vocabulary", changed(head, add={"draft_ids": torch.arange(0, len(matrix), 2)})
 
 
 BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medusa_variants}

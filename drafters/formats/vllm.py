@@ -8,7 +8,8 @@ the weight of the target's final norm. Its scale cancels in the second. The libr
 EAGLE-1/2 is the layout of its authors as a LlamaForCausalLM. vLLM's `fc` has no bias, and a config's `bias` means that
 of the attention there. So `fc` leaves the embedding's half and the bias to an embedding of the head's own.
 
-Medusa has other fields, and the target's head as that of the first head. A draft vocabulary is its `token_map`.
+Medusa has other fields, and the target's head as that of the first head. There is a `token_map` for a draft vocabulary,
+which vLLM 0.32 does not load: its loader misses the weights of a tensor of that name.
 """
 
 import dataclasses
@@ -90,23 +91,18 @@ def without_bias(fc: torch.Tensor, bias: torch.Tensor, embedding: torch.Tensor) 
 
 def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     target, shape = needed(target), meaning.shape
-    config, tensors = medusa.write(meaning, dict(tensors), target)
-    ids = tensors.pop("draft_ids", None)
-    if shape.own_heads and ids is not None:
+    if "draft_ids" in tensors:
         raise ValueError(
-            "vLLM's Medusa heads that have matrices of their own propose all tokens of the target, and these only some "
-            "(train with drafter.draft_vocab_size=null)"
+            "vLLM's Medusa heads propose all tokens of the target, and these only some (train with "
+            "drafter.draft_vocab_size=null)"
         )
+    config, tensors = medusa.write(meaning, tensors, target)
     config |= {"num_heads": shape.heads, "num_hidden_layers": shape.blocks, "medusa_fc_bias": True}
     if shape.own_heads:
         return config, tensors
     head = target.part("head")
-    config["vocab_size"] = len(head)
-    if ids is not None:
-        tensors["token_map"] = ids
-        config["truncated_vocab_size"] = len(ids)
-        head = head[ids.to(head.device)]
-    return config, tensors | {SHARED_HEAD: head.to(tensors["0.0.linear.weight"].dtype)}
+    head = head.to(tensors["0.0.linear.weight"].dtype)
+    return config | {"vocab_size": len(head)}, tensors | {SHARED_HEAD: head}
 
 
 def recognise_medusa(config: dict, tensors: Tensors) -> bool:
@@ -116,9 +112,7 @@ def recognise_medusa(config: dict, tensors: Tensors) -> bool:
 def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
     if not config["medusa_fc_bias"]:
         raise ValueError(f"{name}: medusa_fc_bias is false, and Medusa heads without biases are not supported")
-    tensors = {"draft_ids" if key == "token_map" else key: tensor for key, tensor in tensors.items()}
-    tensors.pop(SHARED_HEAD, None)  # the target's
-    return medusa.read(config, tensors, name)
+    return medusa.read(config, {key: tensor for key, tensor in tensors.items() if key != SHARED_HEAD}, name)
 
 
 def needed(target: TargetFacts | None) -> TargetFacts:

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 from torch import Tensor
 

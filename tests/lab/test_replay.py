@@ -240,6 +240,26 @@ def test_files(target, drafter, tmp_path):
         superset.save(tmp_path)
 
 
+def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
+    """Of n-grams: in files, in sampled texts, and in drawn chains."""
+    drafter, how = DRAFTERS["suffix"](target), {"topks": (1,), "steps": 3, "sampling": Sampling(0.7)}
+    rows = real(target, drafter, Chain(3), sampling=how["sampling"], prompts=PROMPTS * 4, seed=5)
+    superset = record(target, drafter, PROMPTS * 4, outputs=[row.tokens for row in rows], **how, **HOW)
+    superset.save(tmp_path / "superset")
+    again = Superset.load(tmp_path / "superset")
+    for kept in (superset, again):
+        replayed = kept.replay(Chain(3))
+        assert replayed.rows == [row.trace for row in rows]
+        assert 0 < sum(row.undrafted for row in replayed.rows) < replayed.rounds
+        assert sum(sum(row.accepted) for row in replayed.rows) > 0
+    longest = kept.replay_drawn(3)
+    kept.along[""].levels.clamp_(max=1)
+    assert sum(kept.replay_drawn(3).rounds) == pytest.approx(sum(kept.replay_drawn(1).rounds))
+    assert sum(kept.replay_drawn(3).rounds) > sum(longest.rounds)
+    kept.along[""].levels.zero_()
+    assert kept.replay_drawn(3).tau == kept.replay(Chain(3)).tau == 1
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

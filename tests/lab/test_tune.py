@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
+from drafters import ngram
 from lab.cost import tune as lab
 from lab.cost import tune_command
 from lab.cost.rounds import useful_trees
@@ -41,6 +42,9 @@ class Known:
 
     def plain(self, context, batch):
         return self.round(None, context, batch)
+
+    def empty(self, setting, context, batch):
+        return self.plain(context, batch) + self.each[setting] / 100  # what the drafter absorbs
 
 
 class Said:
@@ -86,6 +90,47 @@ def test_a_prediction_by_hand():
     plain = predict(costs, None, emitted, [4, 9])
     assert plain.tokens_per_second == pytest.approx(9 / (9 + 0.1 * (22 + 55)))
     assert plain.tau == 1
+
+
+def test_rounds_that_draft_less_cost_less():
+    costs = Known({CHAIN: 2.0, TreeSpec(1, 1): 1.5, TREE: 3.0, None: 1.0})
+    emitted, drafted = [[3, 1, 1], [2, 1]], [[2, 0, 1], [1, 0]]
+    told = predict(costs, CHAIN, emitted, [4, 9], drafted=drafted)
+    assert told.tokens_per_second == pytest.approx(8 / (2.0 + 1.02 + 1.5 + 1.5 + 1.02))
+    # Together the row that drafts most counts, and the one that has ended does not.
+    told = predict(costs, CHAIN, emitted, [4, 9], batch=2, drafted=drafted)
+    assert told.tokens_per_second == pytest.approx(8 / (2.0 + 1.02 + 1.5))
+    # A tree that cannot be cut costs all of it.
+    told = predict(costs, TREE, emitted, [4, 9], drafted=[[2, 0, 2], [2, 0]])
+    assert told.tokens_per_second == pytest.approx(8 / (3 * 3.0 + 2 * 1.03))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_n_grams_are_predicted_as_they_run(batch):
+    """With forwards that take as many seconds as they have columns."""
+    target = tiny_target()
+    prompts = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]]
+    drafter, columns = ngram.create(target), []
+
+    def note(_, inputs, keywords):
+        columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
+
+    superset = record(target, drafter, prompts, topks=(1,), steps=3, max_new_tokens=30)
+    hook = target.register_forward_pre_hook(note, with_kwargs=True)
+    engine, tokens = Engine(target, drafter, TreeSpec(1, 3).build()), 0
+    for start in range(0, len(prompts), batch):
+        rows = engine.generate(prompts[start : start + batch], max_new_tokens=30).rows
+        tokens += sum(len(row.tokens) - 1 for row in rows)
+    hook.remove()
+    assert {1, 4} <= set(columns)
+
+    class Columns(Known):
+        def empty(self, setting, context, batch):
+            return self.plain(context, batch)
+
+    costs = Columns({None: 1.0} | {TreeSpec(1, steps): 1.0 + steps for steps in (1, 2, 3)})
+    _, (told,) = predict_all(costs, superset, [TreeSpec(1, 3)], [len(p) for p in prompts], batch)
+    assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
 def test_texts_of_one_token_predict_nothing():

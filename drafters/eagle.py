@@ -32,6 +32,7 @@ class Eagle(RecurrentDrafter):
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.head = SharedHead(head, vocab.ids)
+        self.own_embedding = False  # True: the embedding is not the target's, and is saved with the head
 
     def fuse(self, feats: Tensor) -> Tensor:
         return feats

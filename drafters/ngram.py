@@ -6,15 +6,71 @@ gives lengths'[j] = lengths[j-1] + 1 where token j is x, and 0 elsewhere, which 
 of, for all places at once. The tokens that followed the matches are the candidates.
 """
 
+from functools import cached_property
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drafters.ngram_host import Voting, match_lengths
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
+from specdec.sampling.likely import largest, top
 
-MODES = {"lookup": 3, "suffix": 16}  # and how many committed tokens of a match each of them counts
+MODES = ("lookup", "suffix")
+LONGEST = 16  # how many committed tokens of a match count
 BASE = 4.0  # 2 to 8 draft alike
+REACH = 3  # 2 to 5 do, where 10 more rows cost about as much as a token (docs/log.md)
+ALL = 2**15  # levels: more than any tree has
+
+
+class Matches(DraftState):
+    """The match lengths of positions, hidden [B,W,S]. What they vote for is counted when somebody asks."""
+
+    def __init__(self, drafter: "NGram", text: Tensor, lens: Tensor, lengths: Tensor, levels: Tensor | None = None):
+        """text [B,S+1]: the committed tokens, lens [B] of each row."""
+        super().__init__(lengths, lengths, None, levels)
+        self.drafter, self.text, self.lens = drafter, text, lens
+
+    @cached_property
+    def votes(self) -> tuple[Tensor, Tensor]:
+        """What the matches give each draft token, [B,W,U] in fp64, which holds sums of powers of BASE exactly; and what
+        every token has besides, [B,W,1]. Both are relative to the longest match, so no power overflows."""
+        lengths, lookup, vocab = self.hidden, self.drafter.mode == "lookup", self.drafter.vocab
+        b, w, places = lengths.shape
+        place = torch.arange(places, device=lengths.device)
+        counted = (lengths >= self.drafter.min_ngram) & (place < self.lens[:, None, None] - 1)  # and followed
+        longest = (lengths * counted).amax(-1, keepdim=True).double()
+        exponent = lengths - longest
+        if lookup:  # an earlier place first, by the row's own length, whatever the batch
+            exponent -= place / self.lens[:, None, None].double()
+        weights = torch.pow(BASE, exponent) * counted
+        votes = weights.new_zeros(b, w, vocab.target_size)
+        followers = self.text[:, None, 1 : places + 1].expand(b, w, places)
+        votes.scatter_reduce_(2, followers, weights, "amax" if lookup else "sum")
+        even = torch.pow(BASE, -longest).div_(vocab.target_size).clamp_(min=torch.finfo(torch.float32).tiny)
+        return vocab.select(votes), even
+
+    @property
+    def logits(self) -> Tensor:
+        votes, even = self.votes
+        return (votes + even).log().float()
+
+    def top(self, k: int) -> tuple[Tensor, Tensor]:
+        votes, even = self.votes
+        best, ids = (x[..., None] for x in largest(votes)) if k == 1 else top(votes, k)
+        whole = votes.sum(-1, keepdim=True) + even * votes.shape[-1]
+        return ((best + even) / whole).log().float(), ids
+
+    def compact(self, index: Tensor) -> "Matches":
+        return Matches(self.drafter, *(x[index] for x in (self.text, self.lens, self.hidden, self.levels)))
+
+    def joined(self, other: "Matches") -> "Matches":
+        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
+        lengths = torch.cat([F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)])
+        text, lens, levels = (torch.cat([getattr(x, n) for x in (self, other)]) for n in ("text", "lens", "levels"))
+        return Matches(self.drafter, text, lens, lengths, levels)
 
 
 class NGram(Drafter):
@@ -25,6 +81,10 @@ class NGram(Drafter):
     chain is prompt lookup decoding (Saxena 2023), with the first occurrence as in transformers and vLLM.
     mode 'suffix': a candidate weighs as all its matches together: frequencies after every suffix of the text, longer
     suffixes counting more (after SuffixDecoding, arXiv 2411.04975).
+
+    Without a match it proposes nothing, and behind one of n tokens `reach` (n - 1) levels: longer matches are right
+    more often, and for longer (SuffixDecoding's draft grows with the match too). reach None: as many levels as the tree
+    has behind any match, as transformers does.
     """
 
     capturable = False  # what it remembers of a position grows with the text
@@ -33,16 +93,18 @@ class NGram(Drafter):
         self,
         vocab: DraftVocab,
         mode: str = "lookup",
-        max_ngram: int | None = None,
+        max_ngram: int = LONGEST,
         min_ngram: int = 1,
+        reach: int | None = REACH,
     ):
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"the n-gram drafter's mode must be one of {', '.join(MODES)}, got {mode!r}")
-        max_ngram = MODES[mode] if max_ngram is None else max_ngram
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram must lie between 1 and max_ngram, got {min_ngram} and {max_ngram}")
-        self.vocab, self.mode, self.max_ngram, self.min_ngram = vocab, mode, max_ngram, min_ngram
+        if reach is not None and reach < 1:
+            raise ValueError(f"reach must be at least 1, or null for whole trees, got {reach}")
+        self.vocab, self.mode, self.max_ngram, self.min_ngram, self.reach = vocab, mode, max_ngram, min_ngram, reach
         self.memory: Tensor | None = None  # [R,S] committed tokens, made when the first row tells the device
 
     def reset(self, rows: int, slots: int) -> None:
@@ -51,7 +113,7 @@ class NGram(Drafter):
     def cache_bytes(self, rows: int, slots: int) -> int:
         return 8 * rows * (slots + 1)
 
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> Matches:
         if self.memory is None:
             self.memory, self.lens = first.new_zeros(self.sizes), first[:0]
         end = row + len(first)
@@ -59,52 +121,73 @@ class NGram(Drafter):
         self.memory[row:end, 1 : tokens.shape[1] + 1] = tokens
         self.lens = torch.cat([self.lens[:row], n + 1, self.lens[end:]])
         self.history = self.memory[: len(self.lens)]  # of the rows in use
-        lens = self.lens[row:end]
-        lengths = self._committed_matches(self.memory[row:end], lens, tokens.shape[1])
-        return self._state(self.memory[row:end], lens, lengths[:, None])
+        return self._root(self.memory[row:end], self.lens[row:end], tokens.shape[1])
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> Matches:
         places = self.lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.history.scatter_(1, places, tokens)
         self.lens = self.lens + n
-        lengths = self._committed_matches(self.history, self.lens, max_len)
-        return self._state(self.history, self.lens, lengths[:, None])
+        return self._root(self.history, self.lens, max_len)
 
     def compact(self, index: Tensor) -> None:
         self.memory[: len(index)] = self.history[index]
         self.history, self.lens = self.memory[: len(index)], self.lens[index]
 
-    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
         """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""
         same = self.history[:, None, : hidden.shape[-1]] == tokens[..., None]
-        return self._state(self.history, self.lens, torch.where(same, F.pad(hidden, (1, -1)) + 1, 0))
+        return Matches(self, self.history, self.lens, (F.pad(hidden, (1, -1)) + 1).mul_(same))
 
-    def _committed_matches(self, history: Tensor, lens: Tensor, places: int) -> Tensor:
-        """Of rows history [B,S], lens [B]: how many of the last `max_ngram` tokens stand at each place, [B,places]."""
+    def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
+        if not on_host(first.hidden):
+            return super().chain(first, steps)
+        text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
+        ends = self._ends(first.lens, lengths.shape[1])
+        rows = [self._voting.chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]
+        ids, logq = (torch.from_numpy(np.array(part)) for part in zip(*rows, strict=True))
+        return self.vocab.to_target(ids), logq.float()
+
+    @staticmethod
+    def _ends(lens: Tensor, places: int) -> np.ndarray:
+        """lens [B] for numpy. A row that has ended may be longer than was said, and what comes of it is void."""
+        return lens.numpy().clip(max=places + 1)
+
+    @cached_property
+    def _voting(self) -> Voting:
+        ids = None if self.vocab.ids is None else self.vocab.ids.numpy()
+        return Voting(self.mode == "lookup", BASE, self.min_ngram, self.vocab.target_size, ids)
+
+    def _root(self, text: Tensor, lens: Tensor, places: int) -> Matches:
+        """The state at the end of rows text [B,S], lens [B], of which none has more than `places` + 1 tokens."""
+        if on_host(text):
+            found = np.zeros((len(lens), 1, places), dtype=np.int64)
+            for row, tokens, n in zip(found[:, 0], text.numpy(), self._ends(lens, places), strict=True):
+                row[: n - 1] = match_lengths(tokens[:n], self.max_ngram)
+            lengths, levels = torch.from_numpy(found), torch.from_numpy(self._levels(found[:, 0].max(-1)))
+        else:
+            lengths = self._matches(text, lens, places)
+            levels = self._levels(lengths[:, 0].amax(-1))
+        return Matches(self, text, lens, lengths, levels)
+
+    def _levels(self, longest: Tensor | np.ndarray) -> Tensor | np.ndarray:
+        """What is proposed behind matches of which the longest are so long [B]."""
+        longest = longest * (longest >= self.min_ngram)
+        return longest.clip(0, 1) * ALL if self.reach is None else (longest - 1).clip(0) * self.reach
+
+    def _matches(self, text: Tensor, lens: Tensor, places: int) -> Tensor:
+        """How many of a row's last `max_ngram` tokens stand at each place that a token follows, [B,1,places]."""
         m = self.max_ngram
         # A window that begins before the text is filled with -1, which equals no token: no match leaves the text.
-        windows = F.pad(history[:, :places], (m - 1, 0), value=-1).unfold(1, m, 1)
+        windows = F.pad(text[:, :places], (m - 1, 0), value=-1).unfold(1, m, 1)
         last = lens[:, None] - 1 - torch.arange(m, device=lens.device)
-        recent = history.gather(1, last.clamp_(min=0))
-        return (windows.flip(-1) == recent[:, None]).cumprod(-1).sum(-1)
+        recent = text.gather(1, last.clamp_(min=0))
+        followed = torch.arange(places, device=lens.device) < lens[:, None] - 1
+        return ((windows.flip(-1) == recent[:, None]).cumprod(-1).sum(-1) * followed)[:, None]
 
-    def _state(self, history: Tensor, lens: Tensor, lengths: Tensor) -> DraftState:
-        """Rows history [B,S], lens [B], match lengths [B,W,S] -> the distribution of the next token. Place j votes for
-        token j+1."""
-        b, w, places = lengths.shape
-        place = torch.arange(places, device=lengths.device)
-        followed = place < lens[:, None, None] - 1
-        matched = torch.where(followed & (lengths >= self.min_ngram), lengths, 0)
-        longest = matched.amax(-1, keepdim=True)
-        exponent = (matched - longest).float()  # relative to the longest: no power overflows
-        if self.mode == "lookup":
-            exponent = exponent - place / lens[:, None, None]  # by the row's own length, whatever the batch
-        weights = torch.where(matched > 0, BASE**exponent, 0.0)
-        candidates = history[:, None, 1 : places + 1].expand(b, w, places)
-        scores = weights.new_zeros(b, w, self.vocab.target_size)
-        scores.scatter_reduce_(2, candidates, weights, "amax" if self.mode == "lookup" else "sum")
-        even = (BASE ** -longest.float() / self.vocab.target_size).clamp_(min=torch.finfo(torch.float32).tiny)
-        return DraftState(lengths, self.vocab.select((scores + even).log()))
+
+def on_host(x: Tensor) -> bool:
+    """Can numpy read it in place?"""
+    return x.device.type == "cpu"
 
 
 def create(target, *, vocab: DraftVocab | None = None, **settings) -> NGram:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -99,7 +100,9 @@ class RecurrentDrafter(Drafter):
         self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         count = tokens.shape[1]
-        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
+        # A position alone says what it sees: without that a row's length would be taken to be `cache.max_len`.
+        itself = tokens.new_ones(len(tokens), 1, 1, dtype=torch.bool) if count == 1 and not prefill else None
+        view = CacheView(cache, count, itself, self.shape.heads // self.shape.kv_heads, prefill=prefill)
         positions = cache.lens[:, None] + cache.places[:count]
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)

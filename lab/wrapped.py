@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter, DraftState, Vocabulary
 from specdec.model.cache import KVCache
 
@@ -33,6 +34,10 @@ class WrappedDrafter(Drafter):
     @property
     def block(self) -> int | None:
         return self.drafter.block
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        return self.drafter.acceptance
 
     @property
     def cache(self) -> KVCache | None:

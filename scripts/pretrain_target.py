@@ -3,8 +3,8 @@
     python scripts/pretrain_target.py --data conversations.jsonl.xz --out build/pair --seconds 240 --device cuda
 
 Writes OUT/target (a Llama of transformers with its tokenizer, in bf16), OUT/prompts.jsonl, whose answers the drafter is
-to learn, and OUT/heldout.jsonl, prompts of conversations that the target has not seen. The default sizes make about 100
-M parameters. The training ends in time for measuring and saving, or when the data have been seen once.
+to learn, and OUT/heldout.jsonl, prompts that the target has not seen, of at most half its context. The default sizes
+make about 100 M parameters. The training ends in time for measuring and saving, or when the data have been seen once.
 """
 
 import argparse
@@ -31,6 +31,16 @@ def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
     return list(dict.fromkeys(m["content"] for m in draw_questions(conversations, 2 * count)))[:count]
 
 
+def short_prompts(tokenizer, prompts: list[str], tokens: int) -> list[str]:
+    """Those of at most so many tokens. Raises ValueError if there is none."""
+    found = [prompt for prompt in prompts if len(tokenizer(prompt)["input_ids"]) <= tokens]
+    if not found:
+        raise ValueError(
+            f"every prompt held out has more than {tokens} tokens, half of the context: give more --length"
+        )
+    return found
+
+
 def write_prompts(path: Path, prompts: list[str]) -> None:
     write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
@@ -39,9 +49,10 @@ def train(args: argparse.Namespace) -> dict:
     """Write everything to --out; returns the report."""
     began = time.monotonic()
     known, heldout = split(args.data)
-    write_prompts(args.out / "prompts.jsonl", prompts_of(known, args.prompts))
-    write_prompts(args.out / "heldout.jsonl", prompts_of(heldout, args.heldout))
     tokenizer = train_tokenizer((m["content"] for c in known[:TOKENIZER_DATA] for m in c), args.vocab_size)
+    short = short_prompts(tokenizer, prompts_of(heldout, 4 * args.heldout), args.length // 2)
+    write_prompts(args.out / "prompts.jsonl", prompts_of(known, args.prompts))
+    write_prompts(args.out / "heldout.jsonl", short[: args.heldout])
     data = pack(tokenizer, known, args.length, args.tokens)
     batch = max(1, args.batch_tokens // args.length)
     prepared = time.monotonic() - began

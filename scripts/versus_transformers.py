@@ -3,12 +3,15 @@
     python scripts/versus_transformers.py --prompt-file questions.jsonl --max-new-tokens 64
     python scripts/versus_transformers.py --prompt-file questions.jsonl --draft specdec/demo/mtp --topk 1 --steps 3 \\
         --baseline-tree ../older-checkout
+    python scripts/versus_transformers.py --prompt-file questions.jsonl --draft ngram --topk 1 --steps 10 \\
+        --prompt-lookup 10
 
 For each prompt transformers' greedy `generate`, in the setting that a short trial finds fastest, plain decoding, and
 speculative decoding take turns in one run. The fastest trial of a prompt counts, for all alike. The share of the memory
 bandwidth takes the weights, as the engine keeps them, to be read once a token, and the bandwidth to be that of a buffer
 that fits no cache: weights that fit one can exceed it. `--baseline-tree` runs the same with another checkout of this
-repository, by that checkout's copy of this script, in a process of its own. On a machine that others use, `--threads 1
+repository, by that checkout's copy of this script, in a process of its own. `--prompt-lookup N` has transformers draft
+N tokens from the prompt, too. On a machine that others use, `--threads 1
 --clock cpu` counts processor time. The last line is one JSON object.
 """
 
@@ -47,10 +50,10 @@ Decode = Callable[[str, int, bool], list[int]]  # prompt, most tokens, raw -> th
 class GreedyTransformers:
     """Greedy `generate` of transformers with one attention and one cache, its forward compiled or not."""
 
-    def __init__(self, target, dtype: torch.dtype, setting: str):
+    def __init__(self, target, dtype: torch.dtype, setting: str, **how):
         attention, cache, *compiled = setting.split()
         self.target, self.setting = target, setting
-        self.how = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+        self.how = how if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
         model = AutoModelForCausalLM.from_pretrained(target.name, dtype=dtype, attn_implementation=attention)
         self.model = model.eval().to(target.device)
         if compiled:
@@ -106,13 +109,14 @@ class GreedyEngine:
     def __init__(self, target, drafter=None, tree=None):
         self.target, self.drafter, self.tree = target, drafter, tree
         self.parts: dict[str, float] = {}
-        self.rounds = self.emitted = 0
+        self.rounds = self.undrafted = self.emitted = 0
 
     def __call__(self, prompt: str, max_new_tokens: int, raw: bool) -> list[int]:
         out = generate(self.target, prompt, self.drafter, tree=self.tree, max_new_tokens=max_new_tokens, raw=raw)
         for part, seconds in out.result.parts.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds
         self.rounds += out.rounds
+        self.undrafted += out.undrafted
         self.emitted += len(out.rows[0].tokens) - 1
         return out.rows[0].tokens
 
@@ -140,7 +144,7 @@ def run_baseline(tree: Path, args) -> dict:
     script = tree.resolve() / "scripts" / Path(__file__).name
     command = [sys.executable, script, "--settings", "--prompt-file", args.prompt_file.resolve()]
     for name, value in vars(args).items():
-        if name in ("settings", "prompt_file", "baseline_tree", "raw", "draft_dtype") or value is None:
+        if name in ("settings", "prompt_file", "prompt_lookup", "baseline_tree", "raw", "draft_dtype") or value is None:
             continue
         local = name in ("target", "draft", "token_map") and Path(value).exists()
         command += [f"--{name.replace('_', '-')}", Path(value).resolve() if local else value]
@@ -179,6 +183,7 @@ def read_arguments() -> argparse.Namespace:
         metavar="SETTING",
         help=f"of transformers, to choose from: {known}; default: all but the last; none: without transformers",
     )
+    p.add_argument("--prompt-lookup", type=int, metavar="N", help="transformers with N drafted tokens as well")
     p.add_argument("--clock", default="wall", choices=CLOCKS)
     p.add_argument("--baseline-tree", type=Path, help="another checkout of this repository, as a second baseline")
     args = p.parse_args()
@@ -199,6 +204,9 @@ def main() -> None:
     runs: dict[str, Decode] = {}
     if args.settings:
         runs["transformers"] = fastest_transformers(target, prompts[0], args)
+    if args.prompt_lookup:
+        lookup = {"prompt_lookup_num_tokens": args.prompt_lookup}  # which wants a cache that can be cropped
+        runs["prompt lookup"] = GreedyTransformers(target, DTYPES[args.dtype], SETTINGS[0], **lookup)
     runs["plain"] = GreedyEngine(target)
     if args.draft:
         how = {"token_map": args.token_map} if args.token_map else {}
@@ -259,9 +267,12 @@ def report(args, runs: dict, texts: dict, seconds: dict[str, float]) -> dict:
         out["tau"] = fast.emitted / fast.rounds
         out["identical_to_plain"] = sum(a == b for a, b in zip(texts["speculative"], texts["plain"], strict=True))
         out["speculative_to_plain"] = rate["speculative"] / rate["plain"]
+        out["undrafted_share"] = fast.undrafted / fast.rounds
         out["milliseconds_a_round"] = {part: 1e3 * s / fast.rounds for part, s in fast.parts.items()}
         parts = "  ".join(f"{part} {ms:.2f}" for part, ms in out["milliseconds_a_round"].items() if part != "prefill")
         print(f"speculative to plain {out['speculative_to_plain']:.2f}; tau {out['tau']:.2f}; ms a round: {parts}")
+        if fast.undrafted:
+            print(f"rounds without a draft: {out['undrafted_share']:.0%}")
         print(f"speculative and plain text are the same for {out['identical_to_plain']} of {out['prompts']} prompts")
     return out
 

@@ -102,6 +102,11 @@ class Generation:
         return acceptance_by_depth([row.trace for row in self.rows], self.steps)
 
     @property
+    def undrafted(self) -> int:
+        """Rounds in which the drafter had nothing to propose; without a drafter all of them."""
+        return sum(row.trace.undrafted for row in self.rows)
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens per second of decoding. The prefill with the first token does not count, nor does showing text."""
         decoded = self.num_tokens - len(self.rows)
@@ -126,17 +131,18 @@ def generate(
     tree: TreePolicy | None = None,
     verifier: Verifier = sample_and_match,
     graphs: bool | None = None,
+    compile: bool = False,
     **request,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
     tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
-    the default is lossless with any tree. graphs: see `Engine`. request: sampling, max_new_tokens, stop, logprobs,
-    seed, raw and observer, as `answer` takes them.
+    the default is lossless with any tree. graphs, compile: see `Engine`. request: sampling, max_new_tokens, stop,
+    logprobs, seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
-    return answer(Engine(target, drafter, tree, verifier, graphs=graphs), prompts, **request)
+    return answer(Engine(target, drafter, tree, verifier, graphs=graphs, compile=compile), prompts, **request)
 
 
 def answer(

@@ -188,7 +188,7 @@ def _timer(target, drafter: Drafter, batch: int, temperature: float) -> Timer:
     def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
         warm = tree in engines
         if not warm:
-            engines[tree] = Engine(target) if tree is None else Engine(target, drafter, tree.build())
+            engines[tree] = Engine(target) if tree is None else Engine(target, drafter, tree.build(), abstain=False)
         if not warm:  # the first rounds find memory and code
             _rounds(engines[tree], batch, 2, sampling)
         return _rounds(engines[tree], batch, rounds, sampling)

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.acceptance import Acceptance
@@ -31,6 +30,9 @@ class DraftState:
     hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`
     readout: Tensor  # [B,W,H] what the head reads; the logits themselves [B,W,U] if there is no head
     head: LinearMap | None = None  # [U,H]
+    # [B] of the state that a tree grows from: how many levels the drafter has something to propose for, 0 for nothing,
+    # as it tells from the text alone. None: for as many as the tree has.
+    levels: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
@@ -49,14 +51,14 @@ class DraftState:
 
     def compact(self, index: Tensor) -> "DraftState":
         """The rows index [B'] only."""
-        return DraftState(self.hidden[index], self.readout[index], self.head)
+        levels = None if self.levels is None else self.levels[index]
+        return DraftState(self.hidden[index], self.readout[index], self.head, levels)
 
     def joined(self, other: "DraftState") -> "DraftState":
-        """These rows, and below them the rows of `other`. What a drafter keeps of a position may be as long as its text
-        (n-grams): the shorter ones are filled up with zeros."""
-        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
-        hidden = [F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)]
-        return DraftState(torch.cat(hidden), torch.cat([self.readout, other.readout]), self.head)
+        """These rows, and below them the rows of `other`."""
+        levels = None if self.levels is None else torch.cat([self.levels, other.levels])
+        hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
+        return DraftState(hidden, readout, self.head, levels)
 
     def slot(self, level: int, width: int) -> "DraftState":
         """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""
@@ -156,6 +158,19 @@ class Drafter(nn.Module):
             return self.step(tokens, hidden, level, ancestors)
         return first.slot(level, tokens.shape[1])
 
+    def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
+        """What chains call: the likeliest token, and the likeliest behind it, `steps` times. Target ids, and the
+        log-probabilities of the path so far, [B,steps] each."""
+        state, tokens, logq = self.root(first), [], []
+        for level in range(1, steps + 1):
+            best, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
+            tokens.append(self.vocab.to_target(draft_id))
+            logq.append(logq[-1] + best if logq else best)
+            if level < steps:
+                ancestors = tokens[-1].new_ones(len(tokens[-1]), 1, level, dtype=torch.bool)
+                state = self.expand(first, tokens[-1], state.hidden, level, ancestors)
+        return torch.cat(tokens, 1), torch.cat(logq, 1)
+
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
@@ -168,6 +183,10 @@ class TreePolicy(Protocol):
     steps: int  # D
     topk: int  # the most children a node can have
     samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
+
+    def shallower(self, steps: int) -> "TreePolicy":
+        """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels
+        depend on those behind them."""
 
     def draft_slots(self) -> int:
         """Cache slots that the drafter needs beyond the committed positions while a tree grows."""

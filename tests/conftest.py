@@ -9,8 +9,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads
 
 import torch
 
-if not torch.cuda.is_available():  # kernels run on CPU tensors; to be set before anything imports Triton
-    os.environ["TRITON_INTERPRET"] = "1"
+from lab.bench.interpreter import use_interpreter
+
+if not torch.cuda.is_available():  # kernels run on CPU tensors; to be said before anything imports Triton
+    use_interpreter()
 
 import pytest
 from helpers import save_hf

@@ -110,6 +110,9 @@ def lend(call: tuple) -> tuple:
 class Tape:
     """A `graphs.Backend` for tests."""
 
+    any_bound = False
+    late = True
+
     def __init__(self):
         self.generator = torch.Generator()
         self.captures, self.replays = 0, 0
@@ -117,15 +120,15 @@ class Tape:
     def forget(self):
         pass
 
-    def capture(self, run, kept):
+    def capture(self, run, kept, bound):
         before, numbers = [x.clone() for x in kept], self.generator.get_state()
         for _ in range(WARM_UPS):
-            run()
+            run(bound)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.generator.set_state(numbers)
         with Recorder() as record:
-            made = run()
+            made = run(bound)
         # A capture only records: what running did is undone.
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
@@ -133,7 +136,7 @@ class Tape:
         self.captures += 1
         calls = let_go(record.calls)
 
-        def replay():
+        def replay(_):
             self.replays += 1
             for call in calls:
                 again(*lend(call))

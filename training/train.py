@@ -14,6 +14,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from drafters.formats import open_checkpoint
+from drafters.formats.convert import SERVERS, without_a_form
 from drafters.vocab import DraftVocab, most_frequent
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
@@ -159,6 +160,14 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     )
 
 
+def warn_of_servers(drafter, target: Target) -> None:
+    """Say on one line which servers could not load what is about to be trained, and what would change that."""
+    reasons = without_a_form(drafter, target)
+    if reasons:
+        said = ", and ".join(f"no form in {SERVERS[server]} ({reason})" for server, reason in reasons.items())
+        print(f"warning: this drafter has {said}")
+
+
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     all_settings(config)  # mistakes are told before the target is loaded
@@ -175,6 +184,7 @@ def run(config: DictConfig) -> None:
             f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
             f"parameters, taps {trainer.drafter.taps}"
         )
+        warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
         report = {"step": trainer.step} | metrics

@@ -1,6 +1,7 @@
 """A chain: the drafter's most likely token, `steps` times."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
@@ -21,28 +22,23 @@ class Chain:
         self.parents = (self.nodes - 1).clamp(min=0)
         self.causal = self.nodes[:, None] >= self.nodes
 
+    def shallower(self, steps: int) -> "Chain":
+        return Chain(steps)
+
     def draft_slots(self) -> int:
         return self.steps - 1
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
-        causal = self.causal.expand(b, n, n)
-        tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
-        first, state = state, drafter.root(state)
-        for level in range(1, self.steps + 1):
-            best, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
-            tokens.append(drafter.vocab.to_target(draft_id))
-            logq.append(logq[-1] + best)
-            if level < self.steps:
-                state = drafter.expand(first, tokens[-1], state.hidden, level, causal[:, level - 1 : level, :level])
+        tokens, logq = drafter.chain(state, self.steps)
         return DraftTree(
-            tokens=torch.cat(tokens, 1),
+            tokens=torch.cat([root[:, None], tokens], 1),
             parents=self.parents.expand(b, n),
             depth=self.nodes.expand(b, n),
-            ancestors=causal,
+            ancestors=self.causal.expand(b, n, n),
             steps=self.steps,
-            logq=torch.cat(logq, 1),
+            logq=F.pad(logq, (1, 0)),
         )
 
     def _move(self, device: torch.device) -> None:

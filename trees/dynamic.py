@@ -53,6 +53,9 @@ class DynamicTree:
         """Nodes that are drafted, the root not counted: topk on the first level, topk squared on each further one."""
         return topk + (steps - 1) * topk * topk
 
+    def shallower(self, steps: int) -> "DynamicTree":
+        return self  # which nodes of a level are kept depends on the levels behind it
+
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 
@@ -91,23 +94,10 @@ class DynamicTree:
 
     def select(self, root: Tensor, pool: Pool) -> DraftTree:
         """The tree of the root and the best candidates."""
-        tokens, scores, parents = pool
-        n = self.num_draft_tokens
-        if n <= MOST_NODES and scores.shape[1] <= MOST and (kernel := kernel_for("tree_select", scores)):
-            tokens, parents, depth, ancestors, logq = kernel(root, tokens, scores, parents, n, self.steps)
-            return DraftTree(tokens, parents, depth, ancestors, self.steps, logq)
-        kept = best_first(scores)[:, : n - 1].sort(dim=1).values  # breadth first again
-        nodes = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a place is a search
-        tree_parents = F.pad(torch.searchsorted(nodes, parents.gather(1, kept)), (1, 0))
-        ancestors = ancestors_of(tree_parents, self.steps)
-        return DraftTree(
-            tokens=torch.cat([root[:, None], tokens.gather(1, kept)], 1),
-            parents=tree_parents,
-            depth=ancestors.sum(-1) - 1,
-            ancestors=ancestors,
-            steps=self.steps,
-            logq=F.pad(scores.gather(1, kept), (1, 0)),
-        )
+        n, fits = self.num_draft_tokens, self.num_draft_tokens <= MOST_NODES and pool.scores.shape[1] <= MOST
+        choose = (kernel_for("tree_select", pool.scores) if fits else None) or best_tree
+        tokens, parents, depth, ancestors, logq = choose(root, *pool, n, self.steps)
+        return DraftTree(tokens, parents, depth, ancestors, self.steps, logq)
 
     def _move(self, device: torch.device) -> None:
         """Bring what every tree begins with to the device of the first state, once."""
@@ -142,6 +132,19 @@ def next_level(
     inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[2]))
     ancestors = torch.cat([inherited, itself.expand(len(every), -1, -1)], 2)
     return every, parents, scores, tokens.flatten(1).gather(1, chosen), parent, start + chosen, ancestors
+
+
+def best_tree(
+    root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, steps: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """root [B] and the parts of a `Pool` [B,M], no deeper than `steps` -> tokens, parents and depth [B,N], ancestors
+    [B,N,N] and scores [B,N] of the tree of the root and the N - 1 best candidates."""
+    kept = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
+    places = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a node is a search
+    tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, kept)), (1, 0))
+    ancestors = ancestors_of(tree_parents, steps)
+    tokens = torch.cat([root[:, None], tokens.gather(1, kept)], 1)
+    return tokens, tree_parents, ancestors.sum(-1) - 1, ancestors, F.pad(scores.gather(1, kept), (1, 0))
 
 
 def best_first(scores: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ def _ranks_behind(
     is not among the children, or one before it was not, or the text is over."""
     b = len(texts)
     alive = torch.ones_like(root, dtype=torch.bool)
+    end = end if state.levels is None else end.minimum(root + 1 + state.levels)  # behind that nothing is drafted
     first, state = state, drafter.root(state)
     ranks = []
     for depth in range(1, steps + 1):

@@ -42,6 +42,9 @@ class SampledTree:
         self.parents = torch.cat(parents)
         self.ancestors = ancestors_of(self.parents[None], self.steps)[0]
 
+    def shallower(self, steps: int) -> "SampledTree":
+        return SampledTree(self.expansion[:steps])
+
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 

@@ -32,6 +32,7 @@ class StaticTree:
 
     def __init__(self, paths: Sequence[Sequence[int]]):
         nodes = [(), *sorted(_checked(paths), key=lambda path: (len(path), path))]  # breadth first
+        self.paths = nodes[1:]
         self.num_draft_tokens, self.steps = len(nodes), len(nodes[-1])
         self.topk = 1 + max(path[-1] for path in nodes[1:])
         self.levels = _levels(nodes, self.steps, self.topk)
@@ -39,6 +40,9 @@ class StaticTree:
         self.parents = torch.tensor([nodes.index(path[:-1]) for path in nodes])
         self.depth = torch.tensor([len(path) for path in nodes])
         self.visible = torch.tensor([[a == b[: len(a)] for a in nodes] for b in nodes])
+
+    def shallower(self, steps: int) -> "StaticTree":
+        return StaticTree([path for path in self.paths if len(path) <= steps])
 
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)

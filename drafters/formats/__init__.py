@@ -4,13 +4,14 @@ A new layout is a file with a `Layout`, and its place in `FAMILIES`; a new famil
 """
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from drafters import draft_model, ngram
-from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp, mtp_inside, recipe, speculators
+from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp, mtp_inside, recipe, speculators, vllm
 from drafters.formats.base import Family, Layout, Meaning, Tensors, facts_of
 from drafters.formats.token_map import read_token_map
 from drafters.layers import restrict
@@ -24,14 +25,15 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
     eagle3.FAMILY: (
         eagle3_layout.OWN,
         eagle3_layout.PUBLISHED,
+        vllm.EAGLE3,
         speculators.EAGLE3,
         modelopt.TRAINING,
         modelopt.EXPORTED,
     ),
-    eagle.FAMILY: (eagle.SPECULATORS, eagle.PUBLISHED),
+    eagle.FAMILY: (eagle.SPECULATORS, vllm.EAGLE, eagle.PUBLISHED),
     mtp_inside.FAMILY: (mtp_inside.LAYOUT,),
     mtp.FAMILY: (mtp.LAYOUT,),
-    medusa.FAMILY: (medusa.LAYOUT,),
+    medusa.FAMILY: (vllm.MEDUSA, medusa.LAYOUT),
 }
 MAPS = ("d2t", "t2d", "draft_ids")  # small tensors that `describe` reads
 
@@ -46,6 +48,7 @@ class Checkpoint:
     layout: Layout
     meaning: Meaning
     tensors: Tensors
+    doubts: tuple[str, ...] = ()  # what its config leaves open, or what others read otherwise
 
     def construct(self, target) -> Drafter:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
@@ -54,7 +57,8 @@ class Checkpoint:
     def conventions(self) -> dict[str, str]:
         """Everything that is in force, in words."""
         named = {"family": self.family.title, "layout": self.layout.title}
-        return named | self.family.describe(self.meaning, self.tensors)
+        doubts = {"doubts": "; ".join(self.doubts)} if self.doubts else {}
+        return named | self.family.describe(self.meaning, self.tensors) | doubts
 
 
 def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoint:
@@ -67,7 +71,7 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     read = {name for name in tensors if not headers or name.endswith(MAPS)}
     tensors |= dict(read_tensors(folder, only=read))
     meaning, tensors = layout.read(config, tensors, str(path))
-    return Checkpoint(str(path), family, layout, meaning, tensors)
+    return Checkpoint(str(path), family, layout, meaning, tensors, tuple(layout.doubts(config)))
 
 
 def recognise(config: dict, tensors: Tensors, name: str) -> tuple[Family, Layout]:
@@ -118,6 +122,8 @@ def load_drafter(
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
         checkpoint = replace(checkpoint, meaning=replace(checkpoint.meaning, feedback=feedback))
     drafter = checkpoint.construct(target)
+    for doubt in checkpoint.doubts:
+        warnings.warn(f"{path}: {doubt}", stacklevel=2)
     drafter.conventions = checkpoint.conventions()
     drafter.acceptance = read_acceptance(resolve(path))
     if token_map is not None:
@@ -136,8 +142,13 @@ def _language_model(path: str | os.PathLike, target) -> Drafter | None:
     return draft_model.create(target, path=path) if draft_model.is_language_model(config, held) else None
 
 
+def family_of(drafter: Drafter) -> Family:
+    """The family that a drafter is saved as."""
+    return next((family for family in FAMILIES if family.drafter is type(drafter)), recipe.FAMILY)
+
+
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
     """Write a drafter in the layout that its family is saved in, as one folder, whole or not at all."""
-    family = next((family for family in FAMILIES if family.drafter is type(drafter)), recipe.FAMILY)
+    family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
     write_folder(Path(folder), *find_layout(family, family.saved_as).write(meaning, tensors, facts_of(target)))

@@ -6,13 +6,15 @@ It reads them strictly, says every convention in force, tries other readings, an
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from drafters.formats import FAMILIES, check, inspect
+from drafters.formats import FAMILIES, Checkpoint, check, inspect, vllm
 from drafters.formats.convert import SERVERS, convert, export
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
+from specdec.model.checkpoint import read_json
 from specdec.text import read_prompts
 
 
@@ -66,10 +68,18 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(check.as_json(outcomes)) if args.json else check.as_text(outcomes))
     elif args.command == "convert":
         done = convert(args.source, args.destination, args.to, args.target)
+        _warn(done)
         print(f"{done.layout.title} -> {args.to}: {args.destination}")
     else:
-        export(args.source, args.destination, args.server, args.target)
+        _warn(export(args.source, args.destination, args.server, args.target))
         print(f"for {args.server}: {args.destination}")
+        for note in vllm.notes(read_json(args.destination / "config.json")):
+            print(f"note: {note}")
+
+
+def _warn(checkpoint: Checkpoint) -> None:
+    for doubt in checkpoint.doubts:
+        print(f"warning: {checkpoint.path}: {doubt}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -18,22 +18,37 @@ from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
 from specdec.model.layers import Rope
+from specdec.model.target import Target
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What a layout states about the target that a drafter belongs to."""
+    """What a layout states about the target that a drafter belongs to, and what it copies from it.
+
+    part(name) returns a tensor of the target: 'embedding' [V,H], 'head' [V,H] or 'final_norm' [H], what the final norm
+    multiplies by. It raises ValueError for one that is not there."""
 
     name: str
     architectures: tuple[str, ...]
     layers: int
+    part: Callable[[str], Tensor]
 
 
 def facts_of(target) -> TargetFacts | None:
     """The facts of a loaded target; None without a target."""
-    return None if target is None else TargetFacts(target.name, (), target.config.layers)
+    if target is None:
+        return None
+
+    def part(name: str) -> Tensor:
+        if name != "final_norm":
+            return (target.embed if name == "embedding" else target.head).weight
+        if not isinstance(target, Target):
+            raise ValueError(f"{target.name} runs through transformers, so the weight of its final norm is not known")
+        return target.norm.gain()
+
+    return TargetFacts(target.name, (), target.config.layers, part)
 
 
 class Meaning:
@@ -55,6 +70,7 @@ class Layout:
     read(config, tensors, name) returns the meaning, and the tensors under the family's names.
     write(meaning, tensors, target) returns the config, and the tensors as spelled here. It raises ValueError for what
     the layout cannot express.
+    doubts(config) returns what the config leaves open, or what others read otherwise, a sentence each.
     """
 
     name: str
@@ -63,7 +79,8 @@ class Layout:
     read: Callable[[dict, Tensors, str], tuple[Any, Tensors]]
     write: Callable[[Any, Tensors, TargetFacts | None], tuple[dict, Tensors]]
     shares_head: bool = False  # a checkpoint without a head means the target's
-    needs_embedding: bool = False  # servers of this layout want an embedding in the file, if only the target's
+    names_layers: bool = False  # it lists taps by layers, and not every hidden state of the target has a name there
+    doubts: Callable[[dict], list[str]] = lambda config: []
     wants: Callable[[dict, str], bool] = lambda config, name: True  # which tensors belong to the drafter
 
 
@@ -87,7 +104,8 @@ class Family:
     for d2t and t2d.
     readings(meaning, tensors, target) returns the plausible misreadings.
     dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
-    refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise.
+    refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise. It names
+    the settings of training that would change that.
 
     All tensors are under the family's published names.
     """

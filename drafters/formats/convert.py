@@ -1,27 +1,38 @@
-"""Convert a checkpoint to another layout, or for a server: the same weights, bit for bit, and the same meaning."""
+"""Convert a checkpoint to another layout, or for a server: the same weights and the same meaning."""
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
-from drafters.formats import FAMILIES, Checkpoint, find_layout, open_checkpoint
-from drafters.formats.base import Layout, TargetFacts, differences, read_vocab
+from drafters.formats import FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
+from drafters.formats.base import Family, Layout, TargetFacts, Tensors, differences, facts_of, read_vocab
 from drafters.layers import SharedHead
+from specdec.acceptance import read_acceptance
+from specdec.contracts import Drafter
+from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json, read_tensors, resolve, write_folder
 
 EMBEDDING = "embed_tokens.weight"
-HEADS = ("lm_head.weight", "model.embed_tokens.weight")  # a tied target has no head but its embedding
-SERVERS = sorted({server for family in FAMILIES for server in family.servers})
+# A tied target has no head but its embedding.
+PARTS = {
+    "embedding": ("model.embed_tokens.weight",),
+    "head": ("lm_head.weight", "model.embed_tokens.weight"),
+    "final_norm": ("model.norm.weight",),
+}
+SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def convert(
     source: str | os.PathLike, destination: str | os.PathLike, to: str, target: str | os.PathLike | None = None
 ) -> Checkpoint:
-    """Write `source` in the layout `to`. Nothing is left out and nothing is made up.
+    """Write `source` in the layout `to`, bit for bit. Nothing is left out and nothing is made up; measured acceptance
+    goes along.
 
-    target: needed if the layout states its name, or cannot express that the head is the target's.
+    target: needed if the layout states its name, names taps by its layers, or cannot express that the head is the
+    target's.
     """
     checkpoint = open_checkpoint(source)
     _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target)
@@ -31,32 +42,63 @@ def convert(
 def export(
     source: str | os.PathLike, destination: str | os.PathLike, server: str, target: str | os.PathLike | None = None
 ) -> Checkpoint:
-    """Write `source` as a server of `SERVERS` loads it.
+    """Write `source` as a server of `SERVERS` loads it. An embedding in the file counts only if it is the drafter's
+    own.
 
-    The target's embedding replaces an embedding in the file. For SGLang the file then holds none, which means the
-    target's. For vLLM it holds a copy, because the speculators library (0.9 with transformers 5) leaves the embedding
-    of a file without one undefined.
+    For SGLang a file without one means the target's. What a file for vLLM holds is in `drafters/formats/vllm.py`.
     """
     if server not in SERVERS:
         raise ValueError(f"can export for {' and '.join(SERVERS)} only, not for {server!r}")
     checkpoint = open_checkpoint(source)
-    family, meaning = checkpoint.family, checkpoint.meaning
-    if server not in family.servers:
-        raise ValueError(f"{server} loads EAGLE heads as draft models, not {family.title}")
+    family, meaning, tensors = checkpoint.family, checkpoint.meaning, dict(checkpoint.tensors)
+    layout = layout_for(server, family)
     if server == "vllm" and target is None:
         raise ValueError("an export for vLLM names its target: give --target")
-    if meaning.taps and target is None:
-        raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
     family.refuse(server, meaning)
-    layout, tensors = find_layout(family, family.servers[server]), dict(checkpoint.tensors)
     if not meaning.own_embedding:
         tensors.pop(EMBEDDING, None)
-        if layout.needs_embedding:
-            embedding = read_first(target, ("model.embed_tokens.weight",))
-            tensors[EMBEDDING] = embedding.to(tensors["fc.weight"].dtype)
     checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     _write(checkpoint, Path(destination), layout, target)
     return checkpoint
+
+
+def layout_for(server: str, family: Family) -> Layout:
+    """The layout in which a server loads a family; ValueError if it has none."""
+    if server not in family.servers:
+        *known, last = sorted(family.title for family in FAMILIES if server in family.servers)
+        known = f"{', '.join(known)} and {last}"
+        raise ValueError(
+            f"{SERVERS[server]} loads {known} heads as draft models, not {family.title} (train with drafter=eagle3)"
+        )
+    return find_layout(family, family.servers[server])
+
+
+def without_a_form(drafter: Drafter, target) -> dict[str, str]:
+    """Server -> why it could not load this drafter, for those that could not. Nothing is computed or copied."""
+    facts, family, reasons = facts_of(target), family_of(drafter), {}
+    facts = dataclasses.replace(facts, part=lambda name, part=facts.part: part(name).to("meta"))
+    meaning, tensors = family.dismantle(drafter, target)
+    tensors = {name: t if name.endswith(MAPS) else t.to("meta") for name, t in tensors.items()}
+    for server in SERVERS:
+        said = []
+        for attempt in (_refused, _unsaid):
+            try:
+                attempt(server, family, meaning, tensors, facts)
+            except ValueError as error:
+                said.append(str(error))
+        if said:
+            reasons[server] = "; ".join(dict.fromkeys(said))
+    return reasons
+
+
+def _refused(server: str, family: Family, meaning, tensors: Tensors, facts: TargetFacts) -> None:
+    layout_for(server, family)
+    family.refuse(server, meaning)
+
+
+def _unsaid(server: str, family: Family, meaning, tensors: Tensors, facts: TargetFacts) -> None:
+    layout = layout_for(server, family)
+    layout.write(*_with_head(meaning, tensors, layout, facts), facts)
 
 
 def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None) -> None:
@@ -68,27 +110,35 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | o
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:
         facts = read_facts(target)
-        if not meaning.own_head and not layout.shares_head:
-            ids = read_vocab(tensors, meaning.vocab, checkpoint.path).ids
-            rows = SharedHead(read_first(target, HEADS), ids).weight
-            tensors = tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
-            meaning = dataclasses.replace(meaning, own_head=True)
-    write_folder(folder, *layout.write(meaning, tensors, facts))
+        meaning, tensors = _with_head(meaning, tensors, layout, facts)
+    elif meaning.taps and layout.names_layers:
+        raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
+    acceptance = read_acceptance(resolve(checkpoint.path))
+    write_folder(folder, *layout.write(meaning, tensors, facts), acceptance)
+
+
+def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):
+    """A checkpoint that leaves the head to its target, with a copy of it if the layout has no name for that."""
+    if meaning.own_head or layout.shares_head:
+        return meaning, tensors
+    rows = SharedHead(target.part("head"), read_vocab(tensors, meaning.vocab, target.name).ids).weight
+    tensors = tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
+    return dataclasses.replace(meaning, own_head=True), tensors
 
 
 def read_facts(target: str | os.PathLike) -> TargetFacts:
-    """Name, architecture and depth of a target, from its config alone."""
+    """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
     config = read_json(resolve(target) / "config.json")
     layers = (config.get("text_config") or config).get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
-    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers)
+    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, partial(_part, target, config))
 
 
-def read_first(target: str | os.PathLike, names: tuple[str, ...]) -> Tensor:
-    """The first of the tensors `names` that a target holds; ValueError if it holds none."""
-    found = dict(read_tensors(resolve(target), only=names))
-    for name in names:
-        if name in found:
-            return found[name]
-    raise ValueError(f"{target} holds no tensor {' or '.join(names)}")
+def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
+    found = dict(read_tensors(resolve(target), only=PARTS[name]))
+    held = [found[key] for key in PARTS[name] if key in found]
+    if not held:
+        raise ValueError(f"{target} holds no tensor {' or '.join(PARTS[name])}")
+    offset = name == "final_norm" and read_config(config, str(target)).norm_offset
+    return 1 + held[0].float() if offset else held[0]

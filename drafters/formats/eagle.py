@@ -7,7 +7,8 @@ has this kind.
 Traps: `fc` has a bias unless the config says `"bias": false`; in speculators it has none unless `fusion_bias` is true.
 There is no norm before the target's head. The file may hold a copy of the target's embedding, which is not read. A
 config without `rope_theta` means 10000. The tensor `draft_ids` is ours, for heads trained on a part of the vocabulary:
-it names the target token of each row.
+it names the target token of each row. The field `own_embedding` is ours: the embedding in the file counts, and not the
+target's.
 """
 
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from drafters.formats.fields import (
     layer_parameters,
     read_ids,
     read_shape,
-    rows_of,
     shape_fields,
+    shapes_of,
 )
 from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from drafters.layers import DraftShape
@@ -44,7 +45,8 @@ from drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
 TITLE = "EAGLE-1/2"
-ASIDE = ("embed_tokens.weight", "draft_ids")
+EMBEDDING = "embed_tokens.weight"
+ASIDE = (EMBEDDING, "draft_ids")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class EagleMeaning(Meaning):
     fc_bias: bool
     qkv_bias: bool
     tap: int | None = None  # the hidden state that the head reads; None for the last one
+    own_embedding: bool = False
 
 
 def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
@@ -69,7 +72,9 @@ def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eag
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
     with target.device:
-        drafter = _empty(meaning, tap, vocab, target.embed.weight, target.head.weight)
+        embedding = tensors[EMBEDDING].to(target.device, target.dtype) if meaning.own_embedding else target.embed.weight
+        drafter = _empty(meaning, tap, vocab, embedding, target.head.weight)
+        drafter.own_embedding = meaning.own_embedding
     fill(parameters(drafter), tensors, name, TITLE, aside=ASIDE)
     return drafter
 
@@ -83,20 +88,28 @@ def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     nothing = torch.empty(0, meaning.shape.hidden, device="meta")
     with torch.device("meta"):
         drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
-    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
+    own = {EMBEDDING: torch.Size([meaning.vocab, meaning.shape.hidden])} if meaning.own_embedding else {}
+    return shapes_of(parameters(drafter), tensors) | own
 
 
 def dismantle(drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
-    """What the head is, and its tensors, without an embedding."""
-    fc, qkv = drafter.fc, drafter.attention.qkv
-    meaning = EagleMeaning(drafter.shape, drafter.vocab.target_size, fc.bias is not None, qkv.bias is not None)
-    return meaning, held(parameters(drafter), drafter.vocab)
+    """What the head is, and its tensors, without an embedding unless it is the head's own."""
+    biases = drafter.fc.bias is not None, drafter.attention.qkv.bias is not None
+    own = drafter.own_embedding
+    meaning = EagleMeaning(drafter.shape, drafter.vocab.target_size, *biases, own_embedding=own)
+    return meaning, held(parameters(drafter), drafter.vocab) | ({EMBEDDING: drafter.embedding} if own else {})
 
 
 def refuse(server: str, meaning: EagleMeaning) -> None:
     """Raise ValueError for what SGLang's forward would silently compute otherwise."""
-    if server == "sglang" and meaning.qkv_bias:
+    if server != "sglang":
+        return
+    if meaning.qkv_bias:
         raise ValueError("SGLang would draft wrongly with this head: its forward knows no biases of q, k and v")
+    if meaning.own_embedding:
+        raise ValueError(
+            "SGLang would draft wrongly with this head: it takes the target's embedding for the head's own"
+        )
 
 
 # The published layout
@@ -117,7 +130,11 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tenso
 def _meaning(config: dict, vocab: int, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
     if not isinstance(vocab, int):
         raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
-    return EagleMeaning(read_shape(config, name), vocab, fc_bias, "layers.0.self_attn.q_proj.bias" in tensors)
+    own = bool(config.get("own_embedding", False))
+    if own and EMBEDDING not in tensors:
+        raise ValueError(f"{name}: the config sets own_embedding, but the file lacks {EMBEDDING}")
+    qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors
+    return EagleMeaning(read_shape(config, name), vocab, fc_bias, qkv_bias, own_embedding=own)
 
 
 def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
@@ -128,7 +145,7 @@ def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -
         "bias": meaning.fc_bias,
         "dtype": dtype_name(tensors["fc.weight"]),
     }
-    return config, tensors
+    return config | ({"own_embedding": True} if meaning.own_embedding else {}), tensors
 
 
 # speculators
@@ -149,6 +166,8 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMe
 def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     if "draft_ids" in tensors:
         raise ValueError("the speculators layout of EAGLE-1/2 has no place for a draft vocabulary")
+    if meaning.own_embedding:
+        raise ValueError("the speculators layout of EAGLE-1/2 cannot say that the head's embedding is its own")
     config = speculators_fields("eagle", "EagleSpeculator", target)
     config["architectures"].append("LlamaDecoderLayer")
     config |= {
@@ -177,7 +196,9 @@ def describe(meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
         "head": "the target's, without a norm before it",
         "biases": ", ".join(biases) or "none",
         "vocabulary": f"all {meaning.vocab} target tokens" if ids is None else f"{len(ids)} of {meaning.vocab} tokens",
-        "embedding": "the target's" + (", not the file's" if "embed_tokens.weight" in tensors else ""),
+        "embedding": "its own"
+        if meaning.own_embedding
+        else "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
     }
 
 
@@ -209,6 +230,6 @@ FAMILY = Family(
     Eagle,
     saved_as=PUBLISHED.name,
     sign="layers.0.* with fc",
-    servers={"sglang": PUBLISHED.name, "vllm": SPECULATORS.name},
+    servers={"sglang": PUBLISHED.name, "vllm": "vllm"},
     refuse=refuse,
 )

@@ -6,6 +6,7 @@ config states no draft_vocab_size and the file holds no lm_head, the head is the
 """
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -139,19 +140,43 @@ def dismantle(drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
     return meaning, tensors
 
 
+def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
+    """The same head with its taps in ascending order, which is the order in which servers gather them, whatever a
+    config lists. The columns of `fc` and the norms of the taps follow.
+
+    Raises ValueError for a tap that is listed twice."""
+    taps = meaning.taps
+    if taps is None or all(a < b for a, b in itertools.pairwise(taps)):
+        return meaning, tensors
+    if len(set(taps)) < len(taps):
+        raise ValueError(f"the drafter reads a hidden state twice, and servers give it once: taps {list(taps)}")
+    order = sorted(range(len(taps)), key=taps.__getitem__)
+    moved = {}
+    if meaning.forward.tap_norms:
+        moved = {f"fc_norm.{new}.weight": tensors[f"fc_norm.{old}.weight"] for new, old in enumerate(order)}
+    for name in {"fc.weight", "input_norm.weight"} & set(tensors):
+        streams = tensors[name].chunk(len(taps), dim=-1)
+        moved[name] = torch.cat([streams[i] for i in order], dim=-1)
+    return dataclasses.replace(meaning, taps=tuple(taps[i] for i in order)), tensors | moved
+
+
 def refuse(server: str, meaning: Eagle3Meaning) -> None:
     """Raise ValueError for what SGLang's forward of an EAGLE-3 head would silently compute otherwise."""
     if server != "sglang":
         return
-    other = [
-        field.name
+    other = {
+        field.name: str(field.default).lower()
         for field in dataclasses.fields(Eagle3Forward)
         if getattr(meaning.forward, field.name) != field.default
-    ]
+    }
     if other:
-        raise ValueError(f"SGLang would draft wrongly with this head: its forward knows no {', '.join(other)}")
+        settings = " ".join(f"drafter.{name}={value}" for name, value in other.items())
+        names = ", ".join(other)
+        raise ValueError(
+            f"SGLang would draft wrongly with this head: its forward knows no {names} (train with {settings})"
+        )
     if meaning.taps is not None and len(meaning.taps) != 3:
-        raise ValueError(f"SGLang needs three taps, the drafter has {len(meaning.taps)}")
+        raise ValueError(f"SGLang needs three taps, the drafter has {len(meaning.taps)} (train with drafter.taps=3)")
 
 
 def describe(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:
@@ -224,6 +249,6 @@ FAMILY = Family(
     Eagle3,
     saved_as="specdec",
     sign="midlayer.* with fc",
-    servers={"sglang": "eagle3", "vllm": "speculators"},
+    servers={"sglang": "eagle3", "vllm": "vllm"},
     refuse=refuse,
 )

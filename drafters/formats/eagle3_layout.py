@@ -10,8 +10,10 @@ import dataclasses
 
 from drafters.eagle3 import Eagle3Forward
 from drafters.formats.base import Layout, TargetFacts, Tensors, membership
-from drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning
+from drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
 from drafters.formats.fields import dtype_name, read_shape, shape_fields
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -65,14 +67,14 @@ def meaning_of(
 
 def _taps(config: dict, name: str) -> tuple[int, ...] | None:
     """Indices into hidden_states; None for the published default. A list inside `eagle_config` counts layers by their
-    outputs (SpecForge, SGLang, ModelOpt), a list at the top of the config by their inputs (vLLM). Our own field `taps`
-    holds the indices."""
+    outputs (SpecForge, SGLang, ModelOpt), a list at the top of the config by their inputs (vLLM, which takes the list
+    inside for inputs too if there is no other). Our own field `taps` holds the indices."""
     if config.get("taps") is not None:
         return check_list(config["taps"], name)
-    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    outputs = (config.get("eagle_config") or {}).get(LAYER_IDS)
     if outputs:
         return tuple(i + 1 for i in check_list(outputs, name))
-    inputs = config.get("eagle_aux_hidden_state_layer_ids")
+    inputs = config.get(LAYER_IDS)
     return check_list(inputs, name) if inputs else None
 
 
@@ -84,6 +86,7 @@ def check_list(taps, name: str) -> tuple[int, ...]:
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout, as SpecForge and SGLang read it."""
+    meaning, tensors = ascending(meaning, tensors)
     if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
         raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
     config = {
@@ -93,7 +96,7 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
         "draft_vocab_size": meaning.draft_vocab if meaning.own_head else None,
         "dtype": dtype_name(tensors["fc.weight"]),
         **flag_fields(meaning.forward),
-        **output_ids(meaning.taps, target),
+        **listed(meaning.taps, target),
     }
     how = meaning.forward
     if how.feedback == "post":
@@ -106,26 +109,26 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 def flag_fields(how: Eagle3Forward) -> dict:
-    """The fields of other trainers. Those that are off are left out, as in the published configs."""
-    flags = {
-        "fc_norm": how.tap_norms,
-        "norm_before_fc": how.input_norm,
-        "norm_before_residual": how.residual_norm,
-        "attention_bias": how.qkv_bias,
-    }
-    return {name: True for name, on in flags.items() if on}
+    """The fields of other trainers. Those that are off are left out, as in the published configs, but for
+    `norm_before_residual`, which some readers take for true where it is absent."""
+    flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
+    return {"norm_before_residual": how.residual_norm} | {name: True for name, on in flags.items() if on}
 
 
-def output_ids(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
-    """The config field that lists the taps as outputs of layers; none for the published default.
+def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
+    """The config fields that list the taps, as outputs of layers where SGLang, SpecForge and ModelOpt look, and as
+    inputs where vLLM looks first; none for the published default.
 
     Raises ValueError for a hidden state that is no layer's output."""
     if taps is None:
         return {}
     for tap, state in ((0, "the embeddings"), (target.layers if target else -1, "the state after the final norm")):
         if tap in taps:
-            raise ValueError(f"the drafter reads {state} (hidden state {tap}), for which this layout has no name")
-    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}}
+            raise ValueError(
+                f"the drafter reads {state} (hidden state {tap}), for which this layout has no name (train with "
+                "drafter.taps from 1 to the number of layers less 1)"
+            )
+    return {LAYER_IDS: list(taps), "eagle_config": {LAYER_IDS: [tap - 1 for tap in taps]}}
 
 
 def with_membership(tensors: Tensors, vocab: int) -> Tensors:
@@ -141,10 +144,33 @@ def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | No
     taps."""
     config, tensors = write(dataclasses.replace(meaning, taps=None), tensors, target)
     config["taps"] = list(meaning.taps) if meaning.taps else None
-    if meaning.taps and target is not None and all(0 < tap < target.layers for tap in meaning.taps):
-        config |= output_ids(meaning.taps, target)
+    in_order = list(meaning.taps or ()) == sorted(set(meaning.taps or ()))  # other readers would put them in order
+    if meaning.taps and in_order and target is not None and all(0 < tap < target.layers for tap in meaning.taps):
+        config |= listed(meaning.taps, target)
     return config, tensors
 
 
+def doubts(config: dict) -> list[str]:
+    """What vLLM or SGLang would read otherwise than `read`."""
+    out = order_doubts(config.get("taps") or (config.get("eagle_config") or config).get(LAYER_IDS))
+    if "norm_output" in config and "norm_output_means" not in config:
+        out.append("norm_output is read as SpecForge's, the norm before the head; in vLLM it means post-norm feedback")
+    return out
+
+
+def order_doubts(ids: list | None) -> list[str]:
+    if not isinstance(ids, list) or ids == sorted(set(ids)):
+        return []
+    return [f"the taps are read in the order listed, {ids}; vLLM and SGLang gather them in ascending order"]
+
+
 OWN = Layout("specdec", "ours: the EAGLE-3 layout, with taps by name", recognise_own, read, write_own)
-PUBLISHED = Layout("eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write)
+PUBLISHED = Layout(
+    "eagle3",
+    "EAGLE-3 as of EAGLE, SpecForge and SGLang",
+    recognise,
+    read,
+    write,
+    names_layers=True,
+    doubts=doubts,
+)

@@ -129,6 +129,12 @@ def held(parameters: dict[str, tuple[Tensor, int, int]], vocab: DraftVocab) -> d
     return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
 
 
+def shapes_of(parameters: dict[str, tuple[Tensor, int, int]], tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint must hold: the parameters, and `draft_ids` if it is there."""
+    shapes = {name: rows.shape for name, rows in rows_of(parameters).items()}
+    return shapes | {name: tensors[name].shape for name in ("draft_ids",) if name in tensors}
+
+
 def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
     """The tokens [U] that a head proposes; None for all."""
     ids = tensors.get(key)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target, tap_readings
-from drafters.formats.fields import dtype_name, fill, held, read_ids, rows_of
+from drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -51,7 +51,7 @@ def expected(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     rows = len(tensors[f"0.{meaning.shape.blocks}.weight"]) if meaning.shape.own_heads else 1
     with torch.device("meta"):
         drafter = Medusa(meaning.shape, 0, DraftVocab(rows), torch.empty(0, meaning.shape.hidden))
-    return {name: tensor.shape for name, tensor in rows_of(parameters(drafter)).items()}
+    return shapes_of(parameters(drafter), tensors)
 
 
 def dismantle(drafter: Medusa, target) -> tuple[MedusaMeaning, Tensors]:
@@ -106,5 +106,14 @@ def readings(meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
 
 LAYOUT = Layout("medusa", "Medusa as of its authors", recognise, read, write)
 FAMILY = Family(
-    "Medusa", construct, expected, describe, readings, dismantle, Medusa, saved_as=LAYOUT.name, sign="0.0.linear"
+    "Medusa",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    Medusa,
+    saved_as=LAYOUT.name,
+    sign="0.0.linear",
+    servers={"vllm": "vllm"},
 )

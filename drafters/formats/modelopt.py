@@ -56,7 +56,8 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
     return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
 
 
-EXPORTED = Layout("modelopt", "EAGLE-3 as ModelOpt exports it", recognise, read, write, shares_head=True)
+SHARED = {"shares_head": True, "names_layers": True, "doubts": eagle3_layout.doubts}
+EXPORTED = Layout("modelopt", "EAGLE-3 as ModelOpt exports it", recognise, read, write, **SHARED)
 TRAINING = Layout(
-    "modelopt-training", "EAGLE-3 as ModelOpt trains it", recognise_training, read_training, write_training, True
+    "modelopt-training", "EAGLE-3 as ModelOpt trains it", recognise_training, read_training, write_training, **SHARED
 )

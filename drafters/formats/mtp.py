@@ -29,8 +29,8 @@ from drafters.formats.fields import (
     layer_parameters,
     read_ids,
     read_shape,
-    rows_of,
     shape_fields,
+    shapes_of,
 )
 from drafters.layers import DraftShape
 from drafters.mtp import Mtp, MtpForward
@@ -87,7 +87,7 @@ def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     nothing = torch.empty(0, meaning.shape.hidden, device="meta")
     with torch.device("meta"):
         drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
-    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
+    return shapes_of(parameters(drafter), tensors)
 
 
 def dismantle(drafter: Mtp, target) -> tuple[MtpMeaning, Tensors]:

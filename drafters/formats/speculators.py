@@ -7,14 +7,18 @@ class, not ours: the library leaves out what equals it.
 
 Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states.
 `norm_output` means post-norm feedback. `norm_before_residual` is false where absent, though its trainer's default is
-true.
+true, and vLLM's too. With `attention_bias` the projection behind the attention has a bias as well, in the library as in
+vLLM; it is not trained, and a file without it would leave it undefined.
 """
 
-from drafters.formats import eagle3_layout
+import torch
+
+from drafters.formats import eagle3, eagle3_layout
 from drafters.formats.base import Layout, TargetFacts, Tensors
 from drafters.formats.eagle3 import Eagle3Meaning
 from drafters.formats.fields import dtype_name, shape_fields
 
+OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 SPECULATIVE_TOKENS = 3  # a default for the server, which users override; the library's converter states the same
 
 
@@ -71,6 +75,8 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
         raise ValueError(f"{name}: the drafter has more than one layer, which is not supported for EAGLE-3")
     layer = nested_config(config, name)
     tensors = renamed(tensors, "layers.0.", "midlayer.")
+    if OUTPUT_BIAS in tensors and (tensors[OUTPUT_BIAS].is_meta or not tensors[OUTPUT_BIAS].any()):
+        tensors = {key: tensor for key, tensor in tensors.items() if key != OUTPUT_BIAS}
     ids = config.get("eagle_aux_hidden_state_layer_ids")
     # `norm_output_means` is ours: a head exported by other hands may say the other thing with the same field.
     feedback = config.get("norm_output_means", "feedback") == "feedback" and config.get("norm_output", False)
@@ -80,16 +86,32 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
 
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if target is not None and target.layers in (meaning.taps or ()):
+        raise ValueError(
+            f"the drafter reads hidden state {target.layers}, after the final norm, for which this layout has no name "
+            "(train with lower drafter.taps)"
+        )
+    return spell(meaning, tensors, target)
+
+
+def spell(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """`write`, whatever hidden states the taps are."""
+    meaning, tensors = eagle3.ascending(meaning, tensors)
     how = meaning.forward
     if not how.head_norm:
-        raise ValueError("the drafter's head sees no final norm, which the speculators layout cannot say")
-    if target is not None and meaning.taps and target.layers in meaning.taps:
         raise ValueError(
-            f"the drafter reads hidden state {target.layers}, after the final norm, for which vLLM has no name"
+            "the drafter's head sees no final norm, which the speculators layout cannot say (train with "
+            "drafter.head_norm=true)"
         )
+    if not meaning.own_head:
+        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
     layer = shape_fields(meaning.shape) | {"vocab_size": meaning.vocab, "attention_bias": how.qkv_bias}
     if how.qk_norm:
         layer["model_type"] = "qwen3"
+    elif how.qkv_bias:  # vLLM's Qwen3 layer has none behind the attention
+        tensors = tensors | {OUTPUT_BIAS: torch.zeros_like(tensors["midlayer.post_attention_layernorm.weight"])}
+    if meaning.taps and len(meaning.taps) != 3:
+        layer["num_aux_hidden_states"] = len(meaning.taps)  # where vLLM looks; it takes three otherwise
     flags = {
         "norm_before_residual": how.residual_norm,
         "norm_before_fc": how.input_norm,
@@ -104,9 +126,23 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
         "dtype": dtype_name(tensors["fc.weight"]),
         "transformer_layer_config": layer,
     }
-    if not meaning.own_head:
-        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
     return config, eagle3_layout.with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
 
 
-EAGLE3 = Layout("speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write, needs_embedding=True)
+def doubts(config: dict) -> list[str]:
+    """What vLLM would read otherwise than `read`."""
+    out = eagle3_layout.order_doubts(config.get(eagle3_layout.LAYER_IDS))
+    if "norm_before_residual" not in config:
+        out.append("norm_before_residual is absent: false as in speculators, but true in vLLM")
+    return out
+
+
+EAGLE3 = Layout(
+    "speculators",
+    "EAGLE-3 as of speculators and vLLM",
+    recognise,
+    read,
+    write,
+    names_layers=True,
+    doubts=doubts,
+)

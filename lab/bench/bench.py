@@ -7,6 +7,7 @@ would come after the time budget is a row with the reason: nothing is left out.
 
 import statistics
 import time
+from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -127,12 +128,15 @@ class Bench:
             if not _void(row):
                 kept[name] = []
                 self._turn(name, configuration, sampling, rows, kept)
-            self.save(self._summarised(rows, kept, configuration, sampling))
+            self.save(list(self._summarised(rows, kept, configuration).values()))
         for _ in range(1, self.trials):
             for name in list(kept):
                 self._turn(name, configuration, sampling, rows, kept)
-                self.save(self._summarised(rows, kept, configuration, sampling))
-        return self._summarised(rows, kept, configuration, sampling)
+                self.save(list(self._summarised(rows, kept, configuration).values()))
+        told = self._summarised(rows, kept, configuration)
+        if "plain" in kept and sampling.greedy:
+            self._compare_texts(told, kept, configuration, sampling)
+        return list(told.values())
 
     def _turn(self, name: str, configuration: Configuration, sampling: Sampling, rows: dict, kept: dict) -> None:
         """The next trial of a contender; one that fails is not in `kept` any longer."""
@@ -144,14 +148,14 @@ class Bench:
         if _void(rows[name]):
             del kept[name]
 
-    def _summarised(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> list[dict]:
+    def _summarised(self, rows: dict, kept: dict, configuration: Configuration) -> dict[str, dict]:
         """The rows with what the trials so far say."""
         told = {name: dict(row) for name, row in rows.items()}
         measured = {name: trials for name, trials in kept.items() if trials}
         for name, trials in measured.items():
             told[name] |= self._summary(name, configuration, trials)
-        self._compare(told, measured, configuration, sampling)
-        return list(told.values())
+        self._compare(told, measured)
+        return told
 
     def _check_room(self, configuration: Configuration) -> None:
         need, context = configuration.prompt + configuration.new, self.target.config.context
@@ -229,33 +233,32 @@ class Bench:
     def _accidental(self, name: str) -> bool:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
-    def _compare(
-        self,
-        rows: dict[str, dict],
-        kept: dict[str, list[list[TimedRun]]],
-        configuration: Configuration,
-        sampling: Sampling,
-    ) -> None:
-        """Compare speeds with our plain decoding and with the fastest of transformers, and greedy texts with ours."""
-        speed = {name: rows[name]["tokens_per_second"] for name in kept}
-        own = {name for name in kept if self.made[name].ours or self.made[name].peer}  # have the target's own weights
-        others = {name: r for name, r in speed.items() if name not in own and not self._accidental(name)}
+    def _own(self, name: str) -> bool:
+        """Does it have the target's own weights?"""
+        return self.made[name].ours or self.made[name].peer
+
+    def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:
+        """Compare speeds with our plain decoding and with the fastest of transformers."""
+        speed = {name: rows[name]["tokens_per_second"] for name in measured}
+        others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
         best = max(others, key=others.get) if others else None
         for name, rate in speed.items():
             if best is not None:
                 rows[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}
             if "plain" in speed:
                 rows[name]["to_plain"] = rate / speed["plain"]
-            comparable = "plain" in speed and sampling.greedy and MARK not in name
-            if comparable and (name in own or not self.random_weights):
-                texts = [
-                    (prompt, mine.tokens, plain.tokens)
-                    for trial, (ours, reference) in enumerate(zip(kept[name], kept["plain"], strict=False))
-                    for prompt, mine, plain in zip(
-                        self.prompts(trial, configuration.prompt), ours, reference, strict=True
-                    )
-                ]
-                rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
+
+    def _compare_texts(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> None:
+        """Compare greedy texts with those of our plain decoding."""
+        for name, trials in kept.items():
+            if MARK in name or (self.random_weights and not self._own(name)):
+                continue
+            texts = [
+                (prompt, mine.tokens, plain.tokens)
+                for trial, (runs, reference) in enumerate(zip(trials, kept["plain"], strict=False))
+                for prompt, mine, plain in zip(self.prompts(trial, configuration.prompt), runs, reference, strict=True)
+            ]
+            rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
 
 
 def _void(row: dict) -> bool:

@@ -66,18 +66,22 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 
         return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
 
-    def speculative() -> Contender:
-        return Ours(target, make_drafter(), tree, verifier)
+    def plain(compiled: bool = False) -> Contender:
+        return Ours(target, compiled=compiled)
+
+    def speculative(compiled: bool = False) -> Contender:
+        return Ours(target, make_drafter(), tree, verifier, compiled)
 
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
-    known = {"plain": lambda: Ours(target), "speculative": speculative}
+    known = {"plain": plain, "speculative": speculative}
+    known |= {f"compiled-{name}": partial(make, compiled=True) for name, make in known.items()}
     known |= of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
     names = settings["suite"]["contenders"]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no contender {name!r}: there are {', '.join(known)}")
-    simulated = {"speculative": f"speculative, {verifier}"} if isinstance(verifier, SimulatedTau) else {}
-    return {simulated.get(name, name): known[name] for name in names}
+    simulated = f", {verifier}" if isinstance(verifier, SimulatedTau) else ""
+    return {name + simulated * name.endswith("speculative"): known[name] for name in names}
 
 
 def make_prompts(settings: dict, target):

@@ -1,8 +1,8 @@
 """Ways to decode that a benchmark compares: our engine, and `generate` of transformers in its several settings."""
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lab.cost.memory import read_bytes, size_of, wait
+from lab.cost.simulated_tau import SimulatedTau
+from specdec import kernels
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
@@ -77,13 +79,23 @@ class Ours(Contender):
         drafter: Drafter | None = None,
         tree: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
+        compiled: bool = False,
     ):
-        self.engine, self.drafts = Engine(target, drafter, tree, verifier), drafter is not None
+        """compiled: rounds are (docs/compile.md), on a GPU of torch's operators in the place of our kernels."""
+        # A simulated tau counts rounds that draft: nobody may leave one out.
+        how = {"compile": compiled, "abstain": not isinstance(verifier, SimulatedTau)}
+        self.operators = torch_operators if compiled and target.device.type == "cuda" else nullcontext
+        try:
+            with self.operators():
+                self.engine = Engine(target, drafter, tree, verifier, **how)
+        except ValueError as error:
+            raise NotAvailable(str(error)) if compiled else error from None
+        self.drafts = drafter is not None
         self.weights = weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         marks = _Marks()
-        with _Caches(self.engine) as caches:
+        with self.operators(), _Caches(self.engine) as caches:
             wait(self.engine.device)
             start = time.perf_counter()
             result = self.engine.generate(
@@ -92,6 +104,18 @@ class Ours(Contender):
             seconds = time.perf_counter() - start
         steps = [now - before for before, now in pairwise(marks.times)]
         return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
+
+
+@contextmanager
+def torch_operators() -> Iterator[None]:
+    """Without our kernels for a while."""
+    before = dict(zip(kernels.KERNELS, kernels.backends(), strict=True))
+    kernels.use("torch")
+    try:
+        yield
+    finally:
+        for name, backend in before.items():
+            kernels.use(backend, name)
 
 
 class _Caches:

@@ -14,6 +14,7 @@ from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling
+from trees.dynamic import DynamicTree, Pool, next_level
 
 DTYPE = torch.bfloat16
 
@@ -153,7 +154,7 @@ def commit_case(s: Shapes, context: int, steps: int = 8) -> KernelCase:
     return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (steps - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
 
 
-def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelCase]:
+def vocabulary_cases(s: Shapes, nodes: int, width: int = 10) -> dict[str, KernelCase]:
     from specdec.kernels import filtered_sampling, head_topk
 
     hidden, weight, logits = s.random(width, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
@@ -179,6 +180,45 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 8) -> dict[str, KernelC
     }
 
 
+def tree_cases(s: Shapes, nodes: int, width: int = 10, steps: int = 8) -> dict[str, KernelCase]:
+    """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
+    from specdec import kernels
+    from specdec.kernels import norm_pair, tree_level, tree_select
+
+    kernels.use("torch", "tree_select")  # else torch's selection would take the kernel too
+    tree = DynamicTree(width, steps, nodes)
+    norms = [RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE) for _ in range(2)]
+    plain = [norm.bind_eager() for norm in norms]
+    weights, x, y = tuple(norm.weight for norm in norms), s.random(width, s.hidden), s.random(width, s.hidden)
+    gains = -s.random(1, width, width).float().abs().sort(dim=2).values
+    tokens = torch.randint(s.vocab, (1, width, width), device=s.device)
+    scores, places = gains[:, :, 0].contiguous(), torch.arange(width, device=s.device)[None]
+    itself = torch.eye(width, dtype=torch.bool, device=s.device)
+    ancestors = itself.repeat(1, 1, 3)
+    level = scores, places, ancestors, gains, tokens, 1 + tree.candidates(width, 3), width
+    levels = [(gains[:, 0], tokens[:, 0], tree.no_parents[None].to(s.device))]
+    for depth in range(1, steps):  # every candidate is the child of one of the level before, and scores below it
+        before = 1 + (tree.candidates(width, depth - 1) if depth > 1 else 0)
+        worse = levels[-1][0][:, :width, None] + gains
+        places = torch.arange(before, before + width, device=s.device).repeat_interleave(width)
+        levels.append((worse.flatten(1), tokens.flatten(1), places[None]))
+    pool = Pool(*(torch.cat(part, 1) for part in ([level[i] for level in levels] for i in (1, 0, 2))))
+    root = s.ints(1)
+    return {
+        "norm_pair": KernelCase(
+            lambda: norm_pair.launch(x, y, weights, (1e-5, 1e-5)),
+            lambda: torch.cat([plain[0](x), plain[1](y)], dim=-1),
+            moved=2 * size(x, y),
+        ),
+        "tree_level": KernelCase(
+            lambda: tree_level.launch(*level), lambda: next_level(itself, *level), moved=2 * size(gains, tokens)
+        ),
+        "tree_select": KernelCase(
+            lambda: tree_select.launch(root, *pool, nodes, steps), lambda: tree.select(root, pool), moved=size(*pool)
+        ),
+    }
+
+
 def cases(s: Shapes, nodes: int, context: int) -> dict[str, Callable[[], dict[str, KernelCase]]]:
     """What makes the cases, in groups: one that cannot be made leaves the others."""
     return {
@@ -187,4 +227,5 @@ def cases(s: Shapes, nodes: int, context: int) -> dict[str, Callable[[], dict[st
         "layers": lambda: layer_cases(s, nodes),
         "commit": lambda: {"commit": commit_case(s, context)},
         "vocabulary": lambda: vocabulary_cases(s, nodes),
+        "tree": lambda: tree_cases(s, nodes),
     }

@@ -13,7 +13,7 @@ from lab.bench.stages import Stage
 
 SIMULATED_TAU = 3.0
 BENCH = ("-m", "lab.bench.bench_command")
-TREE = {"topk": 8, "steps": 6, "num_draft_tokens": 60}  # a GPU verifies many nodes for the price of one
+TREE = {"topk": 10, "steps": 8, "num_draft_tokens": 60}  # that of docs/gpu_round.md
 OURS = "suite.contenders=[plain,speculative]"
 WORKERS = 8  # processes that test: compiling kernels takes most of the time, and the GPU holds many small models
 
@@ -79,7 +79,7 @@ def parts(place: Place, sizes: Sizes) -> dict[str, list[Stage]]:
         "tests": [tests(place, sizes)],
         "shape": shapes(place, sizes),
         "train": train(place, sizes),
-        "kernels": [kernels(place, sizes)],
+        "kernels": kernels(place, sizes),
         "transformers": transformers(place, sizes),
     }
 
@@ -150,10 +150,13 @@ def pair_bench(place: Place, sizes: Sizes, name: str, seconds: float, contenders
     return Stage(name, python(*BENCH, *words), seconds, needs=(target, draft), result=out)
 
 
-def kernels(place: Place, sizes: Sizes) -> Stage:
-    out = place.results / "kernels.json"
+def kernels(place: Place, sizes: Sizes) -> list[Stage]:
+    """Each kernel against what torch makes of its formula, and rounds with our kernels against compiled ones."""
+    out, shape = place.results / "kernels.json", sizes.against[-1]
     words = ["--device", place.device, "--out", out, *sizes.kernels.split()]
-    return Stage("kernels", python("-m", "lab.bench.kernels", *words), 180, result=out)
+    ways = "suite.contenders=[plain,speculative,compiled-plain,compiled-speculative]"
+    each = Stage("kernels", python("-m", "lab.bench.kernels", *words), 180, result=out)
+    return [each, shape_bench(place, sizes, shape, f"compiled {shape}", 240, ways)]
 
 
 def transformers(place: Place, sizes: Sizes) -> list[Stage]:

@@ -16,7 +16,6 @@ object.
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 from lab.bench.device_time import Run, captured, device_seconds
 from lab.bench.formulas import DTYPE, TINY, KernelCase, Shapes, cases
+from lab.bench.interpreter import use_interpreter
 from lab.cost.memory import wait
 from lab.machine import provenance
 from lab.output import write_json
@@ -123,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     device = check_device(args.device)
     if device.type != "cuda":
-        os.environ["TRITON_INTERPRET"] = "1"
+        use_interpreter()
         kernels.use("triton")
     shapes = Shapes(device, **TINY if args.tiny else {})
     result = benchmark(shapes, args.nodes, args.context, args.trials, lambda result: write_json(args.out, result))

@@ -43,6 +43,7 @@ from trees.spec import TreeSpec
 
 NODES = (1, 8, 16, 32)  # forwards that are timed beside that of the tree
 ROOM = 64  # tokens behind the context
+L2_SWEEP = 1 << 28  # bytes
 
 
 class Scene:
@@ -149,8 +150,11 @@ class Report:
 
 
 def replay_ms(run: Run, device: torch.device, trials: int) -> float:
+    """Median milliseconds of a part on the device. Before each replay the L2 cache is overwritten, as other parts do;
+    meanwhile the replay is launched."""
     run()  # what it takes from other parts is made outside of its graph
-    return 1e3 * device_seconds(captured(run, device), device, trials)
+    sweep = torch.empty(L2_SWEEP if device.type == "cuda" else 1, dtype=torch.int8, device=device)
+    return 1e3 * device_seconds(captured(run, device), device, trials, before=sweep.zero_)
 
 
 def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> None:
@@ -174,7 +178,7 @@ def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> 
 
 
 def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
-    """Whole decodings, which take turns: plainly, speculatively, and with an observer who looks at nothing."""
+    """Whole decodings, which take turns: plainly, speculatively, and with an observer who may read everything."""
     plain, fast = Engine(scene.target), Engine(scene.target, scene.drafter, scene.tree, scene.verifier)
     ways = {"plain loop": (plain, None), "loop": (fast, None), "observed loop": (fast, lambda report: None)}
     rounds: dict[str, list[float]] = {name: [] for name in ways}  # seconds of one
@@ -201,11 +205,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="llama_3_1_8b", help="a name of conf/shape")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--topk", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--num-draft-tokens", type=int, default=60)
     parser.add_argument("--tau", type=float, default=3.0, help="tokens that every round emits")
-    parser.add_argument("--context", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
     parser.add_argument("--new-tokens", type=int, default=192, help="of a decoding")
     parser.add_argument("--trials", type=int, default=20, help="replays of each part; decodings are a fourth of that")
     parser.add_argument("--seed", type=int, default=0)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from specdec.engine.clock import SilentClock
 from specdec.engine.graphs import obstacle
+from specdec.engine.report import Reads
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence
 from specdec.engine.static_batch import StaticBatch
@@ -117,7 +118,7 @@ class Launches:
 class _Counted:
     """A `Backend` of static batches that captures nothing: the round runs as often as for a graph, and is counted."""
 
-    generator = None
+    generator, any_bound, late = None, False, False
 
     def __init__(self, counter: "LaunchCounter"):
         self.counter = counter
@@ -125,14 +126,14 @@ class _Counted:
     def forget(self) -> None:
         pass
 
-    def capture(self, run: Callable, kept: list[Tensor]) -> Callable:
-        run()  # the first makes constants
+    def capture(self, run: Callable, kept: list[Tensor], bound: int) -> Callable:
+        run(bound)  # the first makes constants
         self.counter.found.clear()
         self.counter.part = ROOT
         with self.counter:
-            made = run()
+            made = run(bound)
         self.counter.part = None
-        return lambda: made
+        return lambda bound: made
 
 
 def count_round(
@@ -147,7 +148,7 @@ def count_round(
     counter.found, counter.device = {}, round_.target.device.type
     batch = StaticBatch(round_, rows, context, _Counted(counter), SilentClock())
     batch.begin(SilentClock())
-    batch.observed = False
+    batch.reads = Reads.TOKENS
     batch.admit([Sequence([0], 9, sampling=sampling or Sampling(), eos=frozenset({1})) for _ in range(rows)])
     with _parts(counter, batch):
         batch.launch(context, ())

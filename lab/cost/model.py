@@ -30,6 +30,9 @@ class Costs(Protocol):
 
     def plain(self, context: np.ndarray, batch: float) -> np.ndarray: ...
 
+    def empty(self, tree: TreeSpec, context: np.ndarray, batch: float) -> np.ndarray:
+        """A round in which this tree's drafter has nothing to propose: a plain one, whose token it absorbs."""
+
 
 class _Fit:
     """Least squares on relative errors: seconds = features @ weights.
@@ -134,6 +137,9 @@ class CostModel:
     def plain(self, context, batch: float = 1) -> np.ndarray:
         context = np.asarray(context, dtype=float)
         return sum(s * fit.plain(context) for fit, s in zip(self.fits, hats(self.batches, batch), strict=True) if s)
+
+    def empty(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
+        return self.plain(context, batch) + self.parts(tree, context, batch)["extend"]
 
     def errors(self) -> list[float]:
         """|predicted - measured| / measured of every measured round: how well the functions fit."""

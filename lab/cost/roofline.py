@@ -178,6 +178,9 @@ class Roofline(Costs):
         h = self.hardware
         return h.bandwidth * h.bandwidth_share, h.flops * h.flops_share
 
+    def empty(self, tree: TreeSpec, context: np.ndarray, batch: float = 1) -> np.ndarray:
+        return self.plain(context, batch) + self.forward(self.drafter, 1, context, batch)
+
     def fits(self, context: float, batch: float) -> bool:
         """Do weights (but for the embedding) and caches fit into the memory?"""
         caches = sum(batch * context * s.kv * s.bytes_each for s in (self.target, self.drafter))

@@ -20,8 +20,9 @@ NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (32, 128, 384)
 NEW_TOKENS = 16  # of one run: some rounds behind the first, which is left out
 # Settings of an engine whose rounds are timed. A CUDA graph does not tell the parts of a round apart, and a batch that
-# keeps the rows that have ended costs the same in every round.
-TIMED = {"graphs": False, "compact": False}
+# keeps the rows that have ended costs the same in every round; so does one whose drafter is not asked whether it has
+# anything to propose.
+TIMED = {"graphs": False, "compact": False, "abstain": False}
 
 
 @dataclass(frozen=True)

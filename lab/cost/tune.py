@@ -41,23 +41,47 @@ def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> 
 
 
 def predict(
-    costs: Costs, tree: TreeSpec | None, emitted: list[list[int]], prompts: list[int], batch: int = 1
+    costs: Costs,
+    tree: TreeSpec | None,
+    emitted: list[list[int]],
+    prompts: list[int],
+    batch: int = 1,
+    drafted: list[list[int]] | None = None,
 ) -> Prediction:
     """Predict tokens/s of decoding without the prefill and its token, as `Generation.tokens_per_second` counts.
 
     emitted: tokens by question and round with this tree; for plain decoding with any tree. prompts: lengths in
-    tokens. Raises ValueError if no question was decoded beyond its first token."""
+    tokens. drafted: levels by question and round; None: all rounds draft the whole tree.
+    Raises ValueError if no question was decoded beyond its first token."""
     tokens, taken = sum(map(sum, emitted)), sum(map(len, emitted))
     if not tokens:
         raise ValueError("no question was decoded beyond its first token: nothing can be predicted")
     if tree is None:
         emitted, taken = [[1] * sum(row) for row in emitted], tokens
     seconds, rounds = 0.0, 0
-    for size, contexts in round_contexts(emitted, prompts, batch):
-        times = costs.plain(contexts, size) if tree is None else costs.round(tree, contexts, size)
+    for number, (size, contexts) in enumerate(round_contexts(emitted, prompts, batch)):
+        if tree is None:
+            times = costs.plain(contexts, size)
+        elif drafted is None:
+            times = costs.round(tree, contexts, size)
+        else:
+            rows = drafted[number * batch : (number + 1) * batch]
+            levels = np.max([np.pad(row, (0, len(contexts) - len(row))) for row in rows], axis=0)
+            times = _times(costs, tree, contexts, size, levels)
         seconds += float(np.sum(times))
         rounds += len(contexts)
     return Prediction(tree, tokens / seconds, tokens / taken, seconds / rounds)
+
+
+def _times(costs: Costs, tree: TreeSpec, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
+    """Seconds of a batch's rounds, each of which drafts so many levels. A static tree without its last levels is taken
+    to cost what the whole one does."""
+    times = np.empty(len(contexts))
+    for deep in np.unique(levels):
+        at = levels == deep
+        cut = TreeSpec(1, int(deep)) if tree.topk == 1 and tree.file is None and deep else tree
+        times[at] = (costs.round if deep else costs.empty)(cut, contexts[at], size)
+    return times
 
 
 def predict_all(
@@ -66,7 +90,7 @@ def predict_all(
     """Predict plain decoding and every tree; the trees come fastest first."""
     replays = superset.replay_many(trees)
     plain = predict(costs, None, replays[0].emitted, prompts, batch)
-    found = [predict(costs, tree, r.emitted, prompts, batch) for tree, r in zip(trees, replays, strict=True)]
+    found = [predict(costs, tree, r.emitted, prompts, batch, r.drafted) for tree, r in zip(trees, replays, strict=True)]
     return plain, sorted(found, key=lambda p: -p.tokens_per_second)
 
 

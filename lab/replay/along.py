@@ -48,7 +48,7 @@ class Restricted(WrappedDrafter):
         return self.restrict(super().extend(feats, tokens, n, max_len))
 
     def restrict(self, state: DraftState) -> DraftState:
-        return DraftState(state.hidden, state.logits.index_select(-1, self.rows))
+        return DraftState(state.hidden, state.logits.index_select(-1, self.rows), levels=state.levels)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.restrict(super().step(tokens, hidden, level, ancestors))
@@ -143,9 +143,14 @@ class DraftingAlong:
         for name, drafter in self.drafters.items():
             seen = drafter.restrict(state) if isinstance(drafter, Restricted) else state
             ranks, q = self._draft_along(drafter, seen, behind)
-            self.along[name].ranks[places] = ranks.cpu()[rows]
-            if self.along[name].q is not None:
-                self.along[name].q[places] = q.cpu()[rows]
+            along = self.along[name]
+            along.ranks[places] = ranks.cpu()[rows]
+            if along.q is not None:
+                along.q[places] = q.cpu()[rows]
+            if seen.levels is not None:
+                if along.levels is None:
+                    along.levels = torch.zeros(len(along.ranks), dtype=torch.int32)
+                along.levels[places] = seen.levels.cpu()[rows].int()
             for topk in self.topks:
                 pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen)
                 for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):

@@ -59,6 +59,7 @@ class AlongText:
 
     ranks: Tensor  # [R,D] int32: how many children stand before the text's token; NOWHERE if it has no such child
     q: Tensor | None  # [R,D] probability of the text's token under the drafter, filtered as the target's; None: greedy
+    levels: Tensor | None = None  # [R] `DraftState.levels`; None: the drafter always has something to propose
 
 
 @dataclass
@@ -101,7 +102,7 @@ class Recording:
         for number, c in enumerate(self.candidates.values()):
             named |= {f"candidates.{number}.{name}": t for name, t in (c.pool._asdict() | {"p": c.p}).items()}
         for number, a in enumerate(self.along.values()):
-            named |= {f"along.{number}.ranks": a.ranks, f"along.{number}.q": a.q}
+            named |= {f"along.{number}.{name}": t for name, t in vars(a).items()}
         return {name: t for name, t in named.items() if t is not None}
 
     @classmethod
@@ -121,7 +122,7 @@ class Recording:
             header |= {
                 "sampling": Sampling(**header["sampling"]),
                 "candidates": {k: Candidates(p=t.pop("p", None), pool=Pool(**t)) for k, t in candidates.items()},
-                "along": {key: AlongText(t["ranks"], t.get("q")) for key, t in along.items()},
+                "along": {key: AlongText(t["ranks"], t.get("q"), t.get("levels")) for key, t in along.items()},
             }
             return cls(**header, texts=texts, p=tensors.get("p"))
         except (OSError, SafetensorError, KeyError, TypeError) as error:

@@ -30,6 +30,7 @@ class Replayed:
     expected: list[list[float]] | None
     nodes: float  # verified in a round on average, the root counted
     levels: float  # drafted in a round on average
+    drafted: list[list[int]]  # the levels by row and round; 0 where the drafter has nothing to propose
 
     @property
     def emitted(self) -> list[list[int]]:
@@ -102,6 +103,8 @@ class Superset(Recording):
         self._check(steps, vocabulary)
         p = self.p[:, :steps].clamp(min=torch.finfo(torch.float32).tiny)
         accept = (self.along[vocabulary].q[:, :steps] / p).clamp(max=1).double()
+        if (levels := self.along[vocabulary].levels) is not None:
+            accept *= torch.arange(steps) < levels[:, None]
         reach = F.pad(accept.cumprod(1), (1, 0), value=1.0)  # [R,D+1]: probability that a or more are accepted
         stop = torch.cat([reach[:, :-1] - reach[:, 1:], reach[:, -1:]], 1)  # that exactly a are
         rounds = []
@@ -123,11 +126,22 @@ class Superset(Recording):
                 raise ValueError("a truncation rule cuts dynamic trees, and this one is static")
             self._check(tree.steps, vocabulary)
             accepted = static_accepts(tree, self.along[vocabulary].ranks)
-            return Acceptance(accepted, None, filled(accepted, tree.num_draft_tokens), filled(accepted, tree.steps))
+            levels = self._levels(vocabulary, tree.steps)
+            nodes = (tree.depth <= levels[:, None]).sum(1)
+            return Acceptance(accepted.minimum(levels), None, nodes, levels)
         if not isinstance(tree, DynamicTree):
             raise ValueError(f"{type(tree).__name__} cannot be replayed: take DynamicTree, StaticTree or Chain")
         self._check(tree.steps, vocabulary, tree.topk)
-        return self._dynamic(tree, vocabulary, rule)
+        found, drafts = self._dynamic(tree, vocabulary, rule), self._levels(vocabulary, tree.steps) > 0
+        if found.expected is not None:
+            found.expected = torch.where(drafts, found.expected, 1)
+        nodes = torch.where(drafts, found.nodes, 1)
+        return Acceptance(found.accepted * drafts, found.expected, nodes, found.levels * drafts)
+
+    def _levels(self, vocabulary: str, steps: int) -> Tensor:
+        """[R] how many levels of a tree of `steps` levels are drafted."""
+        along = self.along[vocabulary]
+        return filled(along.ranks, steps) if along.levels is None else along.levels.long().clamp(max=steps)
 
     def _check(self, steps: int, vocabulary: str, topk: int | None = None) -> None:
         if vocabulary not in self.along:
@@ -208,8 +222,12 @@ class Superset(Recording):
         def by_row(values: Tensor) -> list[list]:
             return [row[:n] for row, n in zip(values.tolist(), counts, strict=True)]
 
-        rows = [RowTrace(*row) for row in zip(by_row(acceptance.accepted[roots]), by_row(emitted), strict=True)]
+        drafted = by_row(acceptance.levels[roots])
+        rows = [
+            RowTrace(*row, drafted.count(0))
+            for *row, drafted in zip(by_row(acceptance.accepted[roots]), by_row(emitted), drafted, strict=True)
+        ]
         expected = None if acceptance.expected is None else by_row(acceptance.expected[roots])
         visited = roots[emitted > 0]
         nodes, levels = (x[visited].double().mean().item() for x in (acceptance.nodes, acceptance.levels))
-        return Replayed(rows, expected, nodes, levels)
+        return Replayed(rows, expected, nodes, levels, drafted)

@@ -93,6 +93,12 @@ def draft_token_efficiency(rows: Rows) -> float:
     return _share(sum(sum(row.trace.accepted) for row in rows), sum(sum(row.drafted) for row in rows))
 
 
+@metric
+def undrafted_share(rows: Rows) -> float:
+    """Rounds in which nothing was drafted / rounds: the drafter had nothing to propose."""
+    return _share(sum(row.trace.undrafted for row in rows), rounds_of(rows))
+
+
 @metric_by_depth
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.

@@ -7,6 +7,7 @@ beside it; the next write of the same name cleans up.
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,13 @@ def output_folder(path: Path | str) -> Path:
     return path
 
 
+def kept_folder(name: str) -> Path:
+    """A folder under $XDG_CACHE_HOME or ~/.cache, made if it is not there, for what can be made anew.
+
+    Raises ValueError if nothing can be written there."""
+    return output_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / name)
+
+
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write a file beside `path`, and put it in place when it is whole.
 
@@ -33,6 +41,24 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     with _one_sentence(path), _removed_on_error(aside):
         fill(aside)
         put_in_place(path)
+
+
+def keep(path: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` make a file or a folder in a folder of its own, and put it in place when it is whole. Several
+    processes may do so at once for the same path: they all make the same.
+
+    Raises ValueError if the disk does not take it; nothing else is left.
+    """
+    with _one_sentence(path), tempfile.TemporaryDirectory(suffix=".partial", dir=path.parent) as aside:
+        made = Path(aside) / path.name
+        fill(made)
+        for part in (*made.rglob("*"), made):
+            _sync(part)
+        try:
+            os.replace(made, path)
+        except OSError:
+            if not path.is_dir():  # else another process was faster
+                raise
 
 
 def write_text(path: Path, text: str) -> None:

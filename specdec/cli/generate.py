@@ -38,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(model, ModelSettings)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
+    model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
     model.add_argument("--settings", type=Path, help="YAML of flags, as specdec tune writes; typed flags override it")
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)
@@ -70,6 +71,8 @@ def check_flags(args: argparse.Namespace) -> None:
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --tree, which is a whole tree")
     if not args.no_draft:
         read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
+    if args.compile and args.no_graphs:
+        raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
     if args.logprobs and not args.json:

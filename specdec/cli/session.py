@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from specdec import kernels
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
 from specdec.cli.flags import read_flags
@@ -37,9 +38,11 @@ class Session:
         self.choice = None
         if self.drafter is not None and trees.automatic:
             self._choose_tree(asked=trees.tree is not None)
-        graphs = False if args.no_graphs else None
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, graphs=graphs)
-        self.plain = Engine(self.target, graphs=graphs)
+        if args.compile and self.target.device.type == "cuda":
+            kernels.use("torch")  # Inductor makes its own of torch's operators
+        how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
+        self.plain = Engine(self.target, **how)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}

@@ -34,6 +34,7 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         "finish": total.rows[0].finish if one else [row.finish for row in total.rows],
         "num_tokens": total.num_tokens,
         "rounds": total.rounds,
+        "rounds_without_draft": total.undrafted,
         "tau": total.tau,
         "acceptance_by_depth": total.acceptance_by_depth,
         "drafter": (dict(session.drafter.conventions) or None) if session.drafter else None,
@@ -64,6 +65,8 @@ def print_summary(session: Session, s: dict) -> None:
     print(
         f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
     )
+    if session.drafter is not None and s["rounds_without_draft"]:
+        print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
     if s["drafter"]:

@@ -75,10 +75,13 @@ class Batch:
         *,
         overlap: bool = False,
         compact: bool = True,
+        abstain: bool = True,
     ):
         """Make room for `rows` sequences of up to `room` tokens. overlap: rounds are launched before the last one is
-        read, so the device ends rows by itself. compact: drop rows that have ended."""
-        self.round, self.rows, self.room, self.overlap, self.compact = round_, rows, room, overlap, compact
+        read, so the device ends rows by itself. compact: drop rows that have ended. abstain: draft no more levels than
+        the drafter has something to propose for."""
+        self.round, self.rows, self.room = round_, rows, room
+        self.overlap, self.compact, self.abstain = overlap, compact, abstain
         self.generator, self.clock = generator, clock
         self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
         if round_.drafter is not None:
@@ -169,12 +172,27 @@ class Batch:
             self.known_going = going
             self.stop()
         self.cache.max_len = max_len
+        active = self.progress.active
+        levels = self.round.proposed(self.state) if self.abstain else None
+        most = self._deepest(levels)
+        itself = self._itself() if most == 0 and self.overlap else None
         self.root, self.state, output = self.round.play(
-            self.root, self.state, self.cache, self.progress.active, self.settings
+            self.root, self.state, self.cache, active, self.settings, itself, levels, most
         )
         if self.overlap:
             self.progress.settle(output.tokens, output.n)
         return output.only(self.reads)
+
+    def _deepest(self, levels: Tensor | None) -> int | None:
+        """The largest of levels [B] over the rows that still decode; None if it is not known without waiting: on a
+        GPU, while the last round runs."""
+        if levels is None or (self.overlap and self.device.type != "cpu"):
+            return None
+        return max((levels * self.progress.active).tolist())
+
+    def _itself(self) -> Tensor:
+        """What a plain round's positions see of themselves, where the host knows only a bound of a row's length."""
+        return torch.ones(len(self.sequences), 1, 1, dtype=torch.bool, device=self.device)
 
     def _shed(self, ended: list[bool]) -> None:
         """Drop rows that have ended if they have been carried for long enough."""

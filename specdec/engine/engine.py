@@ -31,8 +31,8 @@ class Result:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last, without the time that the observer took."""
-        return self.seconds - self.prefill_seconds - self.parts.get("output", 0.0)
+        """From the first token to the last, without the time of the observer, and of capturing or compiling rounds."""
+        return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
 
 class Engine:
@@ -44,8 +44,10 @@ class Engine:
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
+    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md).
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
+    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
     """
 
     def __init__(
@@ -56,17 +58,20 @@ class Engine:
         verifier: Verifier = sample_and_match,
         *,
         graphs: bool | Backend | None = None,
+        compile: bool = False,
         overlap: bool | None = None,
         compact: bool = True,
+        abstain: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.device
-        self.graphs = make_graphs(graphs, self.round)
-        if overlap is False and self.graphs is not None:
+        self.graphs = make_graphs(graphs, self.round, compile)
+        late = self.graphs is not None and self.graphs.backend.late
+        if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
-        self.overlap = self.graphs is not None if overlap is None else overlap
-        self.compact = compact
+        self.overlap = late if overlap is None else overlap
+        self.compact, self.abstain = compact, abstain
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
@@ -149,13 +154,14 @@ class Engine:
 
     def _conclude(self, read: ReadRound) -> RoundReport:
         """Add what a round emitted to its sequences."""
-        emitted, accepted = [], []
+        emitted, accepted, levels = [], [], read.levels
         for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
             if row.finish is not None:
                 emitted.append([])
                 accepted.append(0)
                 continue
             row.trace.accepted.append(count - 1)
+            row.trace.undrafted += self.drafter is None or (levels is not None and levels[i] == 0)
             kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
             row.trace.emitted.append(len(kept))
             emitted.append(kept)
@@ -164,6 +170,7 @@ class Engine:
         clock.mark("host")
         report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
         report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
+        report.levels = levels
         return report
 
     # A batch from beginning to end
@@ -207,7 +214,7 @@ class Engine:
         try:
             while (report := self._step()) is not None:
                 if report.prefill:
-                    prefill_seconds = time.perf_counter() - start
+                    prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
@@ -223,7 +230,8 @@ class Engine:
         if self.graphs is None:
             self._check_memory(request)
             generator = torch.Generator(self.device)
-            batch = Batch(self.round, rows, room, generator, clock, overlap=self.overlap, compact=self.compact)
+            how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
+            batch = Batch(self.round, rows, room, generator, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)

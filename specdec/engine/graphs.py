@@ -8,7 +8,7 @@ keeps for the next one lies in tensors that never move (`static_batch.StaticBatc
 from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from specdec.contracts import Drafter
 from specdec.engine.clock import Clock
+from specdec.engine.compiled.backend import CompiledRounds, compiled_run
+from specdec.engine.compiled.build import compile_now
 from specdec.engine.round import Round
 from specdec.engine.static_batch import STEP, Backend, StaticBatch
 from specdec.kernels import backends
 
+ROOMS = [1024 * 4**k for k in range(16)]  # where a graph serves all bounds: few, as each room has a graph of its own
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
 
 
@@ -50,8 +53,12 @@ class CudaGraphs:
     """Graphs of one engine, in one memory pool: they never run at the same time, and what a round leaves in the pool is
     copied out before the next."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    any_bound = False
+    late = True
+
+    def __init__(self, device: torch.device, compiles: bool = False):
+        """compiles: let Inductor compile a round before it is captured."""
+        self.device, self.compiles = device, compiles
         self.generator = torch.Generator(device)
         self.stream = capture_stream(device)
         self.forget()
@@ -60,9 +67,11 @@ class CudaGraphs:
         # A pool whose last graph is gone cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         with torch.cuda.device(self.device):
-            self._warm_up(run, kept)
+            if self.compiles:
+                run = compiled_run(run, kept, self.generator, [bound], compile_now)
+            self._warm_up(run, kept, bound)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may go on using the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
@@ -72,15 +81,12 @@ class CudaGraphs:
                 # A replay then draws what the generator would give next, and moves it on as the round itself does.
                 graph.register_generator_state(self.generator)
                 with torch.cuda.graph(graph, **how), torch.inference_mode():
-                    made = run()
+                    made = run(bound)
 
-        def replay() -> Any:
-            graph.replay()
-            return made
+        # What was compiled has tensors of its own that the graph reads, such as the numbers drawn for a round.
+        return partial(_replay, graph, made, run if self.compiles else None)
 
-        return replay
-
-    def _warm_up(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> None:
+    def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
         """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
         wrote into caches lies behind the committed slots, where it is void."""
         before, numbers = [x.clone() for x in kept], self.generator.get_state()
@@ -88,11 +94,17 @@ class CudaGraphs:
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             for _ in range(WARM_UPS):
-                run()
+                run(bound)
         current.wait_stream(self.stream)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.generator.set_state(numbers)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:
+    """Replay a graph, and give what its capture has made. held: lives as long as the graph."""
+    graph.replay()
+    return made
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:
@@ -105,10 +117,13 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
     return None
 
 
-def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | None":
+def make_graphs(wanted: "bool | Backend | None", round_: Round, compiles: bool = False) -> "Graphs | None":
     """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
-    them; True, or a backend, for graphs or a ValueError that says why not."""
+    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled, or a
+    ValueError says why not."""
     device = round_.target.device
+    if compiles:
+        return Graphs(round_, compiling_backend(wanted, round_))
     if wanted is False or (wanted is None and device.type != "cuda"):
         return None
     if why := obstacle(round_.target, round_.drafter):
@@ -118,6 +133,22 @@ def make_graphs(wanted: "bool | Backend | None", round_: Round) -> "Graphs | Non
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
     return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
+
+
+def compiling_backend(wanted: "bool | Backend | None", round_: Round) -> Backend:
+    """What compiles rounds on the target's device. On a GPU the compiled rounds are captured."""
+    device = round_.target.device
+    if why := obstacle(round_.target, round_.drafter):
+        raise ValueError(f"{why}; decode without compiling")
+    if device.type == "cpu" and not wanted:
+        return CompiledRounds()
+    if device.type == "cuda" and wanted in (True, None):
+        if set(backends()) != {"torch"}:
+            raise ValueError("rounds are compiled of torch's operators only: call specdec.kernels.use('torch') before")
+        return CudaGraphs(device, compiles=True)
+    if device.type in ("cpu", "cuda"):
+        raise ValueError(f"graphs={wanted} contradicts compile=True on the {device.type}")
+    raise ValueError(f"rounds are compiled for CPUs and NVIDIA's GPUs, and the target is on the {device.type}")
 
 
 class Graphs:
@@ -137,7 +168,8 @@ class Graphs:
                 return kept.room
             self.batch = None
             self.backend.forget()
-        return max(room, min(-(-room // STEP) * STEP, self.round.target.config.context))
+        step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
+        return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
     def begin(self, rows: int, room: int, clock: Clock) -> "StaticBatch":
         """The batch, empty; `room` as `room_for` has told it."""

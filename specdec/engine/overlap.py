@@ -26,6 +26,7 @@ class ReadRound:
     tokens: list[list[int]]
     counts: list[int]
     logprobs: list[list[float]] | None = None
+    levels: list[int] | None = None  # of the tree, by row; None: all of them
 
 
 class Reader:
@@ -118,4 +119,5 @@ class Loop:
     def _read(self, pending: _Pending) -> ReadRound:
         output = pending.output
         read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in output.to_read()]
-        return ReadRound(output, pending.sequences, pending.sampling, *read)
+        levels = read.pop() if output.levels is not None else None
+        return ReadRound(output, pending.sequences, pending.sampling, *read, levels=levels)

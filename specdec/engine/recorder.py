@@ -75,7 +75,8 @@ class TracedRow:
 
     @cached_property
     def trace(self) -> RowTrace:
-        return RowTrace([r.accepted for r in self.rounds], [len(r.emitted) for r in self.rounds])
+        undrafted = sum(not r.drafted for r in self.rounds)
+        return RowTrace([r.accepted for r in self.rounds], [len(r.emitted) for r in self.rounds], undrafted)
 
     @cached_property
     def drafting(self) -> RowTrace:
@@ -152,16 +153,29 @@ class Recorder(Observer):
     def _add(self, report: RoundReport) -> None:
         seconds = report.clock.seconds(self._mark)
         trees, paths = [None] * len(report.rows), [[0]] * len(report.rows)
+        levels = report.levels or [0 if report.tree is None else report.tree.steps] * len(report.rows)
         if report.tree is not None:
             values = node_values(report.tree, report.logits, report.sampling)
             trees = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
+            trees = [_first_levels(*both) for both in zip(trees, levels, strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
-        for row, emitted, path, tree in zip(report.rows, report.emitted, paths, trees, strict=True):
+        for row, emitted, path, tree, deep in zip(report.rows, report.emitted, paths, trees, levels, strict=True):
             if emitted:  # else the row had ended before
                 ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
                 ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree))
-                ours.steps = 0 if report.tree is None else report.tree.steps
+                ours.steps = max(ours.steps, deep)
+
+
+def _first_levels(tree: TracedTree, levels: int) -> TracedTree | None:
+    """The nodes of the first `levels` levels, which stand first; None without any."""
+    if not levels:
+        return None
+    depth = [0]
+    for parent in tree.parents[1:].tolist():
+        depth.append(depth[parent] + 1)
+    count = sum(d <= levels for d in depth)
+    return TracedTree(*(vars(tree)[name][:count] for name in NODE_FIELDS))
 
 
 @torch.inference_mode()

@@ -25,7 +25,8 @@ class RoundReport:
     """What a step did to its rows: a prefill, or a round. Row i of everything in it is the sequence `rows[i]`.
 
     What the round made on the device is lent: it is the engine's again when the observer returns. tree, verdict and
-    logits are None for a prefill, for plain decoding, and for an observer that does not read them."""
+    logits are None for a prefill, for plain decoding, where the drafter had nothing to propose for any row, and for an
+    observer that does not read them."""
 
     rows: list[Sequence]  # each as it is by now; among them may be some that had ended before
     emitted: list[list[int]]  # what was added to the rows
@@ -35,6 +36,7 @@ class RoundReport:
     prefill: bool = False  # the rows have just joined, and emitted their first token
     tree: DraftTree | None = None
     verdict: Verdict | None = None
+    levels: list[int] | None = None  # of the tree, by row: so many count, the nodes behind them are void; None: all
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
 

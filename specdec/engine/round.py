@@ -5,6 +5,7 @@ Everything in it happens on the device, without waiting: `tests/engine/test_no_s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,10 +42,11 @@ class RoundOutput:
     tree: DraftTree | None = None
     verdict: Verdict | None = None
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
+    levels: Tensor | None = None  # [B] of the tree: so many count of each row; None: all of them
 
     def to_read(self) -> list[Tensor]:
         """What the host wants to know."""
-        return [self.tokens, self.n] if self.logprobs is None else [self.tokens, self.n, self.logprobs]
+        return [x for x in (self.tokens, self.n, self.logprobs, self.levels) if x is not None]
 
     def only(self, reads: Reads) -> "RoundOutput":
         """This, without what nobody reads."""
@@ -70,6 +72,18 @@ class Round:
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
+
+    @cached_property
+    def _policies(self) -> list[TreePolicy]:
+        """By levels from 1 on, the first levels of the tree."""
+        return [self.policy.shallower(steps) for steps in range(1, self.policy.steps)] + [self.policy]
+
+    def proposed(self, state: DraftState | None) -> Tensor | None:
+        """[B] how many levels to draft for each row, 0 to D; None: all of them for all rows."""
+        if state is None or state.levels is None:
+            return None
+        steps = self.policy.steps
+        return (state.levels > 0) * steps if self._policies[0] is self.policy else state.levels.clamp(max=steps)
 
     def target_slots(self, room: int) -> int:
         """Slots of the target's cache for texts of `room` tokens."""
@@ -107,19 +121,25 @@ class Round:
         active: Tensor,
         settings: RoundSettings,
         itself: Tensor | None = None,
+        levels: Tensor | None = None,
+        most: int | None = None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One round. root [B]: the last token of each row, which the target has not seen. Rows that are not active [B]
-        stand still. itself: ones [B,1,1], for plain rounds where `cache.max_len` is not exact.
+        stand still. itself: ones [B,1,1], for plain rounds where `cache.max_len` is not exact. levels [B]: as
+        `proposed` gives them, so that rows do not depend on their neighbours; most: the largest of them, on the host.
 
         Returns the next root, the drafter's state, and what was emitted."""
-        if self.drafter is None:
-            return self._plain(root, cache, active, settings, itself)
+        if self.drafter is None or most == 0:
+            return self._plain(root, cache, active, settings, itself, levels)
         clock, penalties = settings.clock, settings.penalties
-        tree = self.policy.grow(self.drafter, root, state, settings.sampling, settings.generator)
+        policy = self.policy if most is None else self._policies[most - 1]
+        tree = policy.grow(self.drafter, root, state, settings.sampling, settings.generator)
         clock.mark("draft")
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         logits = own if penalties is None else penalties(own, tree)
         verdict = self.verifier(tree, logits, settings.sampling, settings.generator)
+        if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
+            verdict.n = torch.minimum(verdict.n, levels + 1)
         n = verdict.n * active
         if penalties is not None:
             penalties.add(verdict.tokens, n)
@@ -127,7 +147,7 @@ class Round:
             at_path = own.gather(1, verdict.path[..., None].expand(-1, -1, own.shape[-1]))
             verdict.logprobs = logprobs_of(at_path, verdict.tokens)
         clock.mark("verify")
-        max_len = cache.max_len + self.path
+        max_len = cache.max_len + policy.steps + 1
         cache.commit(verdict.path, n, max_len)
         clock.mark("commit")
         if feats is not None:
@@ -135,19 +155,32 @@ class Round:
         state = self.drafter.extend(feats, verdict.tokens, n, max_len)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
-        return root, state, RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits)
+        return root, state, RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits, levels)
 
     def _plain(
-        self, root: Tensor, cache: KVCache, active: Tensor, settings: RoundSettings, itself: Tensor | None
-    ) -> tuple[Tensor, None, RoundOutput]:
-        """One token per row, without a drafter."""
-        logits, _ = self.target(root[:, None], cache, ancestors=itself)
-        n = active.long()
+        self,
+        root: Tensor,
+        cache: KVCache,
+        active: Tensor,
+        settings: RoundSettings,
+        itself: Tensor | None,
+        levels: Tensor | None,
+    ) -> tuple[Tensor, DraftState | None, RoundOutput]:
+        """One token per row, which the drafter absorbs if there is one."""
+        logits, feats = self.target(
+            root[:, None], cache, ancestors=itself, taps=self.drafter.taps if self.drafter else ()
+        )
+        n, max_len = active.long(), cache.max_len + 1
         token = self._draw(logits, n, settings)
-        cache.advance(n, cache.max_len + 1)
+        cache.advance(n, max_len)
         settings.clock.mark("verify")
         logprobs = logprobs_of(logits[:, 0], token)[:, None] if settings.logprobs else None
-        return token, None, RoundOutput(token[:, None], torch.ones_like(token), logprobs)
+        output = RoundOutput(token[:, None], torch.ones_like(token), logprobs, levels=levels)
+        if self.drafter is None:
+            return token, None, output
+        state = self.drafter.extend(feats, token[:, None], n, max_len)
+        settings.clock.mark("draft")
+        return token, state, output
 
     @staticmethod
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings) -> Tensor:

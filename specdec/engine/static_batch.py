@@ -24,13 +24,16 @@ class Backend(Protocol):
     """Something that can record a function of static tensors, and run the record."""
 
     generator: torch.Generator  # whose numbers the record draws anew in each run
+    any_bound: bool  # a record serves all bounds, and returns new tensors; else one, and the same tensors each time
+    late: bool  # a record may still be running on the device when it returns
 
     def forget(self) -> None:
         """Nobody will run again what was captured so far."""
 
-    def capture(self, run: Callable[[], Any], kept: abc.Sequence[Tensor]) -> Callable[[], Any]:
-        """A function that does again what `run` does, and returns what that returned: each time the same tensors.
-        kept: all tensors that `run` changes and that live on; capturing leaves them, and the generator, as they are."""
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        """A function that does again what `run` does with this bound of the committed length, or, with `any_bound`,
+        with any up to it, and returns what that returned. kept: all tensors that `run` changes and that live on;
+        capturing leaves them, and the generator, as they are."""
 
 
 def buckets(room: int) -> list[int]:
@@ -47,7 +50,7 @@ def buckets(room: int) -> list[int]:
 class Graph:
     """A captured round. It knows the addresses of what it reads, so that must live as long as it does."""
 
-    replay: Callable[[], RoundOutput]
+    replay: Callable[[int], RoundOutput]
     bindings: list  # what it reads besides the tensors of the batch, and parameters
 
 
@@ -91,6 +94,8 @@ class StaticBatch(Batch):
                 self._place(state, slice(row, row + count))
         self._refresh(settings if count == self.rows else self._settings(self.sequences))
         self.clock.mark("prefill")
+        if self.backend.any_bound:  # which graph comes next is known, and to make it may take long
+            self._graph(self.room)
 
     def _place(self, state: DraftState, rows: slice) -> None:
         if self.state is None:
@@ -126,28 +131,36 @@ class StaticBatch(Batch):
         self.eos = {width: kept for width, kept in self.eos.items() if width in widths or width == present}
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
-        bucket = next(size for size in self.buckets if size >= min(max_len, self.room))
+        bound = min(max_len, self.room)
+        bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
+        output = self._graph(bucket).replay(bound)
+        self.clock.mark("round")
+        if self.backend.any_bound:
+            return output
+        # The next round, which is launched before anybody looks at this one, writes over it.
+        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits")}
+        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
+
+    def _graph(self, bucket: int) -> Graph:
+        """The graph for this bound of the committed length, captured if it is not there."""
         key = bucket, self.kind, self.progress.eos.shape[1], self.reads
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
                 self._forget_settings()
             self.graphs[key] = self._capture(bucket)
-        output = self.graphs[key].replay()
-        self.clock.mark("round")
-        # The next round, which is launched before anybody looks at this one, writes over it.
-        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits")}
-        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
+            self.clock.mark("capture")
+        return self.graphs[key]
 
     def _capture(self, bucket: int) -> Graph:
         settings, eos, reads = self.settings, self.progress.eos, self.reads
         # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
         itself = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=self.device)
 
-        def run() -> RoundOutput:
-            self.cache.max_len = bucket
+        def run(bound: int) -> RoundOutput:
+            self.cache.max_len = bound
             if self.draft_cache is not None:
-                self.draft_cache.max_len = bucket + 1  # that of a draft model holds token 0 too
+                self.draft_cache.max_len = bound + 1  # that of a draft model holds token 0 too
             root, state, output = self.round.play(
                 self.root, self.state, self.cache, self.progress.active, settings, itself
             )
@@ -159,7 +172,7 @@ class StaticBatch(Batch):
                 self.state.readout.copy_(state.readout)
             return self._keep(output.only(reads))
 
-        replay = self.backend.capture(run, self._static(settings))
+        replay = self.backend.capture(run, self._static(settings), bucket)
         # Only now, as the warm-up may have made some of it.
         return Graph(replay, [settings, eos, itself, *self._bindings()])
 

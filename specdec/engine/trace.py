@@ -10,6 +10,7 @@ class RowTrace:
 
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    undrafted: int = 0  # rounds in which nothing was drafted for it
 
     @property
     def rounds(self) -> int:

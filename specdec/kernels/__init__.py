@@ -16,7 +16,7 @@ A new kernel is its file, with the formula, `reference` and `launch`; its name i
     filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.draws.sample
     norm_pair            two RMSNorms side by side                         drafters.layers.side_by_side
     tree_level           a level of a dynamic tree: scores and the best    trees.dynamic.next_level
-    tree_select          the tree of a pool's best candidates              trees.dynamic.DynamicTree.select
+    tree_select          the tree of a pool's best candidates              trees.dynamic.best_tree
 """
 
 import functools

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from specdec.acceptance import FILE as ACCEPTANCE
+from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -237,8 +238,9 @@ def check_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors as one folder, whole or not at all. They replace older ones.
+def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor], acceptance: Acceptance | None = None) -> None:
+    """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
+    with them if there is one. They replace older ones.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """
@@ -246,5 +248,7 @@ def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor]) -> None
     def fill(aside: Path) -> None:
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if acceptance is not None:
+            (aside / ACCEPTANCE).write_text(acceptance.as_text(), encoding="utf-8")
 
     replace_folder(Path(folder), fill, ("config.json", "model.safetensors", ACCEPTANCE), "a drafter")

@@ -256,7 +256,8 @@ class RopeTable(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B,N] -> cos, sin [B,N,1,Dh], views of one tensor."""
-        return F.embedding(positions, self.table).unsqueeze(2).split(self.head_dim, dim=-1)
+        cos, sin = F.embedding(positions, self.table).unsqueeze(2).split_with_sizes([self.head_dim] * 2, dim=-1)
+        return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.cli.files import output_folder, partial_path, put_in_place, replace_folder, write_text, write_whole
+from specdec.cli.files import keep, output_folder, partial_path, put_in_place, replace_folder, write_text, write_whole
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,6 +129,28 @@ def test_a_results_folder_that_cannot_be_made_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^cannot write to .*file: File exists$"):
         output_folder(tmp_path / "file")
     assert output_folder(tmp_path / "a" / "b").is_dir()
+
+
+def test_what_several_processes_make_is_made_once(tmp_path, monkeypatch):
+    """A file and a folder; another process is faster; what fails leaves nothing."""
+
+    def file(made: Path) -> None:
+        assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
+        made.write_text("x")
+
+    def folder(made: Path) -> None:
+        made.mkdir()
+        (made / "part").write_text("y")
+        (made.parent / "rest").write_text("z")
+
+    keep(tmp_path / "a", file)
+    keep(tmp_path / "b", folder)
+    keep(tmp_path / "b", folder)
+    assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "part"]
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(ValueError, match=r"^cannot write .*/c: No space left on device$"):
+        keep(tmp_path / "c", folder)
+    assert names(tmp_path) == ["a", "b"]
 
 
 def renames(source: str) -> list[int]:

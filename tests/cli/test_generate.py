@@ -263,6 +263,7 @@ def _stop(lines):
         (["--prompt", "x", "--prompt-file", "y"], "exactly one of"),
         ([], "exactly one of"),
         (["--prompt", "x", "--no-draft"], "--draft contradicts --no-draft"),
+        (["--prompt", "x", "--compile", "--no-graphs"], "--no-graphs contradicts --compile"),
         (["--prompt", "x", "--top-k", "5"], "need a temperature above 0"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be"),
         (["--prompt", "x", "--dtype", "int3"], "dtype must be"),

@@ -89,6 +89,43 @@ def test_a_chain_is_transformers_prompt_lookup(seed, cap):
     assert tree.tokens[0, 1 : 1 + len(wanted)].tolist() == wanted
 
 
+@pytest.mark.parametrize("vocab", [None, [3, 1]], ids=["all tokens", "some tokens"])
+@pytest.mark.parametrize("mode", ["lookup", "suffix"])
+@pytest.mark.parametrize(("cap", "least"), [(1, 1), (3, 1), (4, 2), (16, 1)])
+def test_on_the_host_it_is_what_operators_compute(monkeypatch, mode, cap, least, vocab):
+    """Rows of different lengths, one of them too short for a match, in a prefill and after a round of some tokens."""
+    ids = None if vocab is None else DraftVocab(V, torch.tensor(vocab))
+    for seed in range(10):
+        texts = [*random_texts(seed, [40, 2, 17, 80]), [0, 1, 2, 3]]
+        told = []
+        for host in (True, False):
+            monkeypatch.setattr(ngram, "on_host", lambda _, host=host: host)
+            drafter = ngram.create(tiny_target(V), mode=mode, max_ngram=cap, min_ngram=least, vocab=ids)
+            states = [absorb(drafter, texts)]
+            told.append([*drafter.chain(states[0], 6)])
+            more, n = torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0], [4, 4]]), torch.tensor([2, 0, 1, 2, 1])
+            states.append(drafter.extend(None, more, n, 82))
+            told[-1] += drafter.chain(states[1], 6)
+            told[-1] += [x for state in states for x in (state.hidden, state.levels)]
+        for host, operators in zip(*told, strict=True):
+            torch.testing.assert_close(host, operators)
+
+
+def test_levels_grow_with_the_match():
+    """Nothing behind one token, and `reach` levels for each further one; or whole trees behind any match."""
+    texts = [[0, 1, 2, 3], [0, 1, 0], [0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 2], [4, 4]]
+    for settings, expected in (
+        ({}, [0, 0, 3, 6, 0]),
+        ({"reach": 2}, [0, 0, 2, 4, 0]),
+        ({"max_ngram": 2}, [0, 0, 3, 3, 0]),
+        ({"min_ngram": 3}, [0, 0, 0, 6, 0]),
+        ({"reach": None}, [0, ngram.ALL, ngram.ALL, ngram.ALL, ngram.ALL]),
+        ({"reach": None, "min_ngram": 2}, [0, 0, ngram.ALL, ngram.ALL, 0]),
+    ):
+        state = absorb(ngram.create(tiny_target(V), **settings), texts)
+        assert state.levels.tolist() == expected
+
+
 def test_without_a_match_the_draft_is_uniform():
     drafter = ngram.create(tiny_target(V))
     state = absorb(drafter, [[0, 1, 2, 3]])
@@ -127,8 +164,9 @@ def test_a_repeating_target_is_drafted_in_full():
     ("settings", "sentence"),
     [
         ({"mode": "guess"}, "mode must be one of lookup, suffix, got 'guess'"),
-        ({"min_ngram": 0}, "min_ngram must lie between 1 and max_ngram, got 0 and 3"),
-        ({"min_ngram": 4}, "got 4 and 3"),
+        ({"min_ngram": 0}, "min_ngram must lie between 1 and max_ngram, got 0 and 16"),
+        ({"min_ngram": 4, "max_ngram": 3}, "got 4 and 3"),
+        ({"reach": 0}, "reach must be at least 1, or null for whole trees, got 0"),
     ],
 )
 def test_nonsense_is_refused(settings, sentence):

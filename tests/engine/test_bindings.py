@@ -57,9 +57,9 @@ def test_tables_that_another_engine_lets_grow():
     sequence = engine.add([3, 5, 7], max_new_tokens=12)
     for _ in range(4):
         engine.step()
-    before = target.ropes[0].cos.data_ptr()
+    before = target.ropes[0].table.data_ptr()
     Engine(target).generate([[1] * 500], max_new_tokens=2)
-    assert target.ropes[0].cos.data_ptr() != before
+    assert target.ropes[0].table.data_ptr() != before
     while engine.step() is not None:
         pass
     assert sequence.tokens == alone

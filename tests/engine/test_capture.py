@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from specdec.engine import graphs
 
@@ -76,31 +77,60 @@ def test_warm_up_and_capture(log):
     backend = graphs.CudaGraphs(DEVICE)
     kept = torch.tensor([1, 2])
 
-    def run() -> str:
+    def run(bound: int) -> str:
         log.append(f"run on {torch.cuda.current_stream().name}")
         kept.add_(torch.randint(9, (2,), generator=backend.generator))
-        return "made"
+        return f"made for {bound}"
 
-    replay = backend.capture(run, [kept])
+    replay = backend.capture(run, [kept], 256)
     assert log == [
         "side 1 waits for current", "run on side 1", "run on side 1", "current waits for side 1",
         "workspaces cleared", "generator registered",
         "capture in pool 1, thread_local", "run on side 1", "captured", "workspaces cleared",
     ]  # fmt: skip
     log.clear()
-    assert replay() == "made"
+    assert replay(7) == "made for 256"
     assert log == ["replay"]
+
+
+def test_a_round_is_compiled_before_it_is_captured(log, monkeypatch):
+    """What is warmed up and captured is the compiled function; what recording changed is put back. What it reads lives
+    as long as the graph."""
+    inputs = []
+
+    def compiling(graph):
+        log.append("compiled")
+        inputs.extend(StorageWeakRef(x.untyped_storage()) for x in graph.inputs)
+        return lambda inputs: log.append("compiled run") or list(graph.module(*inputs))
+
+    monkeypatch.setattr(graphs, "compile_now", compiling)
+    backend = graphs.CudaGraphs(DEVICE, compiles=True)
+    kept = torch.tensor([1, 2])
+
+    def run(bound: int) -> torch.Tensor:
+        kept.add_(1)
+        return kept * bound
+
+    with torch.inference_mode():
+        replay = backend.capture(run, [kept], 256)
+        assert kept.tolist() == [2, 3]  # the capture itself, which on a GPU runs nothing
+        assert torch.equal(replay(7), kept * 256)
+    assert [entry for entry in log if "compiled" in entry] == ["compiled"] + ["compiled run"] * 3
+    assert log.index("compiled") < log.index("side 1 waits for current")
+    assert not any(x.expired() for x in inputs)
+    del replay
+    assert inputs[0].expired()
 
 
 def test_the_warm_up_leaves_no_trace(log):
     backend = graphs.CudaGraphs(DEVICE)
     kept, runs = torch.tensor([1, 2]), []
 
-    def run() -> None:
+    def run(_: int) -> None:
         runs.append((kept.tolist(), torch.randint(10**9, (1,), generator=backend.generator).item()))
         kept.add_(1)
 
-    backend.capture(run, [kept])
+    backend.capture(run, [kept], 256)
     first, _, captured = runs
     assert captured == first
 
@@ -109,12 +139,12 @@ def test_what_a_failed_capture_leaves(log):
     """No workspace that lies in the pool of a graph which is not there."""
     backend = graphs.CudaGraphs(DEVICE)
 
-    def run() -> None:
+    def run(_: int) -> None:
         if log[-1].startswith("capture in"):
             raise RuntimeError("cannot be captured")
 
     with pytest.raises(RuntimeError, match="cannot be captured"):
-        backend.capture(run, [])
+        backend.capture(run, [], 256)
     assert log[-1] == "workspaces cleared"
 
 

@@ -8,9 +8,10 @@ import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
+from specdec import kernels
 from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
-from specdec.engine.memory import Request, free_bytes, plan, unused_bytes
+from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
 from specdec.engine.report import Observer, Reads
 from specdec.types import Sampling
 from specdec.verify import VERIFIERS, make_verifier
@@ -71,6 +72,21 @@ def test_every_bucket(monkeypatch):
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
     assert_same(outcome(replayed, **how), outcome(launching(*pair), **how))
     assert {key[0] for key in replayed.graphs.batch.graphs} == {8, 16, 32, 48}
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3"])
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_rounds_that_are_compiled_first(drafter, sampling):
+    """Of torch's operators: Triton's kernels are none of Inductor's graphs."""
+    kernels.use("torch")
+    try:
+        pair = parts(drafter)
+        compiled = Engine(*pair, compile=True)
+        for seed in (0, 1):
+            told = [outcome(engine, sampling=sampling, seed=seed) for engine in (compiled, launching(*pair))]
+            assert_same(*told)
+    finally:
+        kernels.use("auto")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
@@ -164,6 +180,13 @@ def test_pools_of_graphs_are_told_apart():
     unused = sum(s["total_size"] - s["active_size"] for s in segments)
     assert 0 < unused_bytes(segments, 0) + inside == unused
     assert free_bytes(torch.device("cuda", 0), 1) <= torch.cuda.get_device_properties(0).total_memory
+
+
+def test_torch_is_asked_whether_attention_is_fused():
+    """Two query heads share a key head here: in fp32 none of torch's kernels takes that, in bf16 one does."""
+    target = tiny_target().to("cuda")
+    assert not has_fused_attention(target, masked=False)
+    assert has_fused_attention(target.to(torch.bfloat16), masked=False)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])

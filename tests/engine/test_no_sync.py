@@ -29,6 +29,7 @@ def test_the_guard_sees_what_it_should():
 def test_no_tolist_or_cpu_where_the_guard_is_blind():
     """On CPU tensors these two run without an operator."""
     files = [*(ROOT / "trees").glob("*.py"), *(ROOT / "drafters").glob("*.py")]
+    files.remove(ROOT / "trees" / "optimal.py")  # it measures acceptance along texts: no part of a round
     files += [*(ROOT / "specdec" / "verify").glob("*.py")]
     files += [
         ROOT / "specdec" / f"{name}.py"

@@ -228,14 +228,36 @@ def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_convert_and_export(run, tmp_path):
-    code, out, _ = run("convert", "--to", "speculators", specdec.DEMO_DRAFTER, tmp_path / "there")
+def test_convert_and_export(run, falsified, tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("converted")
+    source = specdec.DEMO_TARGET.parent / "eagle2"
+    code, out, _ = run("convert", "--to", "speculators", source, tmp_path / "there")
     assert code == 0
     assert "-> speculators" in out
-    assert run("convert", "--to", "specdec", tmp_path / "there", tmp_path / "back")[0] == 0
-    before, after = (load_file(f / "model.safetensors") for f in (specdec.DEMO_DRAFTER, tmp_path / "back"))
+    assert run("convert", "--to", "eagle", tmp_path / "there", tmp_path / "back")[0] == 0
+    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    code, _, err = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, specdec.DEMO_DRAFTER, tmp_path / "x")
+    to_speculators = "convert", "--to", "speculators", specdec.DEMO_DRAFTER, tmp_path / "x"
+    code, _, err = run(*to_speculators)
+    assert code == 2
+    assert "give --target" in err
+    code, _, err = run(*to_speculators, "--target", specdec.DEMO_TARGET)
     assert code == 2
     assert "hidden state 8, after the final norm" in err
+    code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, specdec.DEMO_DRAFTER, tmp_path / "x")
+    assert code == 0
+    assert "note: the last tap is read before the target's final norm" in out
+    assert run("convert", "--to", "specdec", tmp_path / "x", tmp_path / "again")[0] == 0
+    before, after = (load_file(f / "model.safetensors") for f in (specdec.DEMO_DRAFTER, tmp_path / "again"))
+    assert set(after) - set(before) == {"embed_tokens.weight"}  # a copy of the target's, which vLLM wants
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    folder = falsified(None, norm_output=True, norm_output_means="head")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in fields.items() if k not in ("norm_output_means", "taps")})
+    )
+    code, _, err = run("convert", "--to", "modelopt", folder, tmp_path / "there")
+    assert code == 0
+    assert err.startswith("warning: ")
+    assert "norm_output is read as SpecForge's" in err

@@ -3,23 +3,13 @@
 On CPU tensors they run in Triton's interpreter, which conftest.py switches on.
 """
 
-import numpy
 import pytest
 import torch
-from packaging.version import Version
 
-triton = pytest.importorskip("triton", reason="Triton is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
 
-# Triton 3.6's interpreter takes the bound of a loop, an array of one element, for a number, which numpy 2.4 refuses.
-NO_LOOPS = Version(triton.__version__) < Version("3.7") and Version(numpy.__version__) >= Version("2.4")
 DEVICES = [
-    pytest.param(
-        "cpu",
-        marks=[
-            pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU"),
-            pytest.mark.skipif(NO_LOOPS, reason="Triton 3.6's interpreter needs numpy below 2.4"),
-        ],
-    ),
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run on the GPU")),
     pytest.param(
         "cuda",
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")],

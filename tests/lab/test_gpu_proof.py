@@ -306,6 +306,15 @@ def test_a_target_from_scratch(monkeypatch, tmp_path, conversations, capsys):
     assert "holds a target already" in capsys.readouterr().err
 
 
+def test_prompts_that_leave_no_room_for_an_answer_are_left_out():
+    def tokenizer(text: str) -> dict:
+        return {"input_ids": text.split()}
+
+    assert pretrain_target.short_prompts(tokenizer, ["a b c", "a", "a b"], 2) == ["a", "a b"]
+    with pytest.raises(ValueError, match="more than 2 tokens, half of the context"):
+        pretrain_target.short_prompts(tokenizer, ["a b c"], 2)
+
+
 def test_the_time_ends_a_training(monkeypatch, tmp_path, conversations):
     sizes = {"vocab_size": 320, "hidden_size": 64, "layers": 2, "length": 64, "batch_tokens": 128, "prompts": 9}
     args = Namespace(data=conversations, out=tmp_path, tokens=10**9, heldout=2, device="cpu", eager=True, **sizes)

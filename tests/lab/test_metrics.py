@@ -50,6 +50,7 @@ BY_HAND = {
     "sglang_accept_length": (8 + 3 + 7) / 8,
     "mtp_acceptance_rate": 9 / 21,
     "draft_token_efficiency": 9 / 21,
+    "undrafted_share": 1 / 8,
 }
 BY_HAND_BY_DEPTH = {"vllm_per_position_rates": [4 / 7, 3 / 7, 2 / 7], "n_alpha": [4 / 7, 3 / 4, 2 / 3]}
 

@@ -54,7 +54,12 @@ def test_greedy_rounds_are_those_of_real_runs(target, kind):
         rows = real(target, drafter, tree)
         assert [text.tokens for text in superset.texts] == [row.tokens for row in rows]
         assert replayed.rows == [row.trace for row in rows]
-        assert (replayed.nodes, replayed.levels) == (tree.num_draft_tokens, tree.steps)
+        if kind in ("lookup", "suffix"):  # which do not draft in every round: as often as the rows' traces say
+            drafted = [levels > 0 for row in replayed.drafted for levels in row]
+            assert drafted.count(False) == sum(row.trace.undrafted for row in rows) > 0
+            assert replayed.levels == pytest.approx(sum(map(sum, replayed.drafted)) / len(drafted))
+        else:
+            assert (replayed.nodes, replayed.levels) == (tree.num_draft_tokens, tree.steps)
         assert replayed.expected_tau == replayed.tau
         accepted += sum(map(sum, (row.accepted for row in replayed.rows)))
     assert accepted > 0, "nothing was accepted: the test shows nothing"

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
-from kernel_cases import NO_LOOPS
 
 from lab.bench import kernels, replayed_rounds
 from lab.bench.formulas import TINY, KernelCase, Shapes, cases
@@ -34,7 +33,6 @@ def rounds(monkeypatch, path) -> dict:
 def test_a_round_by_part(monkeypatch, tmp_path, capsys):
     result = rounds(monkeypatch, tmp_path / "a.json")
     assert all(result[name]["ms"] > 0 for name in ["plain", "forward of 1", "forward of 8", "forward of 9", *PARTS])
-    assert result["round"]["ms"] > result["draft"]["ms"]
     plain = result["plain"]
     assert plain["share_of_bandwidth"] == pytest.approx(
         plain["bytes"] / (plain["ms"] / 1e3) / result["bandwidth_bytes_per_second"]
@@ -95,13 +93,13 @@ def test_a_tau_that_the_tree_cannot_have_is_refused(monkeypatch, tmp_path, capsy
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the kernels run on the GPU")
-@pytest.mark.skipif(NO_LOOPS, reason="Triton 3.6's interpreter needs numpy below 2.5")
 @torch.no_grad()
 def test_every_case_of_the_kernels_can_be_computed():
     backends.use("triton")
     try:
         made = [case for make in cases(Shapes(torch.device("cpu"), **TINY), 8, 64).values() for case in make().items()]
-        assert len(made) == 9
+        names = {name for name, _ in made}
+        assert set(backends.KERNELS) - {"rms_norm"} <= names  # that one has two cases
         for _, case in made:
             case.kernel()
             case.eager()

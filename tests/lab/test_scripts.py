@@ -21,6 +21,8 @@ def test_every_script_finds_its_checkout_before_it_imports_from_it(script):
     lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line.startswith(("import ", "from "))]
     ours = [line.split()[1].split(".")[0] for line in lines]
     packages = {"specdec", "drafters", "trees", "training", "lab"}
+    if not packages & set(ours):
+        return
     assert ours.index("checkout") < min(i for i, name in enumerate(ours) if name in packages)
 
 

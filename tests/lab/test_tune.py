@@ -50,7 +50,7 @@ class Said:
         self.emitted = emitted
 
     def replay_many(self, trees):
-        return [type("Replayed", (), {"emitted": self.emitted[tree]}) for tree in trees]
+        return [type("Replayed", (), {"emitted": self.emitted[tree], "drafted": None}) for tree in trees]
 
 
 # Predictions

@@ -1,6 +1,7 @@
 """Measured acceptance, and the tree that is chosen by it."""
 
 import contextlib
+import itertools
 import json
 
 import auto_check
@@ -43,8 +44,14 @@ def test_tau_by_hand(paths, expected):
     assert HAND.tau(paths) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("drafter", ["eagle3", "mtp", "medusa"])
-@pytest.mark.parametrize("tree", ["1/2/3", "paths 0 1 2 0.0 0.1 1.0 0.0.0"])
+@pytest.mark.parametrize(
+    ("drafter", "tree"),
+    [
+        *itertools.product(["eagle3", "mtp", "medusa"], ["1/2/3", "paths 0 1 2 0.0 0.1 1.0 0.0.0"]),
+        ("lookup", "1/2/3"),  # which do not propose at every place
+        ("suffix", "1/2/3"),
+    ],
+)
 def test_tau_along_answers_is_that_of_decoding(drafter, tree):
     target = tiny_target()
     model, spec = DRAFTERS[drafter](target), TreeSpec.parse(tree)

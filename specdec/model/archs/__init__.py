@@ -36,6 +36,8 @@ def read_config(config: dict, name: str) -> ModelConfig:
         raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 
 __all__ = ["FAMILIES", "Architecture", "ModelConfig", "NotNative", "read_config", "read_rope", "rope_fields"]

@@ -72,13 +72,19 @@ def read_common(config: dict, **differences) -> ModelConfig:
         "tied": config.get("tie_word_embeddings", False),
         "activation": ACTIVATION_NAMES[activation],
     }
+    fields |= differences
+    for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
+        if not isinstance(fields[name], int) or fields[name] < 1:
+            raise ValueError(f"config.json gives {fields[name]!r} for {name}")
     check_heads(fields["heads"], fields["kv_heads"])
-    return ModelConfig(**(fields | differences))
+    return ModelConfig(**fields)
 
 
 def read_sliding(config: dict, default: list[str]) -> dict:
     """The fields of ModelConfig for sliding layers. `default` holds the layer types of a config without
-    `layer_types`."""
+    `layer_types`.
+
+    Raises ValueError for types that we do not know, and for sliding layers without a window."""
     window = config.get("sliding_window")
     types = config.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
@@ -86,25 +92,33 @@ def read_sliding(config: dict, default: list[str]) -> dict:
         raise ValueError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention")
     if len(types) != config["num_hidden_layers"]:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")
-    if window is None or "sliding_attention" not in types:
+    if "sliding_attention" not in types:
         return {}
+    if window is None:
+        raise ValueError("layer_types names sliding layers, but sliding_window is null")
     return {"sliding": tuple(kind == "sliding_attention" for kind in types), "window": window}
 
 
 def read_qwen_sliding(config: dict) -> dict:
     """The same for Qwen2 and 3, where `use_sliding_window` makes the layers from `max_window_layers` on slide."""
+    fields = {"sliding_window": 4096} | config
     if not config.get("use_sliding_window"):
-        return {}
+        if "sliding_attention" in (config.get("layer_types") or ()):
+            raise ValueError("layer_types names sliding layers, but use_sliding_window is off")
+        fields["sliding_window"] = None
     full, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
-    default = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
-    return read_sliding({"sliding_window": 4096} | config, default)
+    slide = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
+    return read_sliding(fields, slide if fields["sliding_window"] is not None else ["full_attention"] * layers)
 
 
 def read_rope(config: dict) -> Rope:
-    """The rope of a config in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`.
+    """The rope of a config in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`,
+    which transformers takes if both are there.
 
     Raises NotNative for a rope that we do not build."""
-    fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if any(isinstance(value, dict) for value in fields.values()):
+        raise NotNative("a rope for each type of layer is not native")
     kind = fields.get("rope_type", fields.get("type", "default"))
     theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
     if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:

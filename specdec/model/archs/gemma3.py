@@ -43,7 +43,7 @@ def read(config: dict) -> ModelConfig:
     types = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
     rope, local_rope = _ropes(config)
     return read_common(
-        config | {"hidden_act": config["hidden_activation"], "rope_parameters": rope},
+        config | {"hidden_act": config["hidden_activation"], "rope_parameters": rope, "rope_scaling": None},
         local_rope=read_rope({"rope_parameters": local_rope}),
         qkv_bias=config.get("attention_bias", False),
         o_bias=config.get("attention_bias", False),
@@ -60,9 +60,9 @@ def read(config: dict) -> ModelConfig:
 def _ropes(config: dict) -> tuple[dict, dict]:
     """`rope_parameters` of the full and of the sliding layers, given by layer type or in the older spelling."""
     by_type = config.get("rope_parameters") or {}
-    full = {"rope_theta": config.get("rope_theta", 1e6)} | (config.get("rope_scaling") or {})
-    sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
-    return full | (by_type.get("full_attention") or {}), sliding | (by_type.get("sliding_attention") or {})
+    full = {"rope_theta": config.get("rope_theta", 1e6)} | (by_type.get("full_attention") or {})
+    sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (by_type.get("sliding_attention") or {})
+    return full | (config.get("rope_scaling") or {}), sliding
 
 
 def text_name(name: str) -> str:

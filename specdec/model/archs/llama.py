@@ -1,8 +1,10 @@
 """Llama 2 and 3: plain projections, with biases only if the config says so."""
 
-from specdec.model.archs.base import ModelConfig, read_common
+from specdec.model.archs.base import ModelConfig, NotNative, read_common
 
 
 def read(config: dict) -> ModelConfig:
+    if config.get("layer_types") not in (None, ["full_attention"] * config["num_hidden_layers"]):
+        raise NotNative("a Llama with layer_types is not native")
     bias = config.get("attention_bias", False)
     return read_common(config, qkv_bias=bias, o_bias=bias, mlp_bias=config.get("mlp_bias", False))

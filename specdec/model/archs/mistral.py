@@ -1,9 +1,12 @@
-"""Mistral: Llama without biases; the first releases attend to a sliding window of 4096 in every layer."""
+"""Mistral: Llama without biases; the first releases attend to a sliding window of 4096 in every layer.
+
+With `layer_types` transformers takes it for Ministral, whose layers slide where that says so.
+"""
 
 from specdec.model.archs.base import ModelConfig, read_common, read_sliding
 
 
 def read(config: dict) -> ModelConfig:
-    # transformers' Mistral ignores `layer_types`, and has a window unless the config says null.
-    fields = {"sliding_window": 4096} | config | {"layer_types": None}
-    return read_common(config, **read_sliding(fields, ["sliding_attention"] * config["num_hidden_layers"]))
+    fields = {"sliding_window": 4096} | config  # there is a window unless the config says null
+    kind = "full_attention" if fields["sliding_window"] is None else "sliding_attention"
+    return read_common(config, **read_sliding(fields, [kind] * config["num_hidden_layers"]))

@@ -1,0 +1,91 @@
+"""The backend that compiles rounds (docs/compile.md)."""
+
+import sys
+import time
+from collections import abc
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.engine.compiled import build
+from specdec.engine.compiled.graph import RoundGraph, make_graph
+from specdec.engine.compiled.record import Record, record
+from specdec.model import native
+
+LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
+
+
+class CompiledRounds:
+    """Rounds of one engine on the CPU, each as one compiled function. A `static_batch.Backend`.
+
+    A record serves all bounds up to that of its capture, and a replay has run when it returns: it need not be read
+    late. Raises ValueError, one sentence, if this machine cannot compile."""
+
+    any_bound = True
+    late = False
+
+    def __init__(self):
+        native.load()
+        self.generator = torch.Generator()
+
+    def forget(self) -> None:
+        pass
+
+    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        return compiled_run(run, kept, self.generator, [bound, max(bound // 2, 1)], self.compile)
+
+    def compile(self, graph: RoundGraph) -> build.Compiled:
+        """A compiled graph, told in a line on standard error with the time that it took."""
+        start, library = time.perf_counter(), build.kept_library(graph)
+        if compiled := build.load_if_kept(library):
+            print(f"note: loaded a compiled round in {time.perf_counter() - start:.2f} s", file=sys.stderr)
+            return compiled
+        print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
+        said = "it failed"
+        try:
+            build.make_library(graph, library)
+            said = f"{time.perf_counter() - start:.1f} s, and it is kept for the next time"
+        finally:
+            print(said, file=sys.stderr)
+        return build.load(library)
+
+
+def compiled_run(
+    run: Callable[[int], Any],
+    kept: abc.Sequence[Tensor],
+    generator: torch.Generator,
+    bounds: list[int],
+    compile: Callable[[RoundGraph], build.Compiled],
+) -> Callable[[int], Any]:
+    """What `run` does, compiled, for all bounds up to the first of two, or for the only one. kept: as for a capture."""
+    before, numbers = [x.clone() for x in kept], generator.get_state()
+
+    def undone(bound: int) -> Record:
+        try:
+            return record(run, bound)
+        finally:
+            for x, old in zip(kept, before, strict=True):
+                x.copy_(old)
+            generator.set_state(numbers)
+
+    undone(bounds[0])  # what is made once and kept is made now
+    one, *other = [undone(bound) for bound in bounds]
+    graph = make_graph(one, *other)
+    return replay_of(graph, compile(graph))
+
+
+def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:
+    """The round as a function of the bound."""
+    ruler, *inputs = graph.inputs
+
+    def replay(bound: int) -> Any:
+        for drawn, call in graph.draws:
+            if call.op._schema.is_mutable:
+                call.op(drawn, *call.args[1:], **call.kwargs)
+            else:
+                drawn.copy_(call.op(*call.args, **call.kwargs))
+        return graph.returned(compiled([ruler[: max(bound, LEAST)], *inputs]))
+
+    return replay

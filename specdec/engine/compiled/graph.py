@@ -1,0 +1,206 @@
+"""A recorded round as a graph of torch.fx: a function of the tensors that the round found.
+
+The number of slots that attention may read, the bound, changes from round to round. So a round is recorded twice, with
+two bounds. A number that differs between the records lies on a straight line over the bound, and the graph computes it.
+The graph takes the bound from the length of its first input, and so one graph serves all bounds.
+"""
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specdec.engine.compiled import rewrite
+from specdec.engine.compiled.record import Call, Record
+
+aten = torch.ops.aten
+
+
+@dataclass
+class RoundGraph:
+    """`module` takes `inputs`, those very tensors. It changes some of them, and returns what is new."""
+
+    module: fx.GraphModule
+    inputs: list[Tensor]  # the first is a stand-in whose length is the bound
+    draws: list[tuple[Tensor, Call]]  # which of the inputs are drawn anew before each run, in this order, and how
+    new: list[Tensor]  # what was made in the record and returned, one for each output
+    made: Any  # all that the record returned
+
+    def returned(self, outputs: list[Tensor]) -> Any:
+        """What the record returned, with these in the place of what was new."""
+        return with_tensors(self.made, {id(old): x for old, x in zip(self.new, outputs, strict=True)})
+
+
+def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
+    """The graph of a round that was recorded with two bounds, or, for one bound only, once.
+
+    Raises ValueError for a round whose operators depend on the bound otherwise than by numbers on a line."""
+    other = other or one
+    if [call.op for call in one.calls] != [call.op for call in other.calls]:
+        raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
+    return GraphBuilder(one, other).build()
+
+
+class GraphBuilder:
+    """Puts one operator after the other into a graph. `rewrite` uses it too."""
+
+    def __init__(self, one: Record, other: Record):
+        self.one, self.other = one, other
+        self.graph = fx.Graph()
+        self.emit = self.graph.call_function
+        self.nodes: dict[int, fx.Node] = {}  # by identity of the recorded tensor
+        self.inputs: list[Tensor] = []
+        self.draws: list[tuple[Tensor, Call]] = []
+        self.written = {storage_of(x) for call in one.calls for x in call.written()}
+        self.widths = rewrite.row_widths(one.calls)
+        self.bases: dict[int, tuple[fx.Node, Tensor]] = {}  # by storage: all of its memory, for those that are written
+
+    def build(self) -> RoundGraph:
+        ruler = self._input(torch.empty(self.one.bound))
+        found = list(found_tensors(self.one.calls))
+        for x in found:
+            self._place(x)
+        for call in self.one.calls:
+            for packed in (x for x in call.args if isinstance(x, torch.ScriptObject)):
+                self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fp16(packed))
+        self._place_draws()
+        for x in found:
+            self.nodes.setdefault(id(x), self._view(x))
+        self.bound = self.emit(aten.sym_size.int, (ruler, 0))
+        drawn = {id(call.out) for _, call in self.draws}  # also what made the memory for them is left out
+        for call, same in zip(self.one.calls, self.other.calls, strict=True):
+            if id(call.out) not in drawn and not rewrite.rewritten(self, call):
+                self._copy(call, same)
+        outside = {id(x) for x in found}
+        new = [x for x in tensors_in(self.one.made) if id(x) in self.nodes and id(x) not in outside]
+        # Copies: a result may be a view of what the round found.
+        self.graph.output(tuple(self.emit(aten.clone.default, (self.nodes[id(x)],)) for x in new))
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        return RoundGraph(module, self.inputs, self.draws, new, self.one.made)
+
+    def base(self, x: Tensor) -> tuple[fx.Node, Tensor] | None:
+        """All memory of the storage that x lies in, as node and tensor; None if the round does not write there."""
+        return self.bases.get(storage_of(x))
+
+    def put(self, x: Tensor, node: fx.Node) -> None:
+        """This node gives what the recorded tensor x holds."""
+        self.nodes[id(x)] = node
+
+    # What the round finds
+
+    def _input(self, x: Tensor) -> fx.Node:
+        self.inputs.append(x)
+        return self.graph.placeholder(f"input{len(self.inputs) - 1}")
+
+    def _place(self, x: Tensor) -> None:
+        """Make x an input, or, if it lies in a storage that is written, all of that: inputs that are written may not
+        overlap."""
+        if x.layout is not torch.strided:  # a weight that oneDNN has packed
+            self.nodes[id(x)] = self._input(torch.ops.specdec.hold_onednn(x))
+            return
+        key = storage_of(x)
+        if key not in self.written:
+            self.nodes[id(x)] = self._input(x)
+        elif key not in self.bases:
+            whole = whole_storage(x, self.widths.get(key, 1))
+            self.bases[key] = self._input(whole), whole
+
+    def _view(self, x: Tensor) -> fx.Node:
+        """x as a view of its storage, if that is an input."""
+        if id(x) in self.nodes:
+            return self.nodes[id(x)]
+        node, whole = self.bases[storage_of(x)]
+        if (x.shape, x.stride(), x.storage_offset()) == (whole.shape, whole.stride(), 0):
+            return node
+        return self.emit(aten.as_strided.default, (node, list(x.shape), list(x.stride()), x.storage_offset()))
+
+    def _place_draws(self) -> None:
+        """Random numbers come in from outside. Their generator is none of the graph's, and nothing decides on them but
+        their number."""
+        for call in self.one.calls:
+            if not call.draws:
+                continue
+            given = [x for x in call.args if isinstance(x, Tensor) and x is not call.out]
+            if given or not isinstance(call.out, Tensor):
+                raise ValueError(f"a round cannot be compiled that draws by {call.op}")
+            drawn = torch.empty_like(call.out)
+            self.draws.append((drawn, call))
+            self.nodes[id(call.out)] = self._input(drawn)
+
+    # What the round does
+
+    def _copy(self, call: Call, same: Call) -> None:
+        """The operator as it was called."""
+        args = tuple(self._argument(v, w) for v, w in zip(call.args, same.args, strict=True))
+        kwargs = {name: self._argument(v, same.kwargs[name]) for name, v in call.kwargs.items()}
+        node = self.emit(call.op, args, kwargs)
+        if isinstance(call.out, Tensor):
+            self.put(call.out, node)
+        elif isinstance(call.out, (tuple, list)):
+            for i, x in enumerate(call.out):
+                if isinstance(x, Tensor):
+                    self.put(x, self.emit(operator.getitem, (node, i)))
+
+    def _argument(self, value: Any, same: Any) -> Any:
+        """An argument, given what it was in both records."""
+        if isinstance(value, Tensor):
+            return self.nodes[id(value)]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._argument(v, w) for v, w in zip(value, same, strict=True))
+        return value if value == same else self._on_a_line(value, same)
+
+    def _on_a_line(self, value: Any, same: Any) -> fx.Node:
+        run = self.one.bound - self.other.bound
+        if type(value) is not int or (value - same) % run:
+            raise ValueError(f"a round cannot be compiled in which {same} becomes {value} for longer texts")
+        slope = (value - same) // run
+        node = self.bound if slope == 1 else self.emit(operator.mul, (self.bound, slope))
+        rest = value - slope * self.one.bound
+        return self.emit(operator.add, (node, rest)) if rest else node
+
+
+def storage_of(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def whole_storage(x: Tensor, width: int) -> Tensor:
+    """All memory of x's storage in x's dtype, [rows, width], or [elements] for a width of 1."""
+    count = x.untyped_storage().nbytes() // x.element_size()
+    shape = (count,) if width == 1 else (count // width, width)
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), 0, shape)
+
+
+def found_tensors(calls: list[Call]) -> Iterator[Tensor]:
+    """Every tensor that calls take and that none of them made, once."""
+    known: set[int] = set()
+    for call in calls:
+        for x in tensors_in((call.args, tuple(call.kwargs.values()))):
+            if id(x) not in known:
+                known.add(id(x))
+                yield x
+        known.update(id(x) for x in tensors_in(call.out))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of nested tuples, lists and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from tensors_in(vars(value).get(field.name))
+
+
+def with_tensors(value: Any, new: dict[int, Tensor]) -> Any:
+    """Nested dataclasses with other tensors in the place of those whose identity is a key."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if not is_dataclass(value):
+        return value
+    parts = {field.name: vars(value)[field.name] for field in fields(value)}
+    return replace(value, **{name: with_tensors(part, new) for name, part in parts.items()})

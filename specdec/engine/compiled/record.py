@@ -1,0 +1,58 @@
+"""What a function does to tensors: every operator that torch runs for it, in order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass
+class Call:
+    """One operator that ran."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    out: Any
+
+    def written(self) -> list[Tensor]:
+        """The arguments that it writes to."""
+        given = dict(zip((a.name for a in self.op._schema.arguments), self.args, strict=False)) | self.kwargs
+        writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        return [given[name] for name in writes if isinstance(given.get(name), Tensor)]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes numbers from a generator."""
+        return self.kwargs.get("generator") is not None
+
+
+@dataclass
+class Record:
+    """What a run did, and what it returned. All of its tensors are kept, so that none lies where another lay."""
+
+    bound: int
+    calls: list[Call] = field(default_factory=list)
+    made: Any = None
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[Call]):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **(kwargs or {}))
+        self.calls.append(Call(op, args, kwargs or {}, out))
+        return out
+
+
+def record(run: Callable[[int], Any], bound: int) -> Record:
+    """Run, and note what happens. Whatever is not a tensor is as the host knew it now: numbers, shapes, settings."""
+    noted = Record(bound)
+    with _Recorder(noted.calls):
+        noted.made = run(bound)
+    return noted

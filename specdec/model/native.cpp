@@ -1,0 +1,62 @@
+// Products with packed weights as operators over plain tensors. `native.py` says why, compiles this file and loads it.
+//
+// A handle is a tensor whose memory is a strong reference to what is packed: it lives as long as the handle does.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/quantized/PackedParams.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/library.h>
+
+namespace {
+
+using at::Tensor;
+using Fp16Weight = c10::intrusive_ptr<LinearPackedParamsBase>;
+
+template <typename Held>
+Tensor hold(const Held& held) {
+  return at::from_blob(
+      new Held(held), {1}, [](void* memory) { delete static_cast<Held*>(memory); }, at::kLong);
+}
+
+template <typename Held>
+const Held& held_by(const Tensor& handle) {
+  return *static_cast<const Held*>(handle.const_data_ptr());
+}
+
+Tensor hold_fp16(const Fp16Weight& weight) {
+  return hold(weight);
+}
+
+Tensor hold_onednn(const Tensor& weight) {
+  return hold(weight);
+}
+
+// `size`, the columns of the result, is for those who cannot look behind the handle.
+Tensor fp16_linear(const Tensor& x, const Tensor& handle, int64_t /*size*/) {
+  return held_by<Fp16Weight>(handle)->apply_dynamic(x, /*reduce_range=*/false);
+}
+
+Tensor onednn_linear(
+    const Tensor& x, const Tensor& handle, const std::optional<Tensor>& bias, int64_t /*size*/) {
+  using Scalars = c10::List<std::optional<at::Scalar>>;
+  using Text = std::string_view;
+  using Product =
+      Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, Text, Scalars, std::optional<Text>);
+  static const auto product =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Product>();
+  return product.call(x, held_by<Tensor>(handle), bias, "none", Scalars(), "");
+}
+
+}  // namespace
+
+TORCH_LIBRARY(specdec, m) {
+  m.def("hold_fp16(__torch__.torch.classes.quantized.LinearPackedParamsBase weight) -> Tensor", &hold_fp16);
+  m.def("hold_onednn(Tensor weight) -> Tensor", &hold_onednn);
+  m.def("fp16_linear(Tensor x, Tensor handle, int size) -> Tensor");
+  m.def("onednn_linear(Tensor x, Tensor handle, Tensor? bias, int size) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(specdec, CPU, m) {
+  m.impl("fp16_linear", &fp16_linear);
+  m.impl("onednn_linear", &onednn_linear);
+}

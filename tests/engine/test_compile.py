@@ -1,0 +1,84 @@
+"""What is compiled for real: a round of a tiny pair, once."""
+
+import pytest
+import torch
+from helpers import tiny_drafter, tiny_target
+
+from specdec.engine.compiled import build
+from specdec.engine.compiled.backend import compiled_run
+from specdec.engine.engine import Engine
+from specdec.model import cpu_linear, native
+from trees import Chain
+
+try:
+    COMPILER = native.compiler()
+except ValueError:
+    COMPILER = None
+HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 60, "eos": frozenset()}
+
+
+def pair():
+    """Weights that a checkpoint in bf16 could hold, so that FBGEMM multiplies with them where it can."""
+    target = tiny_target(layers=1)
+    drafter = tiny_drafter(target)
+    for parameter in (*target.parameters(), *drafter.parameters()):
+        parameter.data = parameter.data.bfloat16().float()
+    return target, drafter.requires_grad_(False), Chain(2)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_a_compiled_round(tmp_path, monkeypatch, capfd):
+    """It gives the same text as a launched one, is kept, and is loaded by the next engine; what is damaged is removed.
+    Products with packed weights are the same numbers to the last bit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, drafter, tree = pair()
+    expected = Engine(target, drafter, tree).generate(**HOW).rows[0]
+    engine = Engine(target, drafter, tree, compile=True)
+    result = engine.generate(**HOW)
+    assert (result.rows[0].tokens, result.rows[0].trace) == (expected.tokens, expected.trace)
+    assert result.decode_seconds < result.parts["capture"] < result.seconds
+    said = capfd.readouterr().err
+    assert "compiling a round ... " in said
+    assert "kept for the next time" in said
+
+    (library,) = tmp_path.glob("specdec/compiled/*/round.so")
+    assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
+    with monkeypatch.context() as patched:
+        patched.setattr(build, "make_library", None)
+        again = Engine(target, drafter, tree, compile=True).generate(**HOW)
+    assert again.rows[0].tokens == expected.tokens
+    assert "loaded a compiled round" in capfd.readouterr().err
+
+    damaged = tmp_path / "damaged" / "round.so"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"no library")
+    assert build.load_if_kept(damaged) is None
+    assert not damaged.parent.exists()
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_products_with_packed_weights(dtype):
+    """The same numbers to the last bit, with and without bias, from a graph that holds handles."""
+    native.load()
+    with torch.inference_mode(False), torch.no_grad():
+        weight, bias = (torch.randn(size).bfloat16().to(dtype) for size in ((24, 16), (24,)))
+        products = cpu_linear.linear(weight, None), cpu_linear.linear(weight, bias)
+    x, out = torch.randn(3, 16).to(dtype), torch.empty(2, 3, 24, dtype=dtype)
+
+    def multiply(bound: int) -> None:
+        for place, product in zip(out, products, strict=True):
+            place.copy_(product(x))
+
+    multiply(8)
+    expected, graphs = out.clone(), []
+
+    def interpret(graph):
+        graphs.append(graph)
+        return lambda inputs: list(graph.module(*inputs))
+
+    compiled_run(multiply, [], torch.Generator(), [8, 4], interpret)(8)
+    assert torch.equal(out, expected)
+    used = {str(node.target).split(".")[0] for node in graphs[0].module.graph.nodes if node.op == "call_function"}
+    assert used & {"quantized", "mkldnn"} == set()

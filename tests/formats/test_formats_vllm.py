@@ -1,0 +1,322 @@
+"""What is written for vLLM is what vLLM reads: its arithmetic, written out here, gives from the file what our drafter
+gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import save_hf, tiny_drafter, tiny_target
+from published import publish
+from safetensors.torch import load_file, save_file
+
+import specdec
+from drafters import eagle, eagle3, medusa, mtp
+from drafters.formats import load_drafter, open_checkpoint, save_drafter
+from drafters.formats.convert import convert, export, without_a_form
+from drafters.vocab import DraftVocab
+from specdec.acceptance import FILE, read_acceptance
+from specdec.model.loader import load_target
+from training.train import warn_of_servers
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def pair(request, tmp_path_factory):
+    """A target's folder, the target, and transformers' model of it."""
+    folder = tmp_path_factory.mktemp(request.param) / "target"
+    fields = {"head_dim": 8} if request.param == "gemma3_text" else {}
+    model = save_hf(folder, request.param, num_hidden_layers=LAYERS, **fields)
+    return folder, load_target(folder, tokenizer=False), model
+
+
+@torch.no_grad()
+def randomized(drafter):
+    torch.manual_seed(3)
+    for parameter in drafter.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.2)
+    return drafter.eval()
+
+
+def written(drafter, target, tmp_path, target_folder):
+    """Config and tensors of a drafter's export for vLLM."""
+    save_drafter(drafter, tmp_path / "ours", target)
+    export(tmp_path / "ours", tmp_path / "vllm", "vllm", target_folder)
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    return config, load_file(tmp_path / "vllm" / "model.safetensors")
+
+
+def rms_norm(x, weight, eps):
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+@torch.no_grad()
+def states_of(model, tokens):
+    """What vLLM gathers under the names 0 to N: what enters the layers, and what leaves the last one, not normed."""
+    states = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+        for module in (*model.model.layers, model.model.norm)
+    ]
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return states
+
+
+def fused_in_vllm(config, tensors, states):
+    """`combine_hidden_states` of vLLM's Eagle3LlamaForCausalLM, over states gathered in ascending order."""
+    eps, ids = config["transformer_layer_config"]["rms_norm_eps"], config["eagle_aux_hidden_state_layer_ids"]
+    feats = torch.cat([states[i] for i in sorted(set(ids))], dim=-1)
+    if config["norm_before_fc"]:
+        feats = rms_norm(feats, tensors["input_norm.weight"], eps)
+    if config["fc_norm"]:
+        norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(ids))]
+        feats = [rms_norm(x, w, eps) for x, w in zip(feats.chunk(len(ids), dim=-1), norms, strict=True)]
+        feats = torch.cat(feats, dim=-1)
+    return feats @ tensors["fc.weight"].T
+
+
+HEADS = {
+    "taps listed": {"taps": (1, 3, 5)},
+    "taps out of order": {"taps": (5, 1, 3)},
+    "taps out of order, a norm for each": {"taps": (5, 1, 3), "tap_norms": True},
+    "taps out of order, one norm": {"taps": (5, 1, 3), "input_norm": True},
+    "two taps": {"taps": (1, 4)},
+    "embeddings": {"taps": (0, 2, 4)},
+    "the last state": {"taps": (1, 3, LAYERS), "tap_norms": True},
+    "the last state first": {"taps": (LAYERS, 1, 3), "tap_norms": True, "feedback": "post"},
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@torch.no_grad()
+def test_vllm_fuses_what_it_gathers_as_we_do(kind, pair, tmp_path):
+    folder, target, model = pair
+    drafter = randomized(eagle3.create(target, init="random", **HEADS[kind]))
+    config, tensors = written(drafter, target, tmp_path, folder)
+    tokens = torch.randint(target.vocab, (1, 20))
+    _, feats = target(tokens, None, taps=drafter.taps, logits=False)
+    theirs = fused_in_vllm(config, tensors, states_of(model, tokens))
+    torch.testing.assert_close(drafter.fuse(feats), theirs, rtol=1e-3, atol=1e-4)
+    again = load_drafter(tmp_path / "vllm", target)
+    assert again.switches == drafter.switches
+    assert again.taps == tuple(sorted(drafter.taps))
+    _, feats = target(tokens, None, taps=again.taps, logits=False)
+    torch.testing.assert_close(again.fuse(feats), theirs, rtol=1e-3, atol=1e-4)
+    count = config["transformer_layer_config"].get("num_aux_hidden_states", 3)
+    assert tensors["fc.weight"].shape[1] == count * target.config.hidden
+
+
+@torch.no_grad()
+def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
+    folder, target, _ = pair
+    drafter = randomized(eagle.create(target, init="random"))
+    config, tensors = written(drafter, target, tmp_path, folder)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["bias"], config["attention_bias"], config["qkv_bias"]) == (False, False, False)
+    assert "fc.bias" not in tensors
+    tokens, hidden = torch.randint(target.vocab, (1, 20)), torch.randn(1, 20, target.config.hidden)
+    theirs = torch.cat([F.embedding(tokens, tensors["embed_tokens.weight"]), hidden], dim=-1) @ tensors["fc.weight"].T
+    ours = drafter.fc(torch.cat([F.embedding(tokens, drafter.embedding), hidden], dim=-1))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    again = load_drafter(tmp_path / "vllm", target)
+    assert again.conventions["embedding"] == "its own"
+    following = torch.randint(target.vocab, (1, 20))
+    for one, other in zip(drafter.unroll(hidden, following, 3), again.unroll(hidden, following, 3), strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=1e-4)
+    save_drafter(again, tmp_path / "saved", target)
+    assert torch.equal(load_drafter(tmp_path / "saved", target).embedding, again.embedding)
+    for to, name in ((export, "sglang"), (convert, "speculators")):
+        with pytest.raises(ValueError, match=r"embedding"):
+            to(tmp_path / "vllm", tmp_path / "no", name)
+
+
+def test_eagle_without_a_bias_shares_the_targets_embedding(pair, tmp_path):
+    folder, target, _ = pair
+    _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path, folder)
+    assert "embed_tokens.weight" not in tensors
+    few = eagle.create(target, vocab=DraftVocab(target.vocab, torch.arange(9)))
+    with pytest.raises(ValueError, match=r"only some \(train with drafter.draft_vocab_size=null\)"):
+        written(few, target, tmp_path / "few", folder)
+
+
+@pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
+def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
+    folder, target, _ = pair
+    blocks, own = 2 if kind == "two blocks" else 1, kind == "own matrices"
+    drafter = randomized(medusa.create(target, heads=3, blocks=blocks, own_heads=own))
+    config, tensors = written(drafter, target, tmp_path, folder)
+    assert (config["num_heads"], config["num_hidden_layers"]) == (3, blocks)
+    assert config["medusa_fc_bias"] is True
+    assert config["original_lm_head"] is not own
+    if own:
+        assert "lm_heads.0.weight" not in tensors
+    else:
+        assert torch.equal(tensors["lm_heads.0.weight"], target.head.weight)
+    again = load_drafter(tmp_path / "vllm", target)
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+    hidden = torch.randn(1, 4, target.config.hidden)
+    for one, other in zip(drafter.unroll(hidden, None, 3), again.unroll(hidden, None, 3), strict=True):
+        assert torch.equal(one.logits, other.logits)
+
+
+def test_the_bundled_head_is_exported_with_its_last_tap(tmp_path):
+    """Its meaning survives: what is read back is the bundled head, tensor by tensor."""
+    export(specdec.DEMO_DRAFTER, tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)
+    ours, theirs = open_checkpoint(specdec.DEMO_DRAFTER), open_checkpoint(tmp_path / "vllm")
+    assert theirs.meaning == ours.meaning
+    assert theirs.layout.name == "vllm"
+    held = {name: tensor for name, tensor in theirs.tensors.items() if name != "embed_tokens.weight"}
+    assert set(held) == set(ours.tensors)
+    assert all(torch.equal(held[name], tensor) for name, tensor in ours.tensors.items())
+    norm = load_file(tmp_path / "vllm" / "model.safetensors")["input_norm.weight"].view(3, -1)
+    final = load_file(specdec.DEMO_TARGET / "model.safetensors")["model.norm.weight"]
+    assert torch.equal(norm[2] / norm[0], final)
+    assert torch.equal(norm[0], norm[1])
+
+
+def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
+    """vLLM and transformers give the projection behind the attention a bias too, which they would leave undefined."""
+    folder, target, _ = pair
+    drafter = randomized(eagle3.create(target, init="random", qkv_bias=True, taps=(1, 3, 5)))
+    _, tensors = written(drafter, target, tmp_path, folder)
+    assert not tensors["layers.0.self_attn.o_proj.bias"].any()
+    again = load_drafter(tmp_path / "vllm", target)
+    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
+    tensors["layers.0.self_attn.o_proj.bias"] += 1
+    save_file(tensors, tmp_path / "vllm" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds the tensor .*o_proj.bias"):
+        load_drafter(tmp_path / "vllm", target)
+
+
+# What others read otherwise is written out, or said
+
+
+def test_both_counts_of_layers_are_written(pair, tmp_path):
+    folder, target, _ = pair
+    save_drafter(eagle3.create(target, taps=(5, 1, 3)), tmp_path / "ours", target)
+    convert(tmp_path / "ours", tmp_path / "there", "eagle3", folder)
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
+    assert load_drafter(tmp_path / "there", target).taps == (1, 3, 5)
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "specdec", "speculators", "modelopt"])
+def test_norm_before_residual_is_always_stated(layout, pair, tmp_path):
+    folder, target, _ = pair
+    save_drafter(eagle3.create(target, taps=(1, 3, 5)), tmp_path / "ours", target)
+    convert(tmp_path / "ours", tmp_path / "there", layout, folder)
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["norm_before_residual"] is False
+
+
+def test_doubts_are_said(tmp_path, capsys):
+    folder = publish(tmp_path / "it", "speculators")
+    (doubt,) = open_checkpoint(folder, headers=True).doubts
+    assert "norm_before_residual is absent" in doubt
+    config = json.loads((folder / "config.json").read_text())
+    stated = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [4, 2, 6]}
+    (folder / "config.json").write_text(json.dumps(config | stated))
+    checkpoint = open_checkpoint(folder, headers=True)
+    assert checkpoint.conventions()["doubts"].startswith("the taps are read in the order listed, [4, 2, 6]")
+    (folder / "config.json").write_text(json.dumps(config | stated | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}))
+    assert open_checkpoint(folder, headers=True).doubts == ()
+
+
+def test_taps_that_are_listed_need_the_target(pair, tmp_path):
+    """Without it, nothing was said of a tap that has no name, and with it that was refused."""
+    folder, target, _ = pair
+    save_drafter(eagle3.create(target, taps=(1, 3, LAYERS)), tmp_path / "ours", target)
+    for layout in ("eagle3", "speculators", "modelopt", "modelopt-training"):
+        with pytest.raises(ValueError, match="give --target"):
+            convert(tmp_path / "ours", tmp_path / "there", layout)
+        with pytest.raises(ValueError, match=f"hidden state {LAYERS}"):
+            convert(tmp_path / "ours", tmp_path / "there", layout, folder)
+    with pytest.raises(ValueError, match=r"train with drafter.tap_norms=true"):
+        export(tmp_path / "ours", tmp_path / "there", "vllm", folder)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle2", "medusa"])
+def test_measured_acceptance_goes_along(name, tmp_path):
+    source = specdec.DEMO_TARGET.parent / name
+    export(source, tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)
+    assert read_acceptance(tmp_path / "vllm") == read_acceptance(source) is not None
+    to = open_checkpoint(source, headers=True).family.saved_as
+    convert(tmp_path / "vllm", tmp_path / "back", to)
+    assert (tmp_path / "back" / FILE).read_text() == (tmp_path / "vllm" / FILE).read_text()
+    (tmp_path / "vllm" / FILE).unlink()
+    convert(tmp_path / "vllm", tmp_path / "again", to)
+    assert not (tmp_path / "again" / FILE).exists()
+
+
+# What is about to be trained
+
+
+def drafters_for(target):
+    few = DraftVocab(target.vocab, torch.arange(9))
+    return {
+        "default": (eagle3.create(target, vocab=few, taps=(1, 3, 5)), {}),
+        "the target's head": (eagle3.create(target, vocab=few, taps=(1, 3, 5), train_head=False), {}),
+        "EAGLE-3.1": (
+            eagle3.create(target, taps=(1, 3, 5), tap_norms=True, feedback="post"),
+            {"sglang": "drafter.tap_norms=false drafter.feedback=pre"},
+        ),
+        "five taps": (eagle3.create(target, taps=(1, 2, 3, 4, 5)), {"sglang": "drafter.taps=3"}),
+        "the last state": (
+            eagle3.create(target, taps=(1, 3, LAYERS)),
+            {"sglang": "drafter.taps from 1", "vllm": "drafter.tap_norms=true"},
+        ),
+        "the last state, normed": (
+            eagle3.create(target, taps=(1, 3, LAYERS), tap_norms=True),
+            {"sglang": "drafter.tap_norms=false"},
+        ),
+        "no norm before the head": (
+            eagle3.create(target, taps=(1, 3, 5), head_norm=False),
+            {"sglang": "drafter.head_norm=true", "vllm": "drafter.head_norm=true"},
+        ),
+        "EAGLE-2": (eagle.create(target), {}),
+        "EAGLE-2 of some tokens": (eagle.create(target, vocab=few), {"vllm": "drafter.draft_vocab_size=null"}),
+        "Medusa": (medusa.create(target), {"sglang": "drafter=eagle3"}),
+        "Medusa of some tokens": (
+            medusa.create(target, vocab=few),
+            {"sglang": "drafter=eagle3", "vllm": "drafter.draft_vocab_size=null"},
+        ),
+        "MTP": (mtp.create(target), {"sglang": "drafter=eagle3", "vllm": "drafter=eagle3"}),
+    }
+
+
+def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(pair, capsys):
+    _, target, _ = pair
+    for name, (drafter, expected) in drafters_for(target).items():
+        reasons = without_a_form(drafter, target)
+        assert set(reasons) == set(expected), name
+        for server, settings in expected.items():
+            assert settings in reasons[server], name
+        warn_of_servers(drafter, target)
+        said = capsys.readouterr().out
+        assert said.count("\n") == bool(expected)
+        assert all(settings in said for settings in expected.values())
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_what_training_says_is_what_export_does(server, pair, tmp_path):
+    folder, target, _ = pair
+    for i, (name, (drafter, expected)) in enumerate(drafters_for(target).items()):
+        save_drafter(drafter, tmp_path / f"{i}", target)
+        if server in expected:
+            with pytest.raises(ValueError, match=r".") as refused:
+                export(tmp_path / f"{i}", tmp_path / f"{i}-there", server, folder)
+            assert str(refused.value).split(": ")[0] in without_a_form(drafter, target)[server], name
+        else:
+            export(tmp_path / f"{i}", tmp_path / f"{i}-there", server, folder)
+
+
+def test_a_draft_vocabulary_is_no_tensor_left_over(tmp_path):
+    target = tiny_target()
+    for kind in ("eagle", "medusa", "mtp"):
+        save_drafter(tiny_drafter(target, draft_vocab=8, kind=kind), tmp_path / kind, target)
+        to = open_checkpoint(tmp_path / kind).layout.name
+        convert(tmp_path / kind, tmp_path / f"{kind}-again", to)
+        assert load_drafter(tmp_path / f"{kind}-again", target).vocab.size == 8

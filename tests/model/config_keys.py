@@ -1,0 +1,176 @@
+"""Every key of a family's config, changed in turn, on disk: what transformers makes of it, and what we make of it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from helpers import SMALL, save_hf
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from specdec.model.loader import load_target
+
+TOKENS = 40  # more than every window here
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# A small model of each native family, in which as much as possible is not what the family takes by default.
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "mistral": {"sliding_window": 8, "head_dim": 16},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOWED},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        **WINDOWED,
+    },
+}
+ROPES = [
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    {"rope_theta": 77.0},
+    {"full_attention": {"rope_type": "default", "rope_theta": 50.0}},
+]
+TYPES = [["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]]
+# What a key is changed to, where more can be said than the type of its value does.
+VALUES = {
+    "rope_parameters": ROPES,
+    "rope_scaling": [
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", **{k: v for k, v in ROPES[4].items() if k not in ("rope_type", "rope_theta")}},
+    ],
+    "rope_theta": [50.0],
+    "rope_local_base_freq": [50.0],
+    "partial_rotary_factor": [0.5],
+    "layer_types": [*TYPES, ["full_attention"], ["chunked_attention"] * 3, None],
+    "sliding_window": [4, 200, None],
+    "max_window_layers": [0, 2, 3],
+    "sliding_window_pattern": [2, 3],
+    "_sliding_window_pattern": [2, 3],
+    "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh", "swish", "none such"],
+    "hidden_activation": ["gelu", "silu", "none such"],
+    "attn_logit_softcapping": [1.0],
+    "final_logit_softcapping": [2.0],
+    "logit_scale": [0.5],
+    "embedding_multiplier": [3.0],
+    "head_dim": [8, 16, 32, None],
+    "eos_token_id": [5, [5, 6], None],
+    "model_type": list(FAMILIES),
+    "architectures": [["MistralForCausalLM"], ["NoneSuch"], None],
+    "dtype": ["float32", "bfloat16"],
+    "quantization_config": [{"quant_method": "none such"}],
+    "attention_chunk_size": [8],
+    "no_rope_layers": [[1, 0, 1]],
+    "num_kv_shared_layers": [1],
+    "mup_enabled": [True],
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one change. Without a reason a side has decoded; `gap` is the largest difference of the logits."""
+
+    key: str
+    value: str
+    theirs: str
+    ours: str
+    gap: float | None = None
+
+    @property
+    def agrees(self) -> bool:
+        return self.gap is not None and self.gap < 1e-4
+
+
+def alternatives(key: str, value) -> Iterator:
+    """Other values of a key."""
+    if key in VALUES:
+        yield from VALUES[key]
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, 2 * value, 0)
+    elif isinstance(value, float):
+        yield from (2 * value + 0.5, 0.0)
+    elif value is None:
+        yield from (True, 3, 0.5)
+    elif isinstance(value, str):
+        yield "none such"
+    else:
+        yield None
+
+
+def changes(config: dict, known: dict) -> Iterator[tuple[str, str, dict]]:
+    """Every changed config: key, what it was changed to, config. `known` holds the keys of all families."""
+    for key in sorted({*config, *known, *VALUES}):
+        if key in config:
+            yield key, "left out", {k: v for k, v in config.items() if k != key}
+        for value in alternatives(key, config.get(key, known.get(key))):
+            if key not in config or value != config[key]:
+                yield key, repr(value), config | {key: value}
+
+
+def all_keys() -> dict:
+    """The keys of all families with their default values."""
+    found = {}
+    for family in FAMILIES:
+        found |= AutoConfig.for_model(family, **SMALL).to_dict()
+    return {key: value for key, value in found.items() if not isinstance(value, dict | list)}
+
+
+@torch.inference_mode()
+def outcomes(family: str, folder: Path) -> list[Outcome]:
+    """What became of every change of a family's config."""
+    logging.set_verbosity_error()
+    save_hf(folder, family, **FAMILIES[family])
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    out = []
+    for key, value, changed in changes(config, all_keys()):
+        file.write_text(json.dumps(changed))
+        theirs, reason = attempt(lambda: theirs_of(folder))
+        ours, refusal = attempt(lambda: ours_of(folder))
+        gap = None
+        if ours is not None and theirs is not None and ours.shape == theirs.shape:
+            same_nan = torch.equal(ours.isnan(), theirs.isnan())
+            gap = (ours - theirs).abs().nan_to_num(0).max().item() if same_nan else float("inf")
+        out.append(Outcome(key, value, reason, refusal, gap))
+    return out
+
+
+def attempt(decode) -> tuple[torch.Tensor | None, str]:
+    """Logits, and the reason why there are none."""
+    try:
+        return decode(), ""
+    except Exception as error:  # transformers raises errors of any type
+        return None, f"{type(error).__name__}: {error}"
+
+
+def theirs_of(folder: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise ValueError(f"lacks {sorted(info['missing_keys'])[:1]}")
+    return model(torch.arange(TOKENS)[None], return_dict=True).logits
+
+
+def ours_of(folder: Path) -> torch.Tensor:
+    target = load_target(folder, tokenizer=False, dtype="fp32")
+    return target(torch.arange(TOKENS)[None], None)[0]

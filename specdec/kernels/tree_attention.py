@@ -133,7 +133,10 @@ def _over_tree(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["see_row", "see_node", "n", "nodes", "kv_heads", "window"])
+@triton.jit(
+    do_not_specialize=["see_row", "see_node", "n", "nodes", "kv_heads", "window"],
+    do_not_specialize_on_alignment=["ancestors"],
+)
 def _tree_attention(
     q, keys, values, lens, ancestors, depth, out, lse,
     q_row, q_node, q_head, kv_row, kv_head, kv_slot, see_row, see_node,
@@ -239,6 +242,7 @@ def launch(
     assert keys.stride(3) == q.stride(3) == 1
     assert ancestors is None or ancestors.stride(2) == 1
     wide, windowed = max(16, triton.next_power_of_2(dim)), window is not None
+    by_depth = windowed and depth is not None
     rows, block = _tile_sizes(groups * n, wide, q.element_size())
     tiles = triton.cdiv(groups * n, rows)
     if splits is None:
@@ -250,11 +254,11 @@ def launch(
     lse = out if splits == 1 else q.new_empty(b, n, heads, splits, dtype=torch.float32)
     see = (lens, 0, 0) if ancestors is None else (ancestors, *ancestors.stride()[:2])
     _tree_attention[(tiles, b * kv_heads, splits)](
-        q, keys, values, lens, see[0], lens if depth is None else depth.contiguous(), parts, lse, *q.stride()[:3],
+        q, keys, values, lens, see[0], depth.contiguous() if by_depth else lens, parts, lse, *q.stride()[:3],
         *keys.stride()[:3], *see[1:], n, nodes, kv_heads, dim**-0.5 if scale is None else scale, softcap or 0.0,
         window or 0,
         GROUPS=groups, DIM=dim, PARTS=splits > 1, CAUSAL=ancestors is None, WINDOW=windowed,
-        DEPTH=depth is not None and windowed, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block,
+        DEPTH=by_depth, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block,
         D=wide, num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:

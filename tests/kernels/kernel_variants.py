@@ -65,14 +65,16 @@ class Compiler:
 class Again:
     """A backend for rounds on static tensors that runs them instead of replaying them: the bound is that of a graph."""
 
+    any_bound, late = False, False
+
     def __init__(self):
         self.generator = torch.Generator()
 
     def forget(self) -> None:
         pass
 
-    def capture(self, run, kept):
-        return run
+    def capture(self, run, kept, bound):
+        return lambda _: run(bound)
 
 
 def children(hidden: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import save_hf, tiny_drafter, tiny_target
-from published import publish
+from published import make_target, publish
 from safetensors.torch import load_file, save_file
 
 import specdec
@@ -212,10 +212,12 @@ def test_norm_before_residual_is_always_stated(layout, pair, tmp_path):
     assert json.loads((tmp_path / "there" / "config.json").read_text())["norm_before_residual"] is False
 
 
-def test_doubts_are_said(tmp_path, capsys):
+def test_doubts_are_said(tmp_path):
     folder = publish(tmp_path / "it", "speculators")
     (doubt,) = open_checkpoint(folder, headers=True).doubts
     assert "norm_before_residual is absent" in doubt
+    with pytest.warns(UserWarning, match="norm_before_residual is absent"):
+        load_drafter(folder, make_target())
     config = json.loads((folder / "config.json").read_text())
     stated = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [4, 2, 6]}
     (folder / "config.json").write_text(json.dumps(config | stated))

@@ -52,7 +52,8 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         summary["baseline_tokens_per_second"] = plain.tokens_per_second
         # A text that ends with its first token decodes nothing, in no time.
         rate = plain.tokens_per_second
-        summary["speedup"] = total.tokens_per_second / rate if rate else None
+        # Nor is there a ratio where plain decoding was chosen: it would be the noise between two equal runs.
+        summary["speedup"] = total.tokens_per_second / rate if rate and session.drafter is not None else None
         same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
         summary["identical"] = all(same) if session.sampling.greedy else None
         summary["identical_rows"] = sum(same)

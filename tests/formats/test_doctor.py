@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 import specdec
 from drafters import eagle3
 from drafters.formats import __main__ as command
-from drafters.formats import check, open_checkpoint, save_drafter
+from drafters.formats import check, open_checkpoint, save_drafter, verdict
 from drafters.formats.eagle3 import PROJECTIONS
+from drafters.formats.prompts import PROMPTS
 from drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.checkpoint import read_tensors
@@ -26,10 +27,10 @@ from trees import Chain
 def demo():
     """The demo target and its own answers, on which all readings are compared."""
     target = specdec.load_target(specdec.DEMO_TARGET)
-    answers = check.answer(target, check.PROMPTS, 32)
-    outcomes = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
-    folder, tau = specdec.DEMO_DRAFTER, outcomes[0].tau
-    return SimpleNamespace(target=target, answers=answers, folder=folder, outcomes=outcomes, tau=tau)
+    answers = check.answer(target, PROMPTS[:4], 32)
+    report = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
+    folder, tau = specdec.DEMO_DRAFTER, report.declared.tau
+    return SimpleNamespace(target=target, answers=answers, folder=folder, report=report, tau=tau)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def plain(demo, tmp_path_factory):
     """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
     folder = tmp_path_factory.mktemp("plain") / "eagle3"
     save_drafter(learn(demo.target, demo.answers, rounds=50), folder, demo.target)
-    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return SimpleNamespace(**vars(demo) | {"folder": folder, "outcomes": outcomes, "tau": outcomes[0].tau})
+    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return SimpleNamespace(**vars(demo) | {"folder": folder, "report": report, "tau": report.declared.tau})
 
 
 def learn(target, answers, rounds):
@@ -79,8 +80,8 @@ def falsified(tmp_path):
 
 
 def best(demo, folder):
-    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return check.as_json(outcomes)["better_reading"], outcomes
+    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return report.better_reading, report
 
 
 def swap_halves(tensors):
@@ -125,32 +126,33 @@ LIES = {
 @pytest.mark.parametrize(("head", "lie"), [(head, lie) for head in LIES for lie in LIES[head]])
 def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
     (fields, change, expected), truth = LIES[head][lie], request.getfixturevalue(head)
-    reading, outcomes = best(truth, falsified(change, truth.folder, **fields))
+    reading, report = best(truth, falsified(change, truth.folder, **fields))
     assert reading is not None
     assert reading.startswith(expected)
-    assert next(o for o in outcomes if o.name == reading).tau == truth.tau
-    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < truth.tau
+    assert report.chosen[0].tau == truth.tau
+    assert len(report.chosen) == 1
+    assert report.declared.refused if lie == "absolute ids" else report.declared.tau < truth.tau
 
 
 def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
     """Two readings normalise the state again: after the layer, or where the residual starts."""
-    reading, outcomes = best(demo, falsified(norm_output=False))
+    reading, report = best(demo, falsified(norm_output=False))
     assert reading in ("norm_before_residual True", "feedback after the final norm")
-    assert outcomes[0].tau < demo.tau
+    assert report.declared.tau < demo.tau
 
 
 @pytest.mark.parametrize("which", ["demo", "plain"])
 def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
     truth = request.getfixturevalue(which)
-    assert check.as_json(truth.outcomes)["better_reading"] is None
+    assert truth.report.better_reading is None
     assert truth.tau > 2
-    assert {o.refused for o in truth.outcomes} == {None}
+    assert {o.refused for o in truth.report.rounds[0]} == {None}
 
 
 def test_tau_is_that_of_decoding_with_a_chain(demo):
     drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, demo.target)
-    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4)[0]
-    ids = [encode_prompt(demo.target, prompt, False) for prompt in check.PROMPTS]
+    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4).declared
+    ids = [encode_prompt(demo.target, prompt, False) for prompt in PROMPTS[:4]]
     rows = [Engine(demo.target, drafter, Chain(4)).generate([i], max_new_tokens=32).rows[0] for i in ids]
     rounds = sum(row.trace.rounds for row in rows)
     assert outcome.tau == sum(sum(row.trace.emitted) for row in rows) / rounds
@@ -163,7 +165,7 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     save_drafter(drafter, tmp_path / "it", target)
     rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=12, sampling=Sampling()).rows
     answers = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
-    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3)
+    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3).rounds[0]
     assert len(outcomes) > 1
     assert all(outcome.tau >= 1 for outcome in outcomes)
     report = command.inspect.inspect(tmp_path / "it")
@@ -216,7 +218,7 @@ def test_inspect_reads_headers_only(run, monkeypatch):
 
 def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     prompts = tmp_path.parent / "prompts.txt"
-    prompts.write_text(check.PROMPTS[0] + "\n" + check.PROMPTS[2] + "\n")
+    prompts.write_text(PROMPTS[0] + "\n" + PROMPTS[2] + "\n")
     arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
     code, out, _ = run("check", "--draft", falsified(None, plain.folder, norm_before_residual=True), *arguments)
     assert code == 0

@@ -24,6 +24,7 @@ from specdec.text import encode_prompt
 
 LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried
 ROUNDS = 3  # so many things may be declared wrongly
+HARDLY = 1.1  # a tau below which nothing worth the name is accepted
 NAMED = 3  # so many of the best taps are tried like other readings
 RESAMPLES = 1000
 
@@ -129,10 +130,10 @@ class _Trial:
         self.target, self.checkpoint, self.steps = target, checkpoint, steps
         self.family = checkpoint.family
         everything = batches(target, answers)
-        few, some = max(2, len(answers) // 16), max(4, len(answers) // 4)
+        few, some = max(1, len(answers) // 16), max(2, len(answers) // 4)
         self.stages = batches(target, answers[:few]), batches(target, answers[:some]), everything
         self.positions = sum(sum(batch.counts) for batch in everything)
-        self.tried = 0
+        self.tried = self.searched = 0
 
     def construct(self, reading: Reading) -> Drafter:
         drafter = self.family.construct(reading.meaning, reading.tensors, self.target, self.checkpoint.path)
@@ -156,12 +157,14 @@ class _Trial:
         others = [self.try_reading(r) for r in self.family.readings(meaning, tensors, self.target)]
         known = {o.taps for o in (start, *others) if o.taps}
         finalists, searched = (rivals, 0) if rivals else self.search(meaning, tensors, known)
+        self.tried += len(others)
+        self.searched += searched
+        for other in others:
+            judge(other, start, self.tried)
         for taps in [taps for taps in finalists if taps not in known][:NAMED]:
             retapped = self.family.retap(meaning, taps)
             others.append(self.try_reading(Reading(f"taps {list(taps)}", retapped, tensors)))
-        self.tried += len(others) + searched
-        for other in others:
-            judge(other, start, self.tried)
+            judge(others[-1], start, self.searched)
         unjudged = dataclasses.replace(start, gain=None, margin=None, verdict="")
         return [unjudged, *others], searched, finalists
 
@@ -193,15 +196,15 @@ def tau_of(rounds: Tensor) -> tuple[float, tuple[float, float] | None]:
     return tau, (low, high)
 
 
-def judge(other: Outcome, start: Outcome, tried: int) -> None:
+def judge(other: Outcome, start: Outcome, tests: int) -> None:
     """Say whether another reading is better or worse than `start` (one-sided paired z-tests over the positions).
 
     Each token is judged from up to `steps` positions, whose results are not independent. They count as one, so z is
-    divided by the root of `steps`. tried: how many readings were, by which the level is divided."""
+    divided by the root of `steps`. tests: by how many the level is divided."""
     if other.followed is None:
         return
     if start.followed is None:
-        other.verdict = "better" if other.tau > 1 else "noise"
+        other.verdict = "better" if other.tau > HARDLY else ""
         return
     gains = (other.followed.logp - start.followed.logp).double()
     if not gains.isfinite().all():
@@ -210,9 +213,9 @@ def judge(other: Outcome, start: Outcome, tried: int) -> None:
     error = float(gain.std()) / sqrt(max(len(gain), 2) / steps)
     other.gain, other.margin = float(gain.mean()) / steps, 1.96 * error / steps
     chance = erfc(abs(float(gain.mean())) / max(error, 1e-12) / sqrt(2)) / 2
-    if chance >= LEVEL / tried:
+    if chance >= LEVEL / tests:
         other.verdict = "noise"
     elif other.gain < 0:
         other.verdict = "worse"
     else:
-        other.verdict = "better" if other.tau > start.tau else "likelier"
+        other.verdict = "better" if other.tau > max(start.tau, HARDLY) else "likelier"

@@ -131,11 +131,25 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     return (max(1, layers // 4), max(1, (layers + 1) // 2), layers)
 
 
+def taps_to_the_end(layers: int) -> tuple[int, int, int]:
+    """The default taps with the last hidden state in the place of the third, so that `fc` can pass it through."""
+    return (*default_taps(layers)[:2], layers)
+
+
+def choose_taps(layers: int, taps: tuple[int, ...] | int | str | None) -> tuple[int, ...]:
+    """What the setting `taps` of `create` means on a target of so many layers."""
+    if isinstance(taps, str):
+        if taps != "last":
+            raise ValueError(f"drafter.taps must be indices, a number, 'last' or null, got {taps!r}")
+        return taps_to_the_end(layers)
+    return spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
+
+
 def create(
     target,
     *,
     vocab: DraftVocab | None = None,
-    taps: tuple[int, ...] | int | None = None,
+    taps: tuple[int, ...] | int | str | None = None,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
@@ -146,7 +160,8 @@ def create(
 ) -> Eagle3:
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
-    taps: indices, or how many to spread over the layers. train_head: if false, the head keeps the rows of the target's.
+    taps: indices, how many to spread over the layers, or 'last' for `taps_to_the_end`. train_head: if false, the head
+    keeps the rows of the target's.
     init: see `layers.start`. forward: fields of `Eagle3Forward`.
     """
     shape = shape_like(
@@ -157,7 +172,7 @@ def create(
         rope_theta=rope_theta,
     )
     layers = target.config.layers
-    taps = spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
+    taps = choose_taps(layers, taps)
     check_taps(taps, layers)
     vocab = vocab or DraftVocab(target.vocab)
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))

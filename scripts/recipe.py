@@ -7,7 +7,7 @@ at a time, on the same answers of the same target. A run is so many padded token
 same conversations, on which agreement with the target's choice and tau at three trees are measured.
 
 Every run leaves a JSON file in OUT/results, and one that has it is skipped: so the same command goes on after an
-interruption, and --stages chooses what is run, in the order of the table below. OUT/recipe.md holds the tables of all
+interruption, and --stages and --seeds choose what is run, in the order given. OUT/recipe.md holds the tables of all
 results that are there; --dry writes it and trains nothing.
 
 Learning rates fall to zero at the end of a run, so every size needs a run of its own. Of the presets only the length of
@@ -16,6 +16,7 @@ targets a thousand times as large, so `eagle_adamw` is the EAGLE preset with twe
 """
 
 import argparse
+import itertools
 import json
 import math
 import shutil
@@ -66,14 +67,12 @@ WITHOUT = {
 }
 EXPORTABLE = {"sglang": ("drafter=eagle3",)}
 NAMES = COMPARED | WITHOUT | EXPORTABLE
-SEEDS = (0, 1, 2)
-STAGES = {
-    "75k": (tuple(COMPARED), 75_000, SEEDS),
-    "300k": (tuple(COMPARED), 300_000, SEEDS),
-    "exportable": (tuple(EXPORTABLE), 300_000, SEEDS),
-    "ablation": (tuple(WITHOUT), 300_000, SEEDS[:1]),
-    "ablation_seeds": (tuple(WITHOUT), 300_000, SEEDS[1:]),
-    "1M": (("recipe", "preset_eagle", "preset_specforge", "eagle_adamw"), 1_000_000, SEEDS),
+STAGES = {  # names and padded tokens; each with every seed
+    "75k": (COMPARED, 75_000),
+    "parts_75k": (WITHOUT | EXPORTABLE, 75_000),
+    "300k": (COMPARED, 300_000),
+    "parts_300k": (WITHOUT | EXPORTABLE, 300_000),
+    "1M": (COMPARED, 1_000_000),
 }
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # quantiles .975 of Student's t, by the number of values
 
@@ -166,10 +165,13 @@ def tau_of(folder: Path, tree: TreeSpec, ground: Ground) -> dict:
     return {"tau": sum(emitted) / sum(rounds)} | tau_interval(traces) | {"emitted": emitted, "rounds": rounds}
 
 
-def jobs_of(stages: list[str], only: list[str] | None) -> list[Job]:
-    chosen = [STAGES[stage] for stage in stages]
-    jobs = [Job(name, tokens, seed) for names, tokens, seeds in chosen for seed in seeds for name in names]
-    return [job for job in dict.fromkeys(jobs) if only is None or job.name in only]
+def jobs_of(args: argparse.Namespace) -> list[Job]:
+    """In the order of --stages, and in each of --seeds, so that every seed completes a table."""
+    jobs = []
+    for stage, seed in itertools.product(args.stages, args.seeds):
+        names, tokens = STAGES[stage]
+        jobs += [Job(name, tokens, seed) for name in names if args.only is None or name in args.only]
+    return jobs
 
 
 def mean(values: list[float]) -> str:
@@ -238,6 +240,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for runs, results and tables")
     parser.add_argument("--target", default=DEMO_TARGET)
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(NAMES), metavar="NAME", help="of the runs of these stages")
     parser.add_argument("--heldout", type=int, default=160, help="conversations (default 160)")
     parser.add_argument("--max-length", type=int, default=320, help="tokens of a conversation (default 320)")
@@ -247,7 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = output_folder(args.out / "results")
     ground = None
-    for job in [] if args.dry else jobs_of(args.stages, args.only):
+    for job in [] if args.dry else jobs_of(args):
         path = folder / f"{job.key}.json"
         if path.exists():
             continue

@@ -79,7 +79,8 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     else:
         vocab = given.vocab
     torch.manual_seed(seed)
-    drafter = instantiate(settings, target=target, vocab=vocab)
+    start = {} if given is None or "init" not in settings else {"init": "random"}  # its weights are `given`'s, as saved
+    drafter = instantiate(settings | start, target=target, vocab=vocab)
     if not drafter.learns:
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
     drafter.recipe = settings  # a drafter without a published layout is saved with it

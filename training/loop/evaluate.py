@@ -15,7 +15,7 @@ from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.trace import RowTrace, tau
 from specdec.text import encode_prompt, read_prompts
-from training.data import Sample
+from training.data import Batches, Sample
 from training.loop.settings import TrainerConfig
 from training.objectives.losses import pieces
 from training.objectives.student import Student
@@ -102,14 +102,16 @@ class Decoding:
         write_text(folder / FILE, Acceptance(found, about).as_text())
 
 
-def decoding_of(target, config: TrainerConfig, heldout: list[Sample], train: list[Sample]) -> Decoding | None:
+def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: Batches) -> Decoding | None:
     """What `trainer.prompts` asks for: a file's prompts, those of the held-out conversations, or None."""
     if config.prompts is None:
         return None
     if config.prompts == HELDOUT:
-        prompts, about = beginnings(heldout, train, target.config.context // 2), "held-out prompts"
+        held = heldout.samples if heldout else []
+        prompts, about = beginnings(held, train.samples, target.config.context // 2), "held-out prompts"
     else:
-        prompts = [encode_prompt(target, prompt) for prompt in read_prompts(Path(config.prompts))]
+        asked = read_prompts(Path(config.prompts))[: config.decode_prompts]
+        prompts = [encode_prompt(target, prompt) for prompt in asked]
         about = f"prompts of {Path(config.prompts).name}"
     prompts = prompts[: config.decode_prompts]
     return Decoding(target, prompts, about, config.decode_steps, config.decode_tokens) if prompts else None

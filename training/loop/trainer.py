@@ -94,7 +94,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             muon_lr=config.muon_lr,
         )
-        self.decoding = decoding_of(target, config, heldout.samples if heldout else [], train.samples)
+        self.decoding = decoding_of(target, config, heldout, train)
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()

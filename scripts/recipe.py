@@ -257,8 +257,8 @@ def main(argv: list[str] | None = None) -> None:
         ground = ground or prepare(args)
         print(f"== {job.key}", file=sys.stderr, flush=True)
         result = run(job, ground)
-        if result is None:  # the same command goes on
-            return
+        if result is None:
+            sys.exit("stopped; the same command goes on")
         write_json(path, result)
         shutil.rmtree(args.out / "runs" / job.key / "checkpoints")
         write_text(args.out / "recipe.md", tables(read_results(folder)))

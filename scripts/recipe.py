@@ -65,7 +65,10 @@ WITHOUT = {
     "batch_4096": ("trainer.batch_tokens=4096",),
     "steps_7": ("objective.steps=7",),
 }
-EXPORTABLE = {"eagle3_sglang": ("drafter=eagle3_sglang",), "eagle3_published_taps": ("drafter=eagle3",)}
+EXPORTABLE = {  # to SGLang too
+    "eagle3": ("drafter=eagle3",),
+    "eagle3_published_taps": ("drafter=eagle3", "drafter.taps=null", "drafter.scale_taps=false"),
+}
 NAMES = COMPARED | WITHOUT | EXPORTABLE
 STAGES = {  # names and padded tokens; each with every seed
     "75k": (COMPARED, 75_000),

@@ -30,6 +30,7 @@ from specdec.acceptance import Acceptance
 from specdec.cli.files import output_folder, write_text
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.engine.report import Reads
 from specdec.machine import machine
 from specdec.types import Sampling
 from trees.optimal import optimal_paths
@@ -227,9 +228,11 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     new = (rounds + 3) * engine.round.path + 1
     length = max(1, min(CONTEXT, engine.target.config.context - new - 1))
     prompt = [(7 * i + 3) % engine.target.vocab for i in range(length)]
-    engine.reserve(batch, length + new)
+    # As `generate` would, so that its compiled rounds are these: as many tokens may end a text, but none of them comes.
+    ends = frozenset(range(-len(engine.target.eos), 0))
+    engine.reserve(batch, length + new, reads=Reads.TOKENS)
     for _ in range(batch):
-        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=frozenset())
+        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=ends)
     for _ in range(2):  # the prefill, and a round
         engine.step()
     start = time.perf_counter()

@@ -216,6 +216,13 @@ class Rope:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
+    def fault(self) -> str:
+        """What makes this rope no rotation, in one clause; empty if nothing does."""
+        for name, number in (("rope_theta", self.theta), ("the factor of rope_scaling", self.factor)):
+            if not 0 < number < math.inf:
+                return f"{name} is {number:g}, and must be above 0"
+        return ""
+
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """[Dh/2] fp32, in radians per position."""
         inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
@@ -238,6 +245,9 @@ class Rope:
         return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
+GROWTH = 2048  # positions by which the table grows
+
+
 class RopeTable(nn.Module):
     """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
     side in one table [S, 2 Dh], so that one look-up finds both."""
@@ -248,6 +258,8 @@ class RopeTable(nn.Module):
         self.register_buffer("table", torch.empty(0, 2 * head_dim), persistent=False)
 
     def reserve(self, positions: int, like: Tensor) -> None:
+        """Have at least so many positions. There are few sizes, as compiled functions belong to one each."""
+        positions += -positions % GROWTH
         known = self.table
         if len(known) < positions or known.device != like.device or known.dtype != like.dtype:
             cos, sin = self.rope.tables(self.head_dim, max(positions, len(known)))

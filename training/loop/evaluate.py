@@ -122,12 +122,17 @@ def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list
     `known` sample begins with too are left out: a drafter may have learnt their answers. So are plain texts, which are
     learnt from their first token."""
 
-    def beginning(sample: Sample) -> tuple[int, ...]:
-        return tuple(sample.ids[: int(sample.mask.argmax())].tolist())
+    def beginning(sample: Sample) -> bytes:
+        return sample.ids[: int(sample.mask.argmax())].tobytes()
 
-    seen = {beginning(sample) for sample in known} | {()}
-    found = dict.fromkeys(start for start in map(beginning, samples) if len(start) <= longest and start not in seen)
-    return [list(start) for start in found]
+    found = {}
+    for sample in samples:
+        length = int(sample.mask.argmax())
+        if 0 < length <= longest:
+            found.setdefault(beginning(sample), sample.ids[:length].tolist())
+    for sample in known:
+        found.pop(beginning(sample), None)
+    return list(found.values())
 
 
 def tau_interval(traces: list[RowTrace], resamples: int = 1000) -> dict[str, float]:

@@ -30,11 +30,11 @@ class OneInAThousand:
     def __init__(self, inner: Verifier, rate: float = 1e-3):
         self.inner, self.rate, self.owed = inner, rate, 0.0
         self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
-        self.likeliest_only = inner.likeliest_only
+        self.likeliest_only, self.couples = inner.likeliest_only, inner.couples
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator=None) -> Verdict:
-        verdict = self.inner(tree, logits, sampling, generator)
+    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, noise=None) -> Verdict:
+        verdict = self.inner(tree, logits, sampling, noise)
         refused = verdict.n == 1  # the first drafts among them
         self.owed += self.rate * verdict.n.sum().item()
         chance = max(self.owed, 0.0) / max(refused.sum().item(), 1)

@@ -84,7 +84,8 @@ class Engine:
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
-        before is dropped. reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
+        before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own. reads:
+        what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
@@ -207,6 +208,8 @@ class Engine:
         its `stop` is satisfied, after max_new_tokens, or where the target's context ends. What was reserved before is
         dropped, with the sequences in it, and nothing is reserved afterwards.
 
+        seed: of all draws. Row i has the seed (seed, i), or, of a list, the i-th; a number s stands for (s, 0). A row's
+        draws depend on its seed alone, and on nothing beside it (`specdec.sampling.noise`).
         logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
         filters (`Sequence.logprobs`). observer: is told of every step; what it is told of rounds that are replayed
         costs a copy, so an `Observer` says what it reads."""

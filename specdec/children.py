@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.contracts import DraftState, TreePolicy, Vocabulary
+from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
 from specdec.sampling.draws import perturbed
 from specdec.sampling.filters import filtered_probs, filtered_scores
 from specdec.sampling.likely import top
@@ -69,11 +69,21 @@ class Coupled:
         self.of: tuple[Vocabulary, Tensor] | None = None
 
     def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        return top(self.scores(state.logits, vocab, level), count)
+
+    def scores(self, logits: Tensor, vocab: Vocabulary, level: int) -> Tensor:
+        """logits [B,W,U] of nodes of tree level `level` -> log-probabilities [B,W,U] given the noise."""
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
-        scores = filtered_scores(state.logits, self.sampling)
-        scores = perturbed(scores, self.sampling, self.of[1][:, level : level + 1])
-        return top(scores.log_softmax(-1), count)
+        import os
+        from dataclasses import replace
+        from specdec.types import FILTERS
+        far = float(os.environ.get("FAR", 100))
+        scores = filtered_scores(logits, self.sampling)
+        if not self.sampling.active.isdisjoint(FILTERS):
+            warm = logits.float() / self.sampling.temperature
+            scores = torch.where(scores.isneginf(), warm - far, scores)
+        return perturbed(scores, self.sampling, self.of[1][:, level : level + 1]).mul(float(os.environ.get("BETA", 1))).log_softmax(-1)
 
 
 class Drawn:
@@ -92,3 +102,10 @@ class Drawn:
         weight = probs if self.noise is None else probs * vocab.select(self.noise.drafts)[:, level : level + 1].exp()
         keys = torch.where(probs > 0, weight, logits.log_softmax(-1))
         return probs, keys.topk(count, dim=-1).indices
+
+
+def children_of(kind: str, sampling: Sampling | SamplingBatch, noise: RoundNoise | None) -> Children:
+    """The children of one round. noise None: temperature 0, at which none are coupled."""
+    if kind == "drawn":
+        return Drawn(noise, sampling)
+    return Coupled(noise, sampling) if kind == "coupled" and noise is not None else LIKELIEST

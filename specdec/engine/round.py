@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specdec.children import LIKELIEST, Coupled, Drawn, kind_for
-from specdec.contracts import Children, Drafter, DraftState, TreePolicy
+from specdec.children import children_of, kind_for
+from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
@@ -156,7 +156,7 @@ class Round:
         clock, penalties = settings.clock, settings.penalties
         policy = self.policy if most is None else self._policies[most - 1]
         noise = None if isinstance(settings.sampling, Sampling) and settings.sampling.greedy else settings.noise.behind(cache.lens, policy.steps + 1)
-        tree = policy.grow(self.drafter, root, state, self._children(settings.sampling, noise))
+        tree = policy.grow(self.drafter, root, state, children_of(self.children, settings.sampling, noise))
         clock.mark("draft")
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         logits = own if penalties is None else penalties(own, tree)
@@ -204,11 +204,6 @@ class Round:
         state = self.drafter.extend(feats, token[:, None], n, max_len)
         settings.clock.mark("draft")
         return token, state, output
-
-    def _children(self, sampling: Sampling | SamplingBatch, noise: RoundNoise | None) -> Children:
-        if self.children == "drawn":
-            return Drawn(noise, sampling)
-        return Coupled(noise, sampling) if self.children == "coupled" and noise is not None else LIKELIEST
 
     @staticmethod
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:

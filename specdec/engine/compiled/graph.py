@@ -41,7 +41,7 @@ def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
     if [call.op for call in one.calls] != [call.op for call in other.calls]:
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
     for call in one.calls:
-        if torch.Tag.nondeterministic_seeded in call.op.tags:  # what rounds draw they draw by `sampling.noise`
+        if call.kwargs.get("generator") is not None:  # what rounds draw they draw by `sampling.noise`
             raise ValueError(f"a round cannot be compiled that draws by {call.op}, which is another number each time")
     return GraphBuilder(one, other).build()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
 from specdec.sampling.draws import perturbed
-from specdec.sampling.filters import filtered_probs, filtered_scores
+from specdec.sampling.filters import filtered_probs, warmed
 from specdec.sampling.likely import top
 from specdec.sampling.noise import RoundNoise
 from specdec.types import Sampling, SamplingBatch, Verifier
@@ -58,9 +58,9 @@ LIKELIEST = Likeliest()
 class Coupled:
     """The drafter's tokens that the target is likeliest to draw, given the noise that it draws by.
 
-    The best have the largest s = log q + G, where q is filtered as the target's distribution is. What a child's
-    log-probability is given the noise, `log softmax(s)` estimates: it would be exact if log p - log q were Gumbel noise
-    of scale 1 once more."""
+    The best have the largest s = log q + G, q at the target's temperature. It is not filtered as the target's p is: that
+    would drop tokens which the target keeps, and costs more than it saves (docs/log.md). What a child's log-probability
+    is given the noise, `log softmax(s)` estimates: it would be exact if log p - log q were Gumbel noise of scale 1."""
 
     drawn = False
 
@@ -75,15 +75,7 @@ class Coupled:
         """logits [B,W,U] of nodes of tree level `level` -> log-probabilities [B,W,U] given the noise."""
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
-        import os
-        from dataclasses import replace
-        from specdec.types import FILTERS
-        far = float(os.environ.get("FAR", 100))
-        scores = filtered_scores(logits, self.sampling)
-        if not self.sampling.active.isdisjoint(FILTERS):
-            warm = logits.float() / self.sampling.temperature
-            scores = torch.where(scores.isneginf(), warm - far, scores)
-        return perturbed(scores, self.sampling, self.of[1][:, level : level + 1]).mul(float(os.environ.get("BETA", 1))).log_softmax(-1)
+        return perturbed(warmed(logits, self.sampling), self.sampling, self.of[1][:, level : level + 1]).log_softmax(-1)
 
 
 class Drawn:

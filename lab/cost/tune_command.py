@@ -146,8 +146,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
         models = {key: models[key] for key in ("target", "dtype", "device")}
     else:
         models["verifier"] = "match"  # the rule that replay knows, and the engine's own
-    sampling = {f.name: getattr(args, f.name) for f in fields(Sampling) if getattr(args, f.name) != f.default}
-    write_settings(args.out, models | tree_entries(tree) | sampling, report)
+    write_settings(args.out, models | tree_entries(tree), report)
     return report
 
 

@@ -6,8 +6,7 @@ dynamic acknowledgment delay", STOC 1998): carry ended rows until that has cost 
 most about twice as much as the best choice in hindsight.
 
 The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as a
-loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds, and draw the
-same numbers for the others.
+loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds.
 """
 
 from collections import abc

@@ -29,14 +29,21 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
     return probs
 
 
+def warmed(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
+    """logits [..., V] over the temperature, in fp32; at temperature 0 as they are."""
+    if isinstance(sampling, SamplingBatch):
+        return logits.float() / _column(sampling.temperature, logits)
+    return logits.float() if sampling.greedy else logits.float() / sampling.temperature
+
+
 def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
     """The same in logarithms and up to a constant of each row: -inf for what the filters drop. At temperature 0 the
     logits as they are."""
     if isinstance(sampling, SamplingBatch):
         return _scores_by_row(logits, sampling)
+    scores = warmed(logits, sampling)
     if sampling.greedy:
-        return logits.float()
-    scores = logits.float() / sampling.temperature
+        return scores
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
@@ -58,7 +65,7 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 def _scores_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The same for rows that differ, logits [B, ..., V]. A filter that is off in a row drops nothing there."""
     vocab = logits.shape[-1]
-    scores = logits.float() / _column(sampling.temperature, logits)
+    scores = warmed(logits, sampling)
     if sampling.any_cut:
         ascending, order = scores.sort(dim=-1)
         top_k = torch.where(sampling.top_k == 0, vocab, sampling.top_k.clamp(max=vocab))

@@ -140,8 +140,8 @@ def generate(
 
     tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
     the default is lossless with any tree. children: which the tree takes above temperature 0, likeliest, coupled or
-    drawn; None for those that suit the verifier. graphs, compile: see `Engine`. request: sampling, max_new_tokens, stop,
-    logprobs, seed, raw and observer, as `answer` takes them.
+    drawn; None for those that suit the verifier. graphs, compile: see `Engine`. request: sampling, max_new_tokens,
+    stop, logprobs, seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
@@ -168,7 +168,8 @@ def answer(
     stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
     the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
     `finish` is 'stop'.
-    logprobs: see `Engine.generate`. seed: of all draws; row i has the seed (seed, i), or seed[i]. observer: is told of every round (`RoundReport`).
+    logprobs: see `Engine.generate`. seed: of all draws; row i has the seed (seed, i), or seed[i]. observer: is told of
+    every round (`RoundReport`).
     Raises ValueError, one sentence, for what does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy

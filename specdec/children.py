@@ -1,12 +1,10 @@
-"""How the children of a node are chosen, whatever the tree: the likeliest, the likeliest given the noise, or drawn ones.
+"""Which children of a node a tree takes: the likeliest, the likeliest given the noise, or drawn ones.
 
-Above temperature 0 the target's token is the v with the largest log p(v) + G(v) (`sampling.noise`), and the rule `match`
-asks whether it was drafted. A drafter that sees the same noise G proposes the v with the largest log q(v) + G(v). Were q
-the target's p, the first would be the target's token for certain, and not with probability p(v). Siblings stay distinct.
+Above temperature 0 the target's token is the v with the largest log p(v) + G(v) (`sampling.noise`), and the rule
+`match` asks whether it was drafted. A drafter that sees the same noise G proposes the v with the largest log q(v) +
+G(v). Were q the target's p, the first would be the target's token for certain, and not with probability p(v). Siblings
+stay distinct.
 """
-
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +27,7 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
         raise ValueError(f"children must be one of {', '.join(KINDS)}, got {wanted!r}")
     kind = wanted or ("drawn" if verifier.needs_q else "coupled" if verifier.couples else "likeliest")
     if verifier.needs_q and kind != "drawn":
-        raise ValueError(f"{verifier} verifies children that were drawn from the drafter's distribution, not {kind} ones")
+        raise ValueError(f"{verifier} verifies children that were drawn from the drafter, not {kind} ones")
     if kind == "drawn" and not policy.samples:
         needs = f"{verifier} needs to know" if verifier.needs_q else "drawn children need a tree that knows"
         raise ValueError(
@@ -58,14 +56,15 @@ LIKELIEST = Likeliest()
 class Coupled:
     """The drafter's tokens that the target is likeliest to draw, given the noise that it draws by.
 
-    The best have the largest s = log q + G, q at the target's temperature. It is not filtered as the target's p is: that
-    would drop tokens which the target keeps, and costs more than it saves (docs/log.md). What a child's log-probability
-    is given the noise, `log softmax(s)` estimates: it would be exact if log p - log q were Gumbel noise of scale 1."""
+    The best have the largest s = trust * log q + G, q at the target's temperature and not filtered. `log softmax(s)`
+    estimates what a child's log-probability is given the noise: it would be exact if log p - trust * log q were Gumbel
+    noise of scale 1. docs/log.md compares this with other estimates, and has what filters cost."""
 
     drawn = False
 
-    def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch):
-        self.noise, self.sampling = noise, sampling
+    def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
+        """trust: `Drafter.trust`."""
+        self.noise, self.sampling, self.trust = noise, sampling, trust
         self.of: tuple[Vocabulary, Tensor] | None = None
 
     def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +74,8 @@ class Coupled:
         """logits [B,W,U] of nodes of tree level `level` -> log-probabilities [B,W,U] given the noise."""
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
-        return perturbed(warmed(logits, self.sampling), self.sampling, self.of[1][:, level : level + 1]).log_softmax(-1)
+        scores = warmed(logits, self.sampling, self.trust)
+        return perturbed(scores, self.sampling, self.of[1][:, level : level + 1]).log_softmax(-1)
 
 
 class Drawn:
@@ -96,8 +96,10 @@ class Drawn:
         return probs, keys.topk(count, dim=-1).indices
 
 
-def children_of(kind: str, sampling: Sampling | SamplingBatch, noise: RoundNoise | None) -> Children:
-    """The children of one round. noise None: temperature 0, at which none are coupled."""
+def children_of(
+    kind: str, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, trust: float = 1.0
+) -> Children:
+    """The children of one round. noise None: temperature 0, at which none are coupled. trust: `Drafter.trust`."""
     if kind == "drawn":
         return Drawn(noise, sampling)
-    return Coupled(noise, sampling) if kind == "coupled" and noise is not None else LIKELIEST
+    return Coupled(noise, sampling, trust) if kind == "coupled" and noise is not None else LIKELIEST

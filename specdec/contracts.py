@@ -119,6 +119,9 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
+    # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if
+    # log q is as near the target's log p in its tails as at its peak, less where q is the sharper of the two.
+    trust: float = 0.8
     # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
     documents: Tensor | None = None  # None: one text each
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart

@@ -29,9 +29,7 @@ class Chain:
     def draft_slots(self) -> int:
         return self.steps - 1
 
-    def grow(
-        self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST
-    ) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
         tokens, logq = drafter.chain(state, self.steps, children)

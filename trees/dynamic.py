@@ -60,9 +60,7 @@ class DynamicTree:
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 
-    def grow(
-        self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST
-    ) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         return self.select(root, self.expand(drafter, state, children))
 
     def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:

@@ -87,7 +87,7 @@ def measure_ranks(
     state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
     noise, found = None if sampling is None or sampling.greedy else _noise(target, seeds), []
     for place in range(most):  # the root is token `place` of each output
-        children = LIKELIEST if noise is None else Coupled(noise.behind(start + place, steps), sampling)
+        children = LIKELIEST if noise is None else Coupled(noise.behind(start + place, steps), sampling, drafter.trust)
         found.append(_ranks_behind(drafter, state, texts, start + place, end, steps, topk, children))
         root = (start + place)[:, None].clamp(max=longest - 1)
         absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
@@ -163,8 +163,8 @@ def measure_acceptance(
     token, of all places where the tokens before were among the `topk` children too.
 
     Every place counts once. Decoding begins its rounds more often where drafts fail, so where hits come in long runs,
-    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for. how: sampling
-    and seeds, as for `measure_ranks`.
+    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for. how:
+    sampling and seeds, as for `measure_ranks`.
     """
     texts = measure_ranks(target, drafter, prompts, outputs, steps, topk, **how)
     return torch.tensor(AlongTexts(0.0, topk, steps, tuple(texts)).table())

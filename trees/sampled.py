@@ -45,9 +45,7 @@ class SampledTree:
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 
-    def grow(
-        self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST
-    ) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         b, n = len(root), self.num_draft_tokens
         self._move(root.device)
         vocab = drafter.vocab

@@ -48,9 +48,7 @@ class StaticTree:
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 
-    def grow(
-        self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST
-    ) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]

@@ -15,9 +15,7 @@ def verdict_line(proof: Proof) -> str:
     if proof.sound:
         ties = sum(p.ties for *_, p in proof.equal)
         return f"No bug found; {ties} numerical ties."
-    return (
-        f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, {statistical} statistical tests failed."
-    )
+    return f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, {statistical} statistical tests failed."
 
 
 def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
@@ -104,9 +102,7 @@ def as_json(proof: Proof) -> dict:
         "unequal_texts": proof.unequal(),
         "statistical_bugs": proof.statistical_bugs(),
         "threshold": proof.threshold,
-        "equal": [
-            {"drafter": name, "tree": tree, "sampling": how, **asdict(p)} for name, tree, how, p in proof.equal
-        ],
+        "equal": [{"drafter": name, "tree": tree, "sampling": how, **asdict(p)} for name, tree, how, p in proof.equal],
         "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
         "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],
         "sampled": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.sampled],

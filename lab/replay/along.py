@@ -139,15 +139,15 @@ class DraftingAlong:
         for n in range(int(count.max())):
             root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
             behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))
-            children = LIKELIEST if noise is None else Coupled(noise.behind(root[:, 0], self.steps), self.sampling)
+            children = LIKELIEST
+            if noise is not None:
+                children = Coupled(noise.behind(root[:, 0], self.steps), self.sampling, self.drafter.trust)
             where = [(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]
             self._draft_roots(state, behind, where, children)
             absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
             state = self.drafter.extend(absorbed, behind[:, :1], (n + 1 < count).long(), first + n + 1)
 
-    def _draft_roots(
-        self, state: DraftState, behind: Tensor, where: list[tuple[int, int]], children: Children
-    ) -> None:
+    def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]], children: Children) -> None:
         """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
         rows, places = torch.tensor(where).T
         for name, drafter in self.drafters.items():

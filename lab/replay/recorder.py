@@ -47,10 +47,10 @@ def record(
 
     prompts: token ids, or texts as `specdec.generate` takes them. outputs: texts of the target to take instead of
     decoding, one for each prompt; an end-of-text token or max_new_tokens ended them. seed: text number i, whether it is
-    decoded here or given, has the seed (seed, i). children: which above temperature 0, coupled or likeliest; coupled ones
-    depend on the seed that the texts were drawn by. vocabularies: target ids [U'] by
-    name, for FR-Spec's restriction of the drafter (`drafters.layers.restrict`). Each is recorded beside the drafter's
-    own vocabulary, whose name is ''. batch: texts, and pieces of texts, that run at once.
+    decoded here or given, has the seed (seed, i). children: which above temperature 0, coupled or likeliest; coupled
+    ones depend on the seed that the texts were drawn by. vocabularies: target ids [U'] by name, for FR-Spec's
+    restriction of the drafter (`drafters.layers.restrict`). Each is recorded beside the drafter's own vocabulary, whose
+    name is ''. batch: texts, and pieces of texts, that run at once.
 
     Raises ValueError for what does not fit.
     """

@@ -84,8 +84,8 @@ class Engine:
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
-        before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own. reads:
-        what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
+        before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
+        reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)

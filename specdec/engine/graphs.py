@@ -76,9 +76,9 @@ class CudaGraphs:
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
             # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
             # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
-            with own_workspaces(), torch.inference_mode(False):
-                with torch.cuda.graph(graph, **how), torch.inference_mode():
-                    made = run(bound)
+            outside = torch.inference_mode(False)
+            with own_workspaces(), outside, torch.cuda.graph(graph, **how), torch.inference_mode():
+                made = run(bound)
 
         # What was compiled may have tensors of its own that the graph reads.
         return partial(_replay, graph, made, run if self.compiles else None)

@@ -148,7 +148,8 @@ class Recorder(Observer):
         seconds = report.clock.intervals(report.clock.position - 2)[0][1]  # between the last two marks
         self._names = None
         for (question, category), row in zip(names, report.rows, strict=True):
-            ours = TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds, row.seed)
+            own = row.sampling, row.prompt, row.tokens[0], None, seconds, row.seed
+            ours = TracedRow(question, category, call, 0, *own)
             self._rows[row] = ours
             rows.append(ours)
 

@@ -18,7 +18,7 @@ from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
 from specdec.sampling.likely import logprobs_of
-from specdec.sampling.noise import Noise, RoundNoise, Seed, hashes_of
+from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 
@@ -155,12 +155,15 @@ class Round:
             return self._plain(root, cache, active, settings, itself, levels)
         clock, penalties = settings.clock, settings.penalties
         policy = self.policy if most is None else self._policies[most - 1]
-        noise = None if isinstance(settings.sampling, Sampling) and settings.sampling.greedy else settings.noise.behind(cache.lens, policy.steps + 1)
-        tree = policy.grow(self.drafter, root, state, children_of(self.children, settings.sampling, noise))
+        sampling, noise = settings.sampling, None
+        if isinstance(sampling, SamplingBatch) or not sampling.greedy:
+            noise = settings.noise.behind(cache.lens, policy.steps + 1)
+        children = children_of(self.children, sampling, noise, self.drafter.trust)
+        tree = policy.grow(self.drafter, root, state, children)
         clock.mark("draft")
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         logits = own if penalties is None else penalties(own, tree)
-        verdict = self.verifier(tree, logits, settings.sampling, noise)
+        verdict = self.verifier(tree, logits, sampling, noise)
         if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
             verdict.n = torch.minimum(verdict.n, levels + 1)
         n = verdict.n * active

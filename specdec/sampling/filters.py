@@ -29,11 +29,12 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
     return probs
 
 
-def warmed(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
-    """logits [..., V] over the temperature, in fp32; at temperature 0 as they are."""
+def warmed(logits: Tensor, sampling: Sampling | SamplingBatch, share: float = 1.0) -> Tensor:
+    """logits [..., V] times share over the temperature, in fp32; at temperature 0 as they are."""
     if isinstance(sampling, SamplingBatch):
-        return logits.float() / _column(sampling.temperature, logits)
-    return logits.float() if sampling.greedy else logits.float() / sampling.temperature
+        divisor = torch.where(sampling.greedy, 1.0, sampling.temperature / share)
+        return logits.float() / _column(divisor, logits)
+    return logits.float() if sampling.greedy else logits.float() / (sampling.temperature / share)
 
 
 def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.types import DraftTree, Verdict
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:

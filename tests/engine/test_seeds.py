@@ -146,7 +146,7 @@ def further_on(self, logits, vocab, level):
 
 
 def replaced(coupled, noise):
-    return children.Coupled(noise, coupled.sampling)
+    return children.Coupled(noise, coupled.sampling, coupled.trust)
 
 
 SCORES, INIT = children.Coupled.scores, Noise.__init__
@@ -203,5 +203,3 @@ def test_every_drafter_is_coupled_through_its_own_vocabulary():
         assert [r.tokens for r in coupled.rows] == [r.tokens for r in likeliest.rows]
         taken = [sum(a for r in told.rows for a in r.trace.accepted) for told in (coupled, likeliest)]
         assert taken[0] > taken[1], kind
-
-

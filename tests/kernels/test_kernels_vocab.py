@@ -83,7 +83,8 @@ FILTERS = [
 def test_filters_keep_what_sorting_keeps(device, vocab, parts, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, vocab) * 3
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=parts))
+    found = filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=parts)
+    tokens, least = (x.cpu() for x in found)
     kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert torch.equal(kept, filtered_probs(logits, Sampling(*filters)) > 0)
@@ -97,7 +98,8 @@ def test_parts_may_hold_nothing(device, filters, order):
     logits = torch.randn(2, 900, generator=torch.Generator().manual_seed(0)).sort(descending=True).values * 2
     if order == "few":
         logits[:, 300:] = -torch.inf
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=8))
+    found = filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=8)
+    tokens, least = (x.cpu() for x in found)
     kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert kept.gather(1, tokens[:, None]).all()

@@ -216,8 +216,16 @@ def test_drawn_chains_under_rejection(target):
     outputs = [row.tokens for row in rows]
     how = HOW | {"max_new_tokens": 12}
     superset = record(
-        target, drafter, prompts, topks=(1,), steps=3, sampling=sampling, outputs=outputs, batch=300,
-        children="likeliest", **how
+        target,
+        drafter,
+        prompts,
+        topks=(1,),
+        steps=3,
+        sampling=sampling,
+        outputs=outputs,
+        batch=300,
+        children="likeliest",
+        **how,
     )
     rounds = torch.tensor([float(row.trace.rounds) for row in rows])
 

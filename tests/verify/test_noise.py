@@ -103,7 +103,7 @@ def test_both_ends_are_finite_and_fine():
     """A token wins by a small e, where neighbouring bits must give different numbers; the other end stays finite."""
     bits = torch.tensor([0, 1, 2, 1000, 2**24, 2**31 - 1, -1], dtype=torch.int32)
     u = uniform(bits.clone())
-    assert 0 < u.min()
+    assert u.min() > 0
     assert u.max() < 1
     assert len(u[:5].unique()) == 5
     exact = -torch.log1p(-(bits.bitwise_and(2**31 - 1).double() + 0.5) * SCALE)
@@ -133,8 +133,8 @@ def test_seeds_are_any_two_integers():
 
 
 def test_streams_of_a_round_are_its_own():
-    """Coins and drafts of one round share nothing with the target's draws, nor with the next round's, which may draft the
-    same positions again."""
+    """Coins and drafts of one round share nothing with the target's draws, nor with the next round's, which may draft
+    the same positions again."""
     rows = Noise([(0, row) for row in range(200)], hashes_of(torch.arange(50)))
     now, then = rows.behind(torch.full((200,), 9), 3), rows.behind(torch.full((200,), 10), 2)
     assert torch.equal(now.whole[:, 1:], then.whole)

@@ -234,9 +234,10 @@ def test_at_temperature_0_every_rule_is_greedy_matching(name, seed):
     verifier, greedy = make_verifier(name), Sampling()
     root = torch.randint(V, (50,), generator=torch.Generator().manual_seed(seed))
     drafter = CheckedDrafter()
-    trees = [SampledTree((1, 1, 1, 1)).grow(drafter, root, drafter.state(root[:, None]), children_of("drawn", greedy, None))]
+    start = drafter, root, drafter.state(root[:, None]), children_of("drawn", greedy, None)
+    trees = [SampledTree((1, 1, 1, 1)).grow(*start)]
     if not verifier.chains_only:
-        trees.append(SampledTree((3, 2, 1)).grow(drafter, root, drafter.state(root[:, None]), children_of("drawn", greedy, None)))
+        trees.append(SampledTree((3, 2, 1)).grow(*start))
         trees.append(random_tree(seed))
         trees[-1].q, trees[-1].topk = torch.zeros(5, 12, 18), 11
     for tree in trees:

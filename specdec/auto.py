@@ -9,6 +9,9 @@ all others:
 
 Then those that are predicted best are timed too. The fastest of all that were timed is taken, and none of them unless
 it is faster than plain decoding by `MARGIN`.
+
+Compiled rounds (docs/compile.md) have other costs, and each tree's take some 20 s to compile. So of the trees that were
+timed only the `COMPILED` fastest are compiled, of different depths, and plain decoding. These are timed again.
 """
 
 import hashlib
@@ -27,6 +30,7 @@ from specdec.acceptance import Acceptance
 from specdec.cli.files import output_folder, write_text
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.engine.report import Reads
 from specdec.machine import machine
 from specdec.types import Sampling
 from trees.optimal import optimal_paths
@@ -35,6 +39,7 @@ from trees.spec import TreeSpec
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
 FINALISTS = 4
+COMPILED = 3
 BUSY = 1.3  # slowest to fastest turn of plain decoding: above it the machine did something else too
 MARGIN = 1.03  # plain decoding is taken unless a tree is expected to be faster than this
 SECONDS = 1.5  # for all timing, about
@@ -83,22 +88,30 @@ Timer = Callable[[TreeSpec | None, int], float]  # a tree (None: plain) and a nu
 
 
 def choose_tree(
-    target, drafter: Drafter, *, batch: int = 1, temperature: float = 0.0, recalibrate: bool = False
+    target,
+    drafter: Drafter,
+    *,
+    batch: int = 1,
+    temperature: float = 0.0,
+    compile: bool = False,
+    recalibrate: bool = False,
 ) -> Choice:
-    """The fastest tree for `batch` rows at this temperature, measured now or read where it was kept.
+    """The fastest tree for `batch` rows at this temperature, measured now or read where it was kept. compile: of
+    compiled rounds.
 
-    Raises ValueError for a drafter without measured acceptance."""
+    Raises ValueError for a drafter without measured acceptance, and where rounds cannot be compiled."""
     acceptance = drafter.acceptance
     if acceptance is None:
         raise ValueError(
             "this drafter has no acceptance.json, by which a tree could be chosen: write one with "
             "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
-    who = _identity(target, drafter, acceptance, batch, temperature)
+    who = _identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
     file = _cache_file(who)
     if not recalibrate and (kept := _read(file)) is not None:
         return kept
-    choice = choose(candidates(acceptance, drafter, temperature), _timer(target, drafter, batch, temperature))
+    launched, compiled = (_timer(target, drafter, batch, temperature, how) for how in (False, True))
+    choice = choose(candidates(acceptance, drafter, temperature), launched, compiled if compile else None)
     if choice.busy:
         return choice
     output_folder(file.parent)
@@ -130,8 +143,9 @@ def _width(paths: Sequence[Sequence[int]]) -> int:
     return max((depths.count(depth) for depth in set(depths)), default=0)
 
 
-def choose(all_trees: Sequence[Candidate], seconds_of: Timer) -> Choice:
-    """Time a few, predict all, time the best, and take the fastest."""
+def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
+    """Time a few, predict all, time the best, and take the fastest. compiled: times compiled rounds, if they are to be
+    the fastest."""
     first = [
         max((c for c in all_trees if c.tree.num_draft_tokens == size), key=lambda c: c.tau, default=None)
         for size in SIZES
@@ -148,12 +162,24 @@ def choose(all_trees: Sequence[Candidate], seconds_of: Timer) -> Choice:
     finalists = [c for c in ranking if c not in taken][:FINALISTS]
     for c, seconds in _time([None, *finalists], seconds_of, rounds).items():
         taken[c] = min(*seconds, taken.get(c, seconds[0]))
+    if compiled is not None:
+        turns = _time([None, *_of_different_depths(taken)], compiled, LONGEST)
+        taken = {c: min(seconds) for c, seconds in turns.items()}
     plain = taken.pop(None)
     best = max(taken, key=lambda c: c.tau / taken[c])
     speedup = best.tau * plain / taken[best]
     if speedup < MARGIN:
         return Choice(None, 1.0, 1.0, 1 / plain, str(best.tree), speedup, busy)
     return Choice(best.tree, best.tau, speedup, 1 / plain, busy=busy)
+
+
+def _of_different_depths(taken: dict[Candidate | None, float]) -> list[Candidate]:
+    """The fastest tree of each depth, and of these the fastest few. taken: seconds of a round."""
+    ranking = sorted((c for c in taken if c is not None), key=lambda c: taken[c] / c.tau)
+    found: dict[int, Candidate] = {}
+    for c in ranking:
+        found.setdefault(c.tree.steps, c)
+    return list(found.values())[:COMPILED]
 
 
 def _time(trees: Iterable[Candidate | None], seconds_of: Timer, rounds: int) -> dict[Candidate | None, list[float]]:
@@ -180,7 +206,7 @@ def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tu
     return lambda shape: max(float(features(shape) @ weights), seconds.min() / 2)
 
 
-def _timer(target, drafter: Drafter, batch: int, temperature: float) -> Timer:
+def _timer(target, drafter: Drafter, batch: int, temperature: float, compile: bool = False) -> Timer:
     """Times real rounds of an engine for each tree."""
     engines: dict[TreeSpec | None, Engine] = {}
     sampling = Sampling(temperature)
@@ -188,7 +214,8 @@ def _timer(target, drafter: Drafter, batch: int, temperature: float) -> Timer:
     def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
         warm = tree in engines
         if not warm:
-            engines[tree] = Engine(target) if tree is None else Engine(target, drafter, tree.build(), abstain=False)
+            pieces = () if tree is None else (drafter, tree.build())
+            engines[tree] = Engine(target, *pieces, abstain=False, compile=compile)
         if not warm:  # the first rounds find memory and code
             _rounds(engines[tree], batch, 2, sampling)
         return _rounds(engines[tree], batch, rounds, sampling)
@@ -201,9 +228,11 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     new = (rounds + 3) * engine.round.path + 1
     length = max(1, min(CONTEXT, engine.target.config.context - new - 1))
     prompt = [(7 * i + 3) % engine.target.vocab for i in range(length)]
-    engine.reserve(batch, length + new)
+    # As `generate` would, so that its compiled rounds are these: as many tokens may end a text, but none of them comes.
+    ends = frozenset(range(-len(engine.target.eos), 0))
+    engine.reserve(batch, length + new, reads=Reads.TOKENS)
     for _ in range(batch):
-        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=frozenset())
+        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=ends)
     for _ in range(2):  # the prefill, and a round
         engine.step()
     start = time.perf_counter()
@@ -212,8 +241,8 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     return (time.perf_counter() - start) / rounds
 
 
-def _identity(target, drafter: Drafter, acceptance: Acceptance, batch: int, temperature: float) -> dict:
-    """All that a choice depends on."""
+def _identity(target, drafter: Drafter, acceptance: Acceptance) -> dict:
+    """What a choice depends on, settings apart."""
     shapes = [
         (key, list(value.shape), str(value.dtype))
         for module in (target, drafter)
@@ -226,8 +255,6 @@ def _identity(target, drafter: Drafter, acceptance: Acceptance, batch: int, temp
         "torch": torch.__version__,
         "specdec": __version__,
         "pair": hashlib.sha256(json.dumps(pair, default=str).encode()).hexdigest(),
-        "batch": batch,
-        "temperature": temperature,
     }
 
 

@@ -185,15 +185,15 @@ class Drafter(nn.Module):
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
         """What chains call: the best token, and the best behind it, `steps` times. Target ids, and the
         log-probabilities of the path so far, [B,steps] each."""
-        state, tokens, logq = self.root(first), [], []
+        state, tokens, gains = self.root(first), [], []
+        every = first.hidden.new_ones(len(first.hidden), 1, steps, dtype=torch.bool)
         for level in range(1, steps + 1):
-            best, draft_id = (x.squeeze(-1) for x in children.best(state, self.vocab, level - 1, 1))  # [B,1]
+            gain, draft_id = (x.squeeze(-1) for x in children.best(state, self.vocab, level - 1, 1))  # [B,1]
             tokens.append(self.vocab.to_target(draft_id))
-            logq.append(logq[-1] + best if logq else best)
+            gains.append(gain)
             if level < steps:
-                ancestors = tokens[-1].new_ones(len(tokens[-1]), 1, level, dtype=torch.bool)
-                state = self.expand(first, tokens[-1], state.hidden, level, ancestors)
-        return torch.cat(tokens, 1), torch.cat(logq, 1)
+                state = self.expand(first, tokens[-1], state.hidden, level, every[..., :level])
+        return torch.cat(tokens, 1), torch.cat(gains, 1).cumsum(1)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one

@@ -1,7 +1,6 @@
 """A chain: the drafter's best token, `steps` times."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.children import LIKELIEST
@@ -22,6 +21,7 @@ class Chain:
         self.nodes = torch.arange(steps + 1)
         self.parents = (self.nodes - 1).clamp(min=0)
         self.causal = self.nodes[:, None] >= self.nodes
+        self.of_root = torch.zeros(1, 1)  # its log-probability
 
     def shallower(self, steps: int) -> "Chain":
         return Chain(steps)
@@ -39,10 +39,12 @@ class Chain:
             depth=self.nodes.expand(b, n),
             ancestors=self.causal.expand(b, n, n),
             steps=self.steps,
-            logq=F.pad(logq, (1, 0)),
+            logq=torch.cat([self.of_root.expand(b, 1), logq], 1),
         )
 
     def _move(self, device: torch.device) -> None:
         """Bring the shape to the device of the first root, once."""
         if self.nodes.device != device:
-            self.nodes, self.parents, self.causal = (x.to(device) for x in (self.nodes, self.parents, self.causal))
+            self.nodes, self.parents, self.causal, self.of_root = (
+                x.to(device) for x in (self.nodes, self.parents, self.causal, self.of_root)
+            )

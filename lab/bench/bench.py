@@ -184,6 +184,7 @@ class Bench:
         for _ in range(self.warmups):
             prompt = self.prompts(0, configuration.prompt)[0]
             self.made[name](prompt, configuration.new, sampling, self.seed)
+        time.sleep(self.made[name].settle_seconds)
         row |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
 
     def _trial(
@@ -194,6 +195,7 @@ class Bench:
         with PeakMemory(self.target.device) as peak:
             for prompt in self.prompts(trial, configuration.prompt):
                 runs.append(self.made[name](prompt, configuration.new, sampling, self.seed + trial))
+        time.sleep(self.made[name].settle_seconds)
         for run in runs:
             if len(run.tokens) != configuration.new:
                 raise ValueError(f"it made {len(run.tokens)} tokens instead of {configuration.new}")

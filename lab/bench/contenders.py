@@ -43,6 +43,7 @@ class Contender:
     peer = False  # decodes with another engine than transformers, and with the target's own weights
     drafts = False  # its speed depends on what is accepted
     weights: int  # bytes, those of a drafter or an assistant included
+    settle_seconds = 0.0  # for so long after its work its threads may spin
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         raise NotImplementedError

@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lab.bench.contenders import Contender, NotAvailable, TimedRun
+from lab.bench.peer_process import Answer, PeerProcess, Session
 from lab.cost.memory import read_bytes
 from specdec.model.archs import ModelConfig
 from specdec.model.target import Target
@@ -27,6 +28,7 @@ class Peer(Contender):
 
     engine: str  # its name
     peer = True
+    settle_seconds = 0.3  # Intel's OpenMP spins for 0.2 s
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         """slots: tokens of the longest text that will be decoded, its prompt included."""
@@ -36,11 +38,15 @@ class Peer(Contender):
         config = target.config
         self.values = 2 * config.layers * config.kv_heads * config.head_dim  # keys and values of a token
 
-    def load(self, fill: Callable[[Path], object], read: Callable[[Path], object]):
-        """What `read` makes of a temporary folder that `fill` has filled. The folder is removed either way."""
+    def load(self, fill: Callable[[Path], object], session: type[Session], **settings) -> None:
+        """Start a session with a temporary folder that `fill` has filled. The folder is removed either way."""
         with TemporaryDirectory(prefix="specdec-bench-", ignore_cleanup_errors=True) as folder:
             fill(Path(folder))
-            return read(Path(folder))
+            self.process = PeerProcess(session, Path(folder), settings)
+
+    def ask(self, request: dict, cache_bytes: int) -> TimedRun:
+        """What the session makes of a request."""
+        return timed_run(self.process(request), cache_bytes)
 
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""
@@ -92,10 +98,11 @@ def check_parts(config: ModelConfig, slots: int, known: Set[str], who: str) -> N
         raise NotAvailable(f"{who} is not given models with {' and '.join(sorted(absent))}")
 
 
-def timed_run(marks: list[float], tokens: list[int], start: float, end: float, cache_bytes: int) -> TimedRun:
-    """A run of which `marks` are the times at which its tokens came."""
-    first = marks[0] if marks else end
-    return TimedRun(tokens, end - start, first - start, [b - a for a, b in pairwise(marks)], cache_bytes)
+def timed_run(answer: Answer, cache_bytes: int) -> TimedRun:
+    """The run that an engine answered with."""
+    first = answer.marks[0] if answer.marks else answer.end
+    steps = [after - before for before, after in pairwise(answer.marks)]
+    return TimedRun(answer.tokens, answer.end - answer.start, first - answer.start, steps, cache_bytes)
 
 
 def shared_sampling(sampling: Sampling, names: dict[str, str], engine: str) -> dict:

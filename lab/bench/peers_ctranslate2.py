@@ -3,6 +3,7 @@
 Its converter of transformers' checkpoints would do for most models, but it drops two things that matter: `head_dim`
 where it is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5; the engine reads both)."""
 
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lab.bench.contenders import NotAvailable, TimedRun
-from lab.bench.peers_common import INSTALL, Peer, check_parts, shared_sampling, timed_run
+from lab.bench.peer_process import Answer, Session
+from lab.bench.peers_common import INSTALL, Peer, check_parts, shared_sampling
 from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES
 from specdec.model.target import Block, Target
@@ -24,6 +26,31 @@ PARTS = frozenset(BLOCK_PARTS | {"attention_scale", "embed_scale", "local_rope",
 # Its repetition penalty leaves out the prompt.
 NAMES = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}
 KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+class CTranslate2Session(Session):
+    """A generator of CTranslate2.
+
+    Its products are oneDNN's, not MKL's: on two threads MKL's threads and its own wait for each other, and a token
+    takes ten times as long (docs/log.md). On one thread oneDNN's are as fast."""
+
+    def __init__(self, folder: Path, settings: dict):
+        os.environ.setdefault("CT2_USE_MKL", "0")  # read when it is imported
+        import ctranslate2
+
+        self.generator = ctranslate2.Generator(str(folder), "cpu", **settings)
+
+    def __call__(self, request: dict) -> Answer:
+        marks, tokens = [], []
+
+        def step(result) -> bool:
+            marks.append(time.perf_counter())
+            tokens.append(result.token_id)
+            return False  # go on
+
+        start = time.perf_counter()
+        self.generator.generate_batch(include_prompt_in_result=False, end_token=[], callback=step, **request)
+        return Answer(tokens, marks, start, time.perf_counter())
 
 
 class CTranslate2(Peer):
@@ -44,28 +71,13 @@ class CTranslate2(Peer):
         if self.kind not in there:
             raise NotAvailable(f"CTranslate2 has no {self.kind} on this processor, it has {', '.join(sorted(there))}")
         check_parts(target.config, slots, PARTS, self.engine)
-
-        def read(folder: Path) -> ctranslate2.Generator:
-            return ctranslate2.Generator(str(folder), "cpu", compute_type=self.kind, intra_threads=self.threads)
-
-        self.generator = self.load(lambda folder: save(target, self.kind, folder), read)
+        settings = {"compute_type": self.kind, "intra_threads": self.threads}
+        self.load(lambda folder: save(target, self.kind, folder), CTranslate2Session, **settings)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        marks, tokens = [], []
         how = {"sampling_topk": 1 if sampling.greedy else 0} | shared_sampling(sampling, NAMES, self.engine)
-        words = [str(token) for token in prompt]
-
-        def step(result) -> bool:
-            marks.append(time.perf_counter())
-            tokens.append(result.token_id)
-            return False  # go on
-
-        start = time.perf_counter()
-        self.generator.generate_batch(
-            [words], max_length=new, include_prompt_in_result=False, end_token=[], callback=step, **how
-        )
-        end = time.perf_counter()
-        return timed_run(marks, tokens, start, end, self.cache_bytes(len(prompt) + new - 1))
+        request = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
+        return self.ask(request, self.cache_bytes(len(prompt) + new - 1))
 
     def details(self) -> dict:
         return {"engine": f"ctranslate2 {self.version}, {self.kind}", "threads": self.threads}

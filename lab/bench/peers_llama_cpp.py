@@ -1,4 +1,4 @@
-"""llama.cpp as a contender, through the server in `xllamacpp`, which runs in this process."""
+"""llama.cpp as a contender, through the server in `xllamacpp`."""
 
 import re
 import time
@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from lab.bench.contenders import NotAvailable, TimedRun
-from lab.bench.peers_common import INSTALL, Peer, shared_sampling, timed_run
+from lab.bench.peer_process import Answer, Session
+from lab.bench.peers_common import INSTALL, Peer, shared_sampling
 from lab.bench.peers_gguf import architecture, write_gguf
 from specdec.model.target import Target
 from specdec.types import Sampling
@@ -17,6 +18,29 @@ CELLS = 256  # llama.cpp pads a context to so many tokens
 NAMES = {"repetition_penalty": "repeat_penalty"} | {n: n for n in ("temperature", "top_k", "top_p", "min_p")}
 # In the order of transformers, which is ours.
 ORDER = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+
+
+class LlamaCppSession(Session):
+    """The server of llama.cpp with one place for a text."""
+
+    def __init__(self, folder: Path, settings: dict):
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(folder / FILE)
+        params.n_ctx, params.n_parallel, params.fit_params, params.n_gpu_layers = settings["slots"], 1, False, 0
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = settings["threads"]
+        params.cache_ram_mib = params.n_ctx_checkpoints = 0  # nothing of a prompt is kept for the next one
+        params.verbosity = -1
+        self.server = xllamacpp.Server(params)
+
+    def __call__(self, request: dict) -> Answer:
+        chunks: list[tuple[float, dict]] = []
+        start = time.perf_counter()
+        self.server.handle_completions(request, lambda chunk: chunks.append((time.perf_counter(), chunk)))
+        end = time.perf_counter()
+        marks, tokens = read_chunks(chunks)
+        return Answer(tokens, marks, start, end)
 
 
 class LlamaCpp(Peer):
@@ -35,34 +59,20 @@ class LlamaCpp(Peer):
         architecture(target.config, slots)
         self.version, self.built_for = xllamacpp.__version__, xllamacpp.get_system_info().strip()
         self.slots += -slots % CELLS
-
-        def read(folder: Path) -> xllamacpp.Server:
-            return xllamacpp.Server(self._settings(xllamacpp, folder / FILE))
-
-        self.server = self.load(lambda folder: write_gguf(folder / FILE, target, dtype, slots), read)
-
-    def _settings(self, xllamacpp, file: Path):
-        params = xllamacpp.CommonParams()
-        params.model.path = str(file)
-        params.n_ctx, params.n_parallel, params.fit_params, params.n_gpu_layers = self.slots, 1, False, 0
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = self.threads
-        params.cache_ram_mib = params.n_ctx_checkpoints = 0  # nothing of a prompt is kept for the next one
-        params.verbosity = -1
-        return params
+        self.load(
+            lambda folder: write_gguf(folder / FILE, target, dtype, slots),
+            LlamaCppSession,
+            slots=self.slots,
+            threads=self.threads,
+        )
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        chunks: list[tuple[float, dict]] = []
         request = {"prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "cache_prompt": False}
         request |= {"samplers": ORDER, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": self.slots}
         request |= shared_sampling(sampling, NAMES, self.engine)
         if sampling.greedy:
             request |= {"samplers": ["penalties", "top_k"], "top_k": 1}
-
-        start = time.perf_counter()
-        self.server.handle_completions(request, lambda chunk: chunks.append((time.perf_counter(), chunk)))
-        end = time.perf_counter()
-        marks, tokens = read_chunks(chunks)
-        return timed_run(marks, tokens, start, end, self.cache_bytes(self.slots))
+        return self.ask(request, self.cache_bytes(self.slots))
 
     def details(self) -> dict:
         return {"engine": f"xllamacpp {self.version}", "built_for": self.built_for, "threads": self.threads}

@@ -35,11 +35,11 @@ class Session:
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
+        if args.compile and self.target.device.type == "cuda":
+            kernels.use("torch")  # Inductor makes its own of torch's operators
         self.choice = None
         if self.drafter is not None and trees.automatic:
             self._choose_tree(asked=trees.tree is not None)
-        if args.compile and self.target.device.type == "cuda":
-            kernels.use("torch")  # Inductor makes its own of torch's operators
         how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
         self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, children=args.children, **how)
         self.plain = Engine(self.target, **how)
@@ -61,6 +61,7 @@ class Session:
             self.drafter,
             batch=args.batch_size,
             temperature=self.sampling.temperature,
+            compile=args.compile,
             recalibrate=args.recalibrate,
         )
         self.tree = self.choice.tree and self.choice.tree.build()

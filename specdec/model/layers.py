@@ -238,6 +238,9 @@ class Rope:
         return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
+GROWTH = 2048  # positions by which the table grows
+
+
 class RopeTable(nn.Module):
     """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
     side in one table [S, 2 Dh], so that one look-up finds both."""
@@ -248,6 +251,8 @@ class RopeTable(nn.Module):
         self.register_buffer("table", torch.empty(0, 2 * head_dim), persistent=False)
 
     def reserve(self, positions: int, like: Tensor) -> None:
+        """Have at least so many positions. There are few sizes, as compiled functions belong to one each."""
+        positions += -positions % GROWTH
         known = self.table
         if len(known) < positions or known.device != like.device or known.dtype != like.dtype:
             cos, sin = self.rope.tables(self.head_dim, max(positions, len(known)))

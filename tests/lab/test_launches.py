@@ -32,6 +32,7 @@ def test_a_round_keeps_its_bounds():
     assert max(found.levels) <= 25
     assert found.of(SELECTION) <= 12
     assert found.of(VERIFICATION) <= 15
+    assert max(counted(TreeSpec(1, 5)).levels) <= 25
 
 
 def test_the_bounds_are_those_of_the_kernels():

@@ -2,9 +2,11 @@
 text where they are installed. `pip install '.[peers]'` installs them, and the package `gguf` reads what we write."""
 
 import json
+import os
 import struct
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from lab.bench.agreement import compare_texts, logit_gap
 from lab.bench.bench import Bench, Configuration, random_prompts
 from lab.bench.bench_command import main
 from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
+from lab.bench.peer_process import Answer, PeerProcess, Session
 from lab.bench.peers import peers_by_name
 from lab.bench.peers_common import Peer, shared_sampling, special_parts, timed_run
 from lab.bench.peers_gguf import architecture, interleave, metadata, rope_factors, write_file, write_gguf
@@ -202,7 +205,7 @@ def test_chunks_of_text_name_the_tokens():
 
     marks, tokens = read_chunks([(1.0, chunk("<5>")), (3.0, chunk("<0><128255>")), (4.0, chunk(""))])
     assert (marks, tokens) == ([1.0, 3.0, 3.0], [5, 0, 128255])
-    run = timed_run(marks, tokens, 0.5, 4.5, 99)
+    run = timed_run(Answer(tokens, marks, 0.5, 4.5), 99)
     assert run == TimedRun([5, 0, 128255], 4.0, 0.5, [2.0, 0.0], 99)
     with pytest.raises(RuntimeError, match="too long"):
         read_chunks([(1.0, {"code": 400, "message": "too long"})])
@@ -214,6 +217,20 @@ def test_settings_that_an_engine_does_not_have():
     assert shared_sampling(Sampling(), names, "Ours") == {}
     with pytest.raises(NotAvailable, match="Ours has no min_p and no top_p as it is meant here"):
         shared_sampling(Sampling(0.5, top_p=0.5, min_p=0.1), names, "Ours")
+
+
+class Reader(Session):
+    """An engine that reads a number and adds to it."""
+
+    def __init__(self, folder: Path, settings: dict):
+        self.number = int((folder / settings["name"]).read_text())
+
+    def __call__(self, request: dict) -> Answer:
+        if "exit" in request:
+            os._exit(request["exit"])
+        start = time.perf_counter()
+        token = self.number + request["add"]
+        return Answer([token], [time.perf_counter()], start, time.perf_counter())
 
 
 class Copycat(Peer):
@@ -247,12 +264,26 @@ def test_the_files_are_gone_whatever_happens(tmp_path, monkeypatch):
     peer = Copycat(tiny_target(), 64, torch.float32)
 
     def fill(folder: Path) -> None:
-        (folder / "a").write_text("weights")
+        (folder / "a").write_text("7")
 
-    assert peer.load(fill, lambda folder: (folder / "a").read_text()) == "weights"
-    with pytest.raises(OSError, match="No such file"):
-        peer.load(fill, lambda folder: (folder / "b").read_text())
+    peer.load(fill, Reader, name="a")
     assert list(tmp_path.iterdir()) == []
+    run = peer.ask({"add": 2}, cache_bytes=99)  # the session has what it read
+    assert (run.tokens, run.cache_bytes, len(run.steps)) == ([9], 99, 0)
+    assert 0 < run.prefill_seconds < run.seconds
+    with pytest.raises(RuntimeError, match="FileNotFoundError"):
+        peer.load(fill, Reader, name="b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_dies_or_fails_is_told(tmp_path):
+    (tmp_path / "a").write_text("7")
+    process = PeerProcess(Reader, tmp_path, {"name": "a"})
+    with pytest.raises(RuntimeError, match="TypeError"):
+        process({"add": "text"})
+    assert process({"add": 1}).tokens == [8]  # it goes on
+    with pytest.raises(RuntimeError, match="its process ended with 3"):
+        process({"exit": 3})
 
 
 # In the benchmark

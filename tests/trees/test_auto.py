@@ -143,6 +143,25 @@ def test_a_little_is_not_enough():
     assert choose([Candidate(TreeSpec(1, 1), 1.05, 0)], lambda tree, rounds: 1.0).tree == TreeSpec(1, 1)
 
 
+def test_compiled_rounds_have_costs_of_their_own():
+    """Few are compiled, of different depths, and the fastest of those compiled is taken."""
+    compiled, asked = world(level=0.0, node=0.01), []
+
+    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+        asked.append(tree)
+        return compiled(tree, rounds) / 2
+
+    launched = world(level=0.6, node=0.02)
+    choice = choose(TREES, launched, seconds_of)
+    timed = set(asked) - {None}
+    assert len({tree.steps for tree in timed}) == len(timed) == auto.COMPILED
+    rate = {c.tree: c.tau / compiled(c.tree, 1) for c in TREES if c.tree in timed}
+    assert choice.tree == max(rate, key=rate.get) != choose(TREES, launched).tree
+    assert choice.speedup == pytest.approx(rate[choice.tree])
+    assert choice.plain_tokens_per_second == pytest.approx(2.0)
+    assert choose(TREES, launched, lambda tree, rounds: 1.0 if tree is None else 9.0).tree is None
+
+
 def test_candidates_keep_to_the_drafter():
     class Shallow:
         max_steps, block = 2, None

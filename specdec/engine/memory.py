@@ -86,8 +86,8 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
         if request.reads >= Reads.LOGITS:  # of one round by whoever reads it, while the next one runs
             read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
-    round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + noise + small
-    round_bytes += 2 * read
+    round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
+    round_bytes += noise + 2 * read
     target_cache = target.cache_bytes(batch, slots)
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)

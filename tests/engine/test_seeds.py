@@ -25,9 +25,7 @@ MIXED = [
 ]  # fmt: skip
 ALIKE = {
     "warm": Sampling(1.0),
-    "cool": Sampling(0.5, min_p=0.05),
-    "filtered": Sampling(0.8, top_k=6, top_p=0.9),
-    "penalised": Sampling(0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
+    "penalised": Sampling(0.8, top_k=6, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
 }
 EOS = frozenset({4})
 HOW = {"max_new_tokens": LIMITS, "eos": EOS}
@@ -83,13 +81,14 @@ def test_children_of_every_kind_give_the_same_text(kind):
     assert texts(engine, MIXED) == plain(tuple(MIXED))
 
 
-@pytest.mark.parametrize("how", [{"overlap": True}, {"compact": False}, {"graphs": Tape()}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"overlap": True}, {"compact": False}, {"graphs": Tape()}], ids=lambda how: next(iter(how))
+)
 def test_overlap_compaction_and_replay_change_nothing(how):
     target = tiny_target(vocab=11)
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), DynamicTree(3, 3, 9), **how)
-    for _ in range(2):
-        assert texts(engine, MIXED) == plain(tuple(MIXED))
-        assert texts(engine, [ALIKE["warm"]] * 8) == plain((ALIKE["warm"],) * 8)
+    assert texts(engine, MIXED) == plain(tuple(MIXED))
+    assert texts(engine, [ALIKE["warm"]] * 8) == plain((ALIKE["warm"],) * 8)
     assert come_and_go(engine, MIXED) == plain(tuple(MIXED))
 
 
@@ -199,7 +198,7 @@ def test_every_drafter_is_coupled_through_its_own_vocabulary():
         drafter = DRAFTERS[kind](target)
         coupled, likeliest = (
             Engine(target, drafter, DynamicTree(3, 3, 9), children=how).generate(
-                [[3, 5, 3, 5, 3]] * 60, max_new_tokens=12, sampling=Sampling(0.9), eos=frozenset()
+                [[3, 5, 3, 5, 3]] * 30, max_new_tokens=10, sampling=Sampling(0.9), eos=frozenset()
             )
             for how in ("coupled", "likeliest")
         )

@@ -220,7 +220,7 @@ def test_traces_tell_what_was_drafted_for_a_row(tmp_path):
 def test_a_round_that_is_told_does_not_wait():
     target = tiny_target()
     engine = Engine(target, tiny_drafter(target), TREES["chain"])
-    batch = Batch(engine.round, 2, 24, torch.Generator().manual_seed(0), Clock(engine.device))
+    batch = Batch(engine.round, 2, 24, Clock(engine.device))
     batch.admit([Sequence(prompt, 20) for prompt in ([1, 2, 3], [4])])
     root, state, active, levels = batch.root, batch.state, torch.tensor([True, True]), torch.tensor([0, 2])
     batch.cache.max_len = 3

@@ -33,7 +33,7 @@ def engine_on_gpu(policy: str, drafter: str) -> Engine:
 @torch.inference_mode()
 def test_round_does_not_synchronise(policy, sampling, drafter):
     engine = engine_on_gpu(policy, drafter)
-    batch = Batch(engine.round, 2, 24, torch.Generator("cuda").manual_seed(0), Clock(engine.device), overlap=True)
+    batch = Batch(engine.round, 2, 24, Clock(engine.device), overlap=True)
     batch.admit([Sequence(prompt, 20, sampling=sampling) for prompt in ([1, 2, 3], [4])])
     batch.launch(3, ())  # the libraries are warm now
     torch.cuda.set_sync_debug_mode("error")

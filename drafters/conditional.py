@@ -100,4 +100,19 @@ class RecurrentMarkov(Markov):
         return base + self.w2(out.tanh()), torch.cat([embedded, state], -1)
 
 
+class Confidence(nn.Module):
+    """DSpark's estimate that a slot's token is accepted if those before it are: a linear map of the slot's hidden
+    state, and, with a rank, of the Markov embedding of the token before it."""
+
+    def __init__(self, hidden: int, rank: int = 0):
+        super().__init__()
+        self.rank = rank
+        self.proj = Linear(hidden + rank, 1)
+
+    def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """hidden [B,n,H] of slots, embedded [B,n,C] of the tokens before them -> logits [B,n]."""
+        features = torch.cat([hidden, embedded], -1) if self.rank else hidden
+        return self.proj(features)[..., 0]
+
+
 HEADS: dict[str, type[ConditionalHead]] = {"markov": Markov, "markov_gated": GatedMarkov, "markov_rnn": RecurrentMarkov}

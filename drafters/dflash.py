@@ -7,82 +7,21 @@ token. No layer changes them, so they are written once, at prefill or when a tok
 overwritten by the next round.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.conditional import HEADS, ConditionalHead
+from drafters.block_forward import BlockForward
+from drafters.conditional import HEADS, ConditionalHead, Confidence
 from drafters.eagle3 import spread_taps
 from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
 from drafters.vocab import DraftVocab
+from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import GatedMLP, Linear, LinearMap, RMSNorm, RopeTable, freeze, rotate
 from specdec.model.target import check_taps
-
-
-@dataclass(frozen=True)
-class BlockForward:
-    """Where the drafters of the family differ.
-
-    rows: slots of the block, the anchor's among them. mask_token: id of the tokens behind the anchor. label: slot k
-    tells the token at its own position, 'p+k' (DFlash: the anchor's slot drafts nothing), or the next one, 'p+k+1'
-    (DSpark, and what DeepSpec calls DFlash: every slot drafts). causal: a slot sees no later one (JetSpec).
-
-    sliding: which layers have a window of `window` positions, the own one counted. window_from: the window ends at the
-    position of the slot that looks, 'slot' (z-lab, SpecForge, Automodel), or all slots see the `window` positions
-    before the anchor, 'anchor' (speculators). sliding_causal: in these layers a slot sees no later one (all but
-    Automodel; speculators and z-lab have a switch).
-    """
-
-    rows: int
-    mask_token: int
-    label: str = "p+k"
-    causal: bool = False
-    sliding: tuple[bool, ...] = ()
-    window: int | None = None
-    window_from: str = "slot"
-    sliding_causal: bool = True
-
-    def __post_init__(self) -> None:
-        if self.label not in ("p+k", "p+k+1"):
-            raise ValueError(f"label must be 'p+k' or 'p+k+1' (which token slot k tells), got {self.label!r}")
-        if self.window_from not in ("slot", "anchor"):
-            raise ValueError(f"window_from must be 'slot' or 'anchor', got {self.window_from!r}")
-        if self.drafts < 1:
-            raise ValueError(f"a block of {self.rows} rows drafts nothing with label {self.label!r}: give it more rows")
-        if any(self.sliding) and (self.window is None or self.window < 1):
-            raise ValueError(f"sliding layers need a window of at least 1, got {self.window}")
-
-    @property
-    def unused(self) -> int:
-        """How many slots at the front draft nothing."""
-        return 1 if self.label == "p+k" else 0
-
-    @property
-    def drafts(self) -> int:
-        return self.rows - self.unused
-
-    def seen(self, sliding: bool) -> Tensor:
-        """[rows, rows] bool: which slots each slot sees in a layer."""
-        ahead = torch.arange(self.rows) - torch.arange(self.rows)[:, None]  # how far the key lies ahead of the query
-        causal = self.sliding_causal if sliding else self.causal
-        if causal:
-            return ahead <= 0
-        both_ways = sliding and self.window_from == "slot"
-        return ahead < self.window if both_ways else ahead < self.rows
-
-    def depths(self) -> Tensor:
-        """[rows]: where the window of each slot ends, counted from the anchor."""
-        return torch.arange(self.rows) if self.window_from == "slot" else torch.zeros(self.rows, dtype=torch.int64)
-
-    @property
-    def span(self) -> int | None:
-        """Positions of a window that ends where `depths` says, the last one counted."""
-        return self.window if self.window is None or self.window_from == "slot" else self.window + 1
 
 
 class BlockAttention(DraftAttention):
@@ -123,11 +62,12 @@ class BlockDrafter(Drafter):
         taps: tuple[int, ...],
         vocab: DraftVocab,
         embedding: Tensor,
-        head: Tensor,
+        head: Tensor | None,
         forward: BlockForward,
         conditional: ConditionalHead | None = None,
+        confidence: Confidence | None = None,
     ):
-        """embedding, head [V,H]: the target's, shared and frozen."""
+        """embedding, head [V,H]: the target's, shared and frozen; head None: the drafter has its own."""
         super().__init__()
         self.shape, self.taps, self.vocab, self.switches = shape, tuple(taps), vocab, forward
         self.block = forward.drafts
@@ -143,10 +83,14 @@ class BlockDrafter(Drafter):
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        self.head = SharedHead(head, vocab.ids)
-        self.conditional = conditional
+        own = Linear(shape.hidden, vocab.size, bias=False) if head is None else None
+        self.head: LinearMap = own or SharedHead(head, vocab.ids)
+        self.conditional, self.confidence = conditional, confidence
+        self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
-    capturable = True
+    @property
+    def capturable(self) -> bool:
+        return self.cut == 0  # a cut proposal has `levels`
 
     @property
     def conditioned(self) -> bool:
@@ -207,7 +151,25 @@ class BlockDrafter(Drafter):
             hidden = layer(hidden, rope, CachedAttention(views[sliding], index))
         readout = self.norm(hidden)[:, self.switches.unused :]
         carried = self.conditional.begin(anchor) if self.conditional else readout.new_empty(*readout.shape[:2], 0)
-        return DraftState(carried, readout, self.head)
+        state = DraftState(carried, readout, self.head)
+        state.levels = self._kept(state) if self.cut else None
+        return state
+
+    def _kept(self, first: DraftState) -> Tensor:
+        """[B]: how many slots come before the first one that is not confident, along the likeliest tokens."""
+        tokens, _ = self.chain(first, self.block, LIKELIEST)
+        return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
+
+    def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
+        """Logits [B,n] that the first n slots are accepted, given their tokens [B,n]. Raises ValueError if there is no
+        confidence head."""
+        if self.confidence is None:
+            raise ValueError("this drafter has no confidence head to cut proposals by")
+        before = first.hidden
+        if self.conditional:
+            carried = before.expand(-1, tokens.shape[1] - 1, -1)
+            before = torch.cat([before, self.conditional.read(tokens[:, :-1], carried)], 1)
+        return self.confidence(first.readout[:, : tokens.shape[1]], before[..., : self.confidence.rank])
 
     def _view(self, cache: KVCache, sliding: bool) -> CacheView:
         b, rows = cache.batch, self.switches.rows
@@ -263,6 +225,7 @@ def create(
     rope_theta: float | None = None,
     conditional: str | None = None,
     rank: int = 256,
+    confidence: bool = False,
     init: str = "target",
     **forward,
 ) -> BlockDrafter:
@@ -270,7 +233,8 @@ def create(
 
     taps: indices, or how many to spread over the layers. mask_token: None is the last row of the target's embedding.
     sliding_layers: so many of the first layers have windows. conditional: a name of `conditional.HEADS`, of rank
-    `rank`. forward: further fields of `BlockForward`. init: see `layers.start`.
+    `rank`. confidence: with a confidence head, which sees the token before a slot if there is a conditional one.
+    forward: further fields of `BlockForward`. init: see `layers.start`.
     """
     config = target.config
     if layers < 1 or not 0 <= sliding_layers <= layers:
@@ -293,6 +257,7 @@ def create(
     sliding = tuple(index < sliding_layers for index in range(layers))
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
     behind = HEADS[conditional](vocab, shape.hidden, rank) if conditional else None
-    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind)
+    sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None
+    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind, sure)
     start(drafter, target, init)
     return drafter

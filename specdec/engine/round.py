@@ -78,8 +78,8 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
-            _check_steps(drafter, policy)
             _check_block(drafter, policy)
+            _check_steps(drafter, policy)
             _check_verifier(verifier, policy)
             children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier

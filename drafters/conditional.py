@@ -24,7 +24,7 @@ class ConditionalHead(nn.Module):
 
     @abstractmethod
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
-        """Nodes with tokens [B,W] of the target's vocabulary, and what their parents' slots left, [B,W,C] -> [B,W,C]."""
+        """Nodes with target ids [B,W], and what their parents' slots left, [B,W,C] -> what is carried on, [B,W,C]."""
 
     @abstractmethod
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:

@@ -122,9 +122,7 @@ class BlockDrafter(Drafter):
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         shape = self.shape
-        return cache_bytes(
-            len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding
-        )
+        return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
 
     def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
         return self._absorb(self.cache.admit(row, len(first), tokens.shape[1]), feats, tokens, n, tokens.shape[1])
@@ -238,7 +236,9 @@ def create(
     """
     config = target.config
     if layers < 1 or not 0 <= sliding_layers <= layers:
-        raise ValueError(f"layers must be at least 1 and sliding_layers from 0 to it, got {layers} and {sliding_layers}")
+        raise ValueError(
+            f"layers must be at least 1 and sliding_layers from 0 to it, got {layers} and {sliding_layers}"
+        )
     if conditional is not None and conditional not in HEADS:
         raise ValueError(f"there is no conditional head {conditional!r}: choose one of {', '.join(HEADS)}")
     taps = default_taps(config.layers, taps) if isinstance(taps, int) else tuple(taps)

@@ -117,11 +117,15 @@ def tiny_block(target: Target, seed: int = 1, **switches):
 
 
 # Every way to draft, on a tiny target: name -> a function of the target.
-DRAFTERS = {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS} | {
-    "lookup": partial(ngram.create, mode="lookup"),
-    "suffix": partial(ngram.create, mode="suffix"),
-    "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
-} | {kind: partial(tiny_block, **switches) for kind, switches in BLOCKS.items()}
+DRAFTERS = (
+    {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS}
+    | {
+        "lookup": partial(ngram.create, mode="lookup"),
+        "suffix": partial(ngram.create, mode="suffix"),
+        "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
+    }
+    | {kind: partial(tiny_block, **switches) for kind, switches in BLOCKS.items()}
+)
 
 
 @torch.inference_mode()

@@ -75,7 +75,7 @@ def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -
             outcomes.append(Outcome(reading.name, refused=str(error)))
             continue
         drafter = drafter.to(target.device, target.dtype).eval()
-        depth = min(steps, drafter.max_steps or steps)
+        depth = min(steps, drafter.max_steps or steps, drafter.block or steps)
         outcomes.append(_outcome(reading.name, [follow(drafter, target, a, depth) for a in answers]))
     for other in outcomes[1:]:
         other.better = _beats(other, outcomes[0], len(outcomes) - 1, steps)

@@ -25,7 +25,8 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
     Raises ValueError, one sentence, for what does not fit the rule or the tree."""
     if wanted is not None and wanted not in KINDS:
         raise ValueError(f"children must be one of {', '.join(KINDS)}, got {wanted!r}")
-    kind = wanted or ("drawn" if verifier.needs_q else "coupled" if verifier.couples else "likeliest")
+    other = "drawn" if policy.samples or verifier.needs_q else "likeliest"
+    kind = wanted or ("coupled" if verifier.couples else other)
     if verifier.needs_q and kind != "drawn":
         raise ValueError(f"{verifier} verifies children that were drawn from the drafter, not {kind} ones")
     if kind == "drawn" and not policy.samples:

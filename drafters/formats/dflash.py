@@ -20,11 +20,11 @@ from drafters.formats.base import (
     Tensors,
     check_target,
     describe_shape,
-    describe_vocab,
-    read_vocab,
     rope_readings,
+    shape_faults,
 )
 from drafters.formats.fields import fill, layer_parameters, read_shape, rows_of, shape_fields
+from drafters.formats.maps import describe_vocab, map_fault, read_vocab
 from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -213,15 +213,26 @@ def describe(meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
 
 
 def readings(meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings: which token a slot tells, layers counted otherwise, what slots see, the rope."""
+    """The plausible misreadings beside other taps: which token a slot tells, what slots see, the rope."""
     how, replace = meaning.forward, dataclasses.replace
     label = "p+k" if how.label == "p+k+1" else "p+k+1"
     out = [Reading(f"slot k tells token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
     causal = replace(how, causal=not how.causal)
     words = "a slot sees no later one" if causal.causal else "all slots see each other"
     out.append(Reading(words, replace(meaning, forward=causal), tensors))
-    for shift in (-1, 1):
-        taps = tuple(tap + shift for tap in meaning.taps)
-        if min(taps) >= 0 and max(taps) <= target.config.layers:
-            out.append(Reading(f"taps {list(taps)}", replace(meaning, taps=taps), tensors))
     return [*out, *rope_readings(meaning, tensors, target)]
+
+
+def streams(meaning: BlockMeaning, tensors: Tensors) -> int:
+    """How many hidden states the drafter fuses."""
+    return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
+
+
+def retap(meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
+    return dataclasses.replace(meaning, taps=taps)
+
+
+def faults(meaning: BlockMeaning, tensors: Tensors) -> list[str]:
+    """What else than a tensor's name or shape keeps a checkpoint from loading."""
+    fault = map_fault(tensors, meaning.vocab)
+    return shape_faults(meaning.shape) + ([fault] if fault else [])

@@ -6,21 +6,26 @@ DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own lo
 """
 
 from drafters.dflash import BlockDrafter
-from drafters.formats.base import Family, Layout, TargetFacts, Tensors, membership
+from drafters.formats.base import Family, Layout, TargetFacts, Tensors
 from drafters.formats.dflash import (
+    ALREADY,
     BlockMeaning,
     construct,
     describe,
     dismantle,
     expected,
+    faults,
     head_fields,
     layer_fields,
     meaning_of,
     outputs,
     readings,
+    retap,
+    streams,
 )
 from drafters.formats.eagle3_layout import check_list
 from drafters.formats.fields import dtype_name
+from drafters.formats.maps import membership
 from drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
 PROJECTORS = (None, "dflash", "dspark")  # of those that SpecForge has
@@ -142,6 +147,17 @@ SPECULATORS = Layout(
     write_speculators,
 )
 FAMILY = Family(
-    "DFlash", construct, expected, describe, readings, dismantle, BlockDrafter, saved_as=ZLAB.name,
-    sign="fc and hidden_norm",
-)  # fmt: skip
+    "DFlash",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    BlockDrafter,
+    saved_as=ZLAB.name,
+    sign="fc.* and hidden_norm.*",
+    faults=faults,
+    streams=streams,
+    retap=retap,
+    aside=ALREADY,
+)

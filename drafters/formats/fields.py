@@ -23,6 +23,9 @@ def read_shape(config: dict, name: str) -> DraftShape:
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
     try:
+        for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
+            if not isinstance(config[key], int) or config[key] < 1:
+                raise ValueError(f"config.json gives {config[key]!r} for {key}")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return DraftShape(
             hidden=hidden,
@@ -36,6 +39,8 @@ def read_shape(config: dict, name: str) -> DraftShape:
         )
     except KeyError as error:
         raise ValueError(f"{name}: config.json lacks the field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 
 def shape_fields(shape: DraftShape) -> dict:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from specdec.acceptance import FILE as ACCEPTANCE
 from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
+from specdec.model.finite import ALLOWED, nonfinite
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -171,15 +172,16 @@ def read_pickle(file: Path, device: str = "cpu"):
 class StrictFill:
     """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
-    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]]):
+    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]], finite: bool = False):
         """source: the checkpoint's name, for errors. parameters: tensor name -> (our tensor, first row, number of
-        rows)."""
-        self.source, self.parameters, self.missing = source, parameters, set(parameters)
+        rows). finite: refuse NaN and Inf."""
+        self.source, self.parameters, self.missing, self.finite = source, parameters, set(parameters), finite
 
     def put(self, name: str, value: Tensor) -> bool:
         """Copy a tensor to its place. False if the name is none of ours.
 
-        Raises ValueError for a wrong shape, or for a second tensor of the name."""
+        Raises ValueError for a wrong shape, whole numbers, a second tensor of the name, and for NaN or Inf if they are
+        refused."""
         if name not in self.parameters:
             return False
         if name not in self.missing:
@@ -190,7 +192,12 @@ class StrictFill:
             raise ValueError(
                 f"{self.source}: tensor {name} has shape {list(value.shape)}, the config asks for {list(slot.shape)}"
             )
+        if not value.is_floating_point():  # quantised: it means nothing without scales, which are not read
+            raise ValueError(f"{self.source}: tensor {name} holds whole numbers, and no weights")
         slot.copy_(value)
+        found = self.finite and nonfinite(name, slot)
+        if found:
+            raise ValueError(f"{self.source}: {found}; {ALLOWED}")
         self.missing.discard(name)
         return True
 

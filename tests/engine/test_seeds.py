@@ -25,9 +25,7 @@ MIXED = [
 ]  # fmt: skip
 ALIKE = {
     "warm": Sampling(1.0),
-    "cool": Sampling(0.5, min_p=0.05),
-    "filtered": Sampling(0.8, top_k=6, top_p=0.9),
-    "penalised": Sampling(0.8, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
+    "penalised": Sampling(0.8, top_k=6, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3),
 }
 EOS = frozenset({4})
 HOW = {"max_new_tokens": LIMITS, "eos": EOS}
@@ -83,13 +81,14 @@ def test_children_of_every_kind_give_the_same_text(kind):
     assert texts(engine, MIXED) == plain(tuple(MIXED))
 
 
-@pytest.mark.parametrize("how", [{"overlap": True}, {"compact": False}, {"graphs": Tape()}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"overlap": True}, {"compact": False}, {"graphs": Tape()}], ids=lambda how: next(iter(how))
+)
 def test_overlap_compaction_and_replay_change_nothing(how):
     target = tiny_target(vocab=11)
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), DynamicTree(3, 3, 9), **how)
-    for _ in range(2):
-        assert texts(engine, MIXED) == plain(tuple(MIXED))
-        assert texts(engine, [ALIKE["warm"]] * 8) == plain((ALIKE["warm"],) * 8)
+    assert texts(engine, MIXED) == plain(tuple(MIXED))
+    assert texts(engine, [ALIKE["warm"]] * 8) == plain((ALIKE["warm"],) * 8)
     assert come_and_go(engine, MIXED) == plain(tuple(MIXED))
 
 
@@ -112,22 +111,25 @@ def test_a_text_that_is_cut_goes_on_as_it_would_have():
 
 # A drafter that is the target sees what the target will draw.
 
-TREES = {"chain": Chain(4), "dynamic": DynamicTree(2, 4, 9), "static": StaticTree([[0], [1], [0, 0], [0, 0, 0]]),
-         "sampled": SampledTree((2, 1, 1))}  # fmt: skip
+TREES = {
+    "chain": Chain(4),
+    "dynamic": DynamicTree(2, 3, 11),
+    "static": StaticTree([[0], [1], [0, 0], [0, 0, 0]]),
+    "sampled": SampledTree((2, 1, 1)),
+}
 
 
-def missed(tree: str, sampling: Sampling) -> int:
-    """Rounds of a drafter that is the target in which a draft was refused."""
+def missed(tree: str, temperature: float = 1.0) -> int:
+    """Rounds of a drafter that is the target in which a draft was refused. The trees hold all first children."""
     target = tiny_target()
     engine = Engine(target, DraftModel(tiny_target()), TREES[tree], children="coupled")
-    rows = engine.generate(PROMPTS, max_new_tokens=31, sampling=sampling, eos=frozenset()).rows
+    rows = engine.generate(PROMPTS, max_new_tokens=25, sampling=Sampling(temperature), eos=frozenset()).rows
     return sum(a < engine.policy.steps for row in rows for a in row.trace.accepted)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=5, top_p=0.9, min_p=0.02)], ids=str)
 @pytest.mark.parametrize("tree", TREES)
-def test_a_drafter_that_is_the_target_is_always_right(tree, sampling):
-    assert missed(tree, sampling) == 0
+def test_a_drafter_that_is_the_target_is_always_right(tree):
+    assert missed(tree) == missed(tree, 0.7) == 0
 
 
 # Broken on purpose
@@ -170,7 +172,7 @@ def test_noise_keyed_by_place_in_the_batch_is_found_out(monkeypatch):
 
 def test_drafts_that_see_one_position_further_on_are_found_out(monkeypatch):
     monkeypatch.setattr(children.Coupled, "scores", further_on)
-    assert missed("chain", Sampling(1.0)) > 20
+    assert missed("chain") > 20
 
 
 def test_what_does_not_fit_is_refused():
@@ -196,7 +198,7 @@ def test_every_drafter_is_coupled_through_its_own_vocabulary():
         drafter = DRAFTERS[kind](target)
         coupled, likeliest = (
             Engine(target, drafter, DynamicTree(3, 3, 9), children=how).generate(
-                [[3, 5, 3, 5, 3]] * 60, max_new_tokens=12, sampling=Sampling(0.9), eos=frozenset()
+                [[3, 5, 3, 5, 3]] * 30, max_new_tokens=10, sampling=Sampling(0.9), eos=frozenset()
             )
             for how in ("coupled", "likeliest")
         )

@@ -83,8 +83,8 @@ def test_fewer_steps_are_the_first_part_of_more(target, drafter):
     pools = []
 
     class Keeping(DynamicTree):
-        def expand(self, drafter, state) -> Pool:
-            pools.append(super().expand(drafter, state))
+        def expand(self, drafter, state, children) -> Pool:
+            pools.append(super().expand(drafter, state, children))
             return pools[-1]
 
     for steps in (4, 2):

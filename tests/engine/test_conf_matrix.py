@@ -71,13 +71,8 @@ def takes(tree: str, drafter: str) -> bool:
     return made.block is not None and not made.conditioned
 
 
-MATRIX = [
-    (drafter, *case)
-    for drafter in NAMES["drafter"]
-    for tree, cases in itertools.groupby(CASES, key=lambda case: case[0])
-    if takes(tree, drafter)
-    for case in cases
-]
+DRAFTED = [(d, tree) for tree in NAMES["tree"] for d in NAMES["drafter"] if takes(tree, d)]  # what fits together
+MATRIX = [(drafter, *case) for drafter, tree in DRAFTED for case in CASES if case[0] == tree]
 
 
 @pytest.mark.parametrize(("drafter", "tree", "verifier", "sampling"), MATRIX)

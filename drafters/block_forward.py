@@ -51,11 +51,8 @@ class BlockForward:
     def seen(self, sliding: bool) -> Tensor:
         """[rows, rows] bool: which slots each slot sees in a layer."""
         ahead = torch.arange(self.rows) - torch.arange(self.rows)[:, None]  # how far the key lies ahead of the query
-        causal = self.sliding_causal if sliding else self.causal
-        if causal:
-            return ahead <= 0
-        both_ways = sliding and self.window_from == "slot"
-        return ahead < self.window if both_ways else ahead < self.rows
+        seen = ahead <= 0 if (self.sliding_causal if sliding else self.causal) else ahead < self.rows
+        return seen & (ahead.abs() < self.window) if sliding and self.window_from == "slot" else seen
 
     def depths(self) -> Tensor:
         """[rows]: where the window of each slot ends, counted from the anchor."""

@@ -7,6 +7,8 @@ token. No layer changes them, so they are written once, at prefill or when a tok
 overwritten by the next round.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,12 +17,13 @@ from drafters.block_forward import BlockForward
 from drafters.conditional import HEADS, ConditionalHead, Confidence
 from drafters.eagle3 import spread_taps
 from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.unroll_block import blocks_behind
 from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import GatedMLP, Linear, LinearMap, RMSNorm, RopeTable, freeze, rotate
+from specdec.model.layers import GatedMLP, Linear, LinearMap, RMSNorm, RopeTable, freeze, rotate, unfreeze
 from specdec.model.target import check_taps
 
 
@@ -54,6 +57,8 @@ class BlockLayer(nn.Module):
 class BlockDrafter(Drafter):
     """The backbone. Embeddings and head are the target's. Behind the head there may be a conditional one, which changes
     the logits of a slot by the tokens drafted before it."""
+
+    learns = True
 
     def __init__(
         self,
@@ -194,6 +199,24 @@ class BlockDrafter(Drafter):
             return super().chain(first, steps, children)
         gains, ids = children.best(first.first(steps), self.vocab, slice(0, steps), 1)  # one product with the head
         return self.vocab.to_target(ids[..., 0]), gains[..., 0].cumsum(1)
+
+    # Training
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+        """The block behind every row, and the text's own tokens for those drafted before a slot."""
+        if steps > self.block:
+            raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
+        unfreeze(self)
+        every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        slots = blocks_behind(self, feats, tokens, every)
+        carried = self.conditional.begin(tokens) if self.conditional else slots.new_empty(*tokens.shape, 0)
+        for j in range(steps):
+            readout, head = slots[:, :, j], self.head
+            if self.conditional:
+                carried = self.conditional.read(F.pad(tokens[:, j:], (0, j)), carried) if j else carried
+                readout, carried = self.conditional(head(readout), readout, carried, j)
+                head = None
+            yield DraftState(carried, readout, head)
 
     def start_from(self, target) -> None:
         """The head sees the last hidden state at its usual scale."""

@@ -64,7 +64,7 @@ def run_rounds(engine: Engine, *samplings: Sampling, logprobs: bool = False) -> 
         Sequence(prompt, 20, sampling=sampling, logprobs=[] if logprobs else None)
         for prompt, sampling in zip(([1, 2, 3], [4]), samplings * 2, strict=False)
     ]
-    batch = Batch(engine.round, 2, 24, torch.Generator().manual_seed(0), Clock(engine.device))
+    batch = Batch(engine.round, 2, 24, Clock(engine.device))
     batch.admit(rows)
     root, state, active = batch.root, batch.state, torch.tensor([True, False])
     batch.cache.max_len = 3

@@ -209,7 +209,7 @@ def test_nothing_is_launched_for_rows_that_ended_in_the_prefill():
 def test_launching_does_not_wait(drafter):
     target = tiny_target()
     engine = Engine(target, *([] if drafter is None else [DRAFTERS[drafter](target), DynamicTree(3, 3, 9)]))
-    batch = Batch(engine.round, 2, 30, torch.Generator(), Clock(engine.device), overlap=True)
+    batch = Batch(engine.round, 2, 30, Clock(engine.device), overlap=True)
     batch.admit([Sequence(prompt, 20, sampling=SAMPLED, eos=EOS, logprobs=[]) for prompt in ([1, 2, 3], [4])])
     with NoHostSync():
         for max_len in (3, 7):

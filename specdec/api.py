@@ -35,7 +35,7 @@ class ModelSettings:
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+        metadata={"help": "folder or hub name of a drafter; ngram; ngram:suffix (default: demo)"},
     )
     token_map: Path | None = field(
         default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}

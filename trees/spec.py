@@ -200,16 +200,16 @@ class TreeSettings:
         metadata={
             "choices": KINDS,
             "metavar": "KIND",
-            "help": "of a node above temperature 0: likeliest, coupled (likeliest by the noise that the target draws "
-            "by; default with the rule match) or drawn (default with rules that need it)",
+            "help": "above temperature 0: likeliest; coupled (by the noise that the target draws by; default with "
+            "match); drawn (default with rules that need it)",
         },
     )
     tree: str | None = field(
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead of these: auto, the fastest here by the drafter's acceptance.json (default where there is "
-            f"one); {', '.join(registry.names('tree'))}; or a file with `paths` of child ranks",
+            "help": "instead: auto, the fastest here by the drafter's acceptance.json (default with one); "
+            f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )
 

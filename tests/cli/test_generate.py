@@ -227,8 +227,8 @@ def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(run, tmp_path):
     flags = ("--prompt-file", tmp_path / "prompts.txt", "--temperature", 0.9, "--top-p", 0.95, "--max-new-tokens", 12)
     told = []
     for more in ((), ("--batch-size", 3), ("--topk", 1), ("--children", "likeliest"), ("--no-draft",)):
-        compared = () if "--no-draft" in more else ("--compare",)
-        code, out, err = run(*flags, *more, *compared, "--json")
+        how = {"draft": None} if "--no-draft" in more else {}
+        code, out, err = run(*flags, *more, *(() if how else ("--compare",)), "--json", **how)
         assert code == 0, err
         result = last_json(out)
         assert result.get("identical", True) is True

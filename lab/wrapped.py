@@ -36,6 +36,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.block
 
     @property
+    def conditioned(self) -> bool:
+        return self.drafter.conditioned
+
+    @property
     def acceptance(self) -> Acceptance | None:
         return self.drafter.acceptance
 
@@ -72,3 +76,11 @@ class WrappedDrafter(Drafter):
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.drafter.step(tokens, hidden, level, ancestors)
+
+    def root(self, first: DraftState) -> DraftState:
+        return self.drafter.root(first)
+
+    def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        if self.block is None:
+            return self.step(tokens, hidden, level, ancestors)
+        return self.drafter.expand(first, tokens, hidden, level, ancestors)

@@ -47,7 +47,7 @@ class Likeliest:
 
     drawn = False
 
-    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return state.top(count)
 
 
@@ -68,15 +68,17 @@ class Coupled:
         self.noise, self.sampling, self.trust = noise, sampling, trust
         self.of: tuple[Vocabulary, Tensor] | None = None
 
-    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return top(self.scores(state.logits, vocab, level), count)
 
-    def scores(self, logits: Tensor, vocab: Vocabulary, level: int) -> Tensor:
-        """logits [B,W,U] of nodes of tree level `level` -> log-probabilities [B,W,U] given the noise."""
+    def scores(self, logits: Tensor, vocab: Vocabulary, level: int | slice) -> Tensor:
+        """logits [B,W,U] of nodes of tree level `level`, or of a node of each level of a slice -> log-probabilities
+        [B,W,U] given the noise."""
+        levels = level if isinstance(level, slice) else slice(level, level + 1)
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
         scores = warmed(logits, self.sampling, self.trust)
-        return perturbed(scores, self.sampling, self.of[1][:, level : level + 1]).log_softmax(-1)
+        return perturbed(scores, self.sampling, self.of[1][:, levels]).log_softmax(-1)
 
 
 class Drawn:

@@ -90,9 +90,9 @@ class Children(Protocol):
 
     drawn: bool  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
 
-    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
-        """The best `count` children of the W nodes of tree level `level` (0: the root): log-probabilities (fp32) and
-        draft ids [B,W,count], best first."""
+    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
+        """The best `count` children of the W nodes of tree level `level` (0: the root), or of a node of each level of a
+        slice: log-probabilities (fp32) and draft ids [B,W,count], best first."""
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
         """logits [B,W,U] -> the probabilities [B,W,U] that children are drawn from, and `count` draft ids, in order,
@@ -114,6 +114,8 @@ class Drafter(nn.Module):
     # How many tokens one `extend` guesses: its state then has W = block, slot k for tree level k+1, and no tree policy
     # calls `step`. None: `extend` gives the root's position (W = 1), and `step` all others.
     block: int | None = None
+    # Of a block: a slot depends on the tokens drafted before it. Then its logits come from `root` and `expand` only.
+    conditioned: bool = False
     # All that `extend` and `step` keep is `cache`, its tensors stay where they are, and shapes depend on its `max_len`
     # only: then CUDA graphs can hold them (docs/graphs.md).
     capturable: bool = False
@@ -207,6 +209,7 @@ class TreePolicy(Protocol):
     steps: int  # D
     topk: int  # the most children a node can have
     samples: bool  # children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)
+    marginals: bool  # asks for a block whose slots do not depend on each other's tokens, and calls no `expand`
 
     def shallower(self, steps: int) -> "TreePolicy":
         """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import eagle, eagle3, medusa, mtp, ngram
+from drafters import dflash, eagle, eagle3, medusa, mtp, ngram
 from drafters.draft_model import DraftModel
 from drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
@@ -95,12 +95,37 @@ def tiny_drafter(target: Target, seed: int = 1, draft_vocab: int | None = None, 
     return drafter
 
 
-# Every way to draft, on a tiny target: name -> a function of the target.
-DRAFTERS = {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS} | {
-    "lookup": partial(ngram.create, mode="lookup"),
-    "suffix": partial(ngram.create, mode="suffix"),
-    "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
+# Block drafters, with the settings under which their forward differs.
+BLOCKS = {
+    "dflash": {},
+    "dflash-windows": {"sliding_layers": 1, "window": 3, "causal": True},
+    "dspark": {"label": "p+k+1", "conditional": "markov", "confidence": True},
+    "dspark-rnn": {"label": "p+k+1", "conditional": "markov_rnn"},
 }
+
+
+def tiny_block(target: Target, seed: int = 1, **switches):
+    """A random block drafter for a tiny target, which leaves tokens out."""
+    torch.manual_seed(seed)
+    vocab = DraftVocab(target.config.vocab, (torch.arange(8) * 2 % target.config.vocab).sort().values)
+    how = {"layers": 2, "taps": 2, "block_size": 6, "rank": 4} | switches
+    drafter = dflash.create(target, vocab=vocab, **how).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+    return drafter
+
+
+# Every way to draft, on a tiny target: name -> a function of the target.
+DRAFTERS = (
+    {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS}
+    | {
+        "lookup": partial(ngram.create, mode="lookup"),
+        "suffix": partial(ngram.create, mode="suffix"),
+        "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
+    }
+    | {kind: partial(tiny_block, **switches) for kind, switches in BLOCKS.items()}
+)
 
 
 @torch.inference_mode()

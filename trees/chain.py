@@ -13,6 +13,7 @@ class Chain:
 
     topk = 1
     samples = False
+    marginals = False
 
     def __init__(self, steps: int = 5):
         if steps < 1:

@@ -35,6 +35,7 @@ class DynamicTree:
     """
 
     samples = False
+    marginals = False
 
     def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
         if topk < 1 or steps < 1:
@@ -95,10 +96,7 @@ class DynamicTree:
 
     def select(self, root: Tensor, pool: Pool) -> DraftTree:
         """The tree of the root and the best candidates."""
-        n, fits = self.num_draft_tokens, self.num_draft_tokens <= MOST_NODES and pool.scores.shape[1] <= MOST
-        choose = (kernel_for("tree_select", pool.scores) if fits else None) or best_tree
-        tokens, parents, depth, ancestors, logq = choose(root, *pool, n, self.steps)
-        return DraftTree(tokens, parents, depth, ancestors, self.steps, logq)
+        return select(root, pool, self.num_draft_tokens, self.steps)
 
     def _move(self, device: torch.device) -> None:
         """Bring what every tree begins with to the device of the first state, once."""
@@ -106,6 +104,14 @@ class DynamicTree:
             self.no_parents, self.first_places, self.itself = (
                 x.to(device) for x in (self.no_parents, self.first_places, self.itself)
             )
+
+
+def select(root: Tensor, pool: Pool, nodes: int, steps: int) -> DraftTree:
+    """The tree of root [B] and the best of a pool, `nodes` in all and no deeper than `steps`."""
+    fits = nodes <= MOST_NODES and pool.scores.shape[1] <= MOST
+    choose = (kernel_for("tree_select", pool.scores) if fits else None) or best_tree
+    tokens, parents, depth, ancestors, logq = choose(root, *pool, nodes, steps)
+    return DraftTree(tokens, parents, depth, ancestors, steps, logq)
 
 
 def next_level(

@@ -22,6 +22,7 @@ class SampledTree:
     """
 
     samples = True
+    marginals = False
 
     def __init__(self, expansion: Sequence[int] = (3, 1, 1, 1, 1)):
         self.expansion = tuple(expansion)

@@ -30,6 +30,7 @@ class StaticTree:
     """
 
     samples = False
+    marginals = False
 
     def __init__(self, paths: Sequence[Sequence[int]]):
         nodes = [(), *sorted(_checked(paths), key=lambda path: (len(path), path))]  # breadth first

@@ -12,7 +12,19 @@ from pathlib import Path
 import torch
 
 from drafters import draft_model, ngram
-from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp, mtp_inside, recipe, speculators, vllm
+from drafters.formats import (
+    dflash_layout,
+    eagle,
+    eagle3,
+    eagle3_layout,
+    medusa,
+    modelopt,
+    mtp,
+    mtp_inside,
+    recipe,
+    speculators,
+    vllm,
+)
 from drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
 from drafters.formats.maps import map_doubts
 from drafters.formats.token_map import read_token_map
@@ -25,6 +37,7 @@ from specdec.model.checkpoint import read_headers, read_json, read_tensors, reso
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
+    dflash_layout.FAMILY: (dflash_layout.ZLAB, dflash_layout.DEEPSPEC, dflash_layout.SPECULATORS),
     eagle3.FAMILY: (
         eagle3_layout.OWN,
         eagle3_layout.PUBLISHED,

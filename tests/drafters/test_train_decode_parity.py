@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import LEARNERS, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_block, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -27,6 +27,35 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
             if j + 1 == steps:
                 break
             state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, "window before the anchor"])
+@pytest.mark.parametrize("prefix", [1, 4, 9])
+@torch.no_grad()
+def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
+    """Two documents in a row: the block behind a row sees none of the other, and nothing that follows."""
+    length, target = 16, tiny_target()
+    before = {"sliding_layers": 1, "window": 2, "window_from": "anchor", "sliding_causal": False}
+    drafter = DRAFTERS[kind](target) if kind in BLOCKS else tiny_block(target, **before)
+    torch.manual_seed(0)
+    feats = torch.randn(2, length, 2 * target.config.hidden)
+    tokens = torch.randint(17, (2, length))
+    drafter.documents = (torch.arange(length) >= 11).long().expand(2, length)
+    unrolled = list(drafter.unroll(feats, tokens, drafter.block))
+    for first in (0, 11):
+        n = min(prefix, length - first)
+        rows = slice(first, first + n)
+        drafter.reset(2, 64)
+        block = drafter.admit(0, tokens[:, 0], feats[:, rows], tokens[:, rows], torch.full((2,), n))
+        state = drafter.root(block)
+        for j, expected in enumerate(unrolled):
+            torch.testing.assert_close(state.logits[:, 0], expected.logits[:, first + n - 1], rtol=1e-5, atol=1e-5)
+            if first + n + j == length or j + 1 == drafter.block:
+                break
+            state = drafter.expand(block, tokens[:, first + n + j, None], state.hidden, j + 1, None)
+    feats[:, prefix:11], tokens[:, prefix:11] = 9.0, 3  # a corrupted future, which slot 0 must not see
+    again = next(drafter.unroll(feats, tokens, 1))
+    torch.testing.assert_close(again.logits[:, prefix - 1], unrolled[0].logits[:, prefix - 1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", LEARNERS)

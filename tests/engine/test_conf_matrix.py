@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from helpers import pvalue_of_tokens_2_and_3, save_hf, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -63,8 +63,19 @@ def plain_text(sampling: Sampling) -> list[list[int]]:
     return [row.tokens for row in rows]
 
 
-@pytest.mark.parametrize(("tree", "verifier", "sampling"), CASES)
-@pytest.mark.parametrize("drafter", NAMES["drafter"])
+def takes(tree: str, drafter: str) -> bool:
+    """Trees over marginals are for blocks whose slots do not depend on each other's tokens."""
+    if not instantiate(load("tree", tree)).marginals:
+        return True
+    made = fresh_drafter(drafter, tiny_target(vocab=11))
+    return made.block is not None and not made.conditioned
+
+
+DRAFTED = [(d, tree) for tree in NAMES["tree"] for d in NAMES["drafter"] if takes(tree, d)]  # what fits together
+MATRIX = [(drafter, *case) for drafter, tree in DRAFTED for case in CASES if case[0] == tree]
+
+
+@pytest.mark.parametrize(("drafter", "tree", "verifier", "sampling"), MATRIX)
 def test_fitting(drafter, tree, verifier, sampling):
     """Greedy: the text of plain decoding, with lossy rules too. Sampled, with the lossless ones: tokens 2 and 3, which
     trees decide, follow their exact joint distribution; 1000 rows with independent noise in one batch, seeded. How far
@@ -81,7 +92,10 @@ def test_fitting(drafter, tree, verifier, sampling):
     assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) > 1e-3
 
 
-@pytest.mark.parametrize("tree", NAMES["tree"])
+OF_ANY = [tree for tree in NAMES["tree"] if takes(tree, "eagle3")]
+
+
+@pytest.mark.parametrize("tree", OF_ANY)
 def test_so_few_rows_find_a_lossy_rule_out(tree):
     target, setting = tiny_target(vocab=11), instantiate(load("sampling", "temperature"))
     policy, lossy = instantiate(load("tree", tree)), TwoThresholds(threshold_acc=0.5)
@@ -94,5 +108,10 @@ def test_what_does_not_fit_is_refused():
     target = tiny_target()
     for tree, verifier in set(itertools.product(NAMES["tree"], NAMES["verifier"])) - set(PAIRS):
         policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+        drafter = fresh_drafter("dflash" if policy.marginals else "eagle3", target)
         with pytest.raises(ValueError, match=r"does not draw them|verifies chains only"):
-            Engine(target, tiny_drafter(target), policy, rule)
+            Engine(target, drafter, policy, rule)
+    for tree, drafter in itertools.product(NAMES["tree"], NAMES["drafter"]):
+        if not takes(tree, drafter):
+            with pytest.raises(ValueError, match=r"takes drafters of blocks|slots of a block for independent"):
+                Engine(target, fresh_drafter(drafter, target), instantiate(load("tree", tree)))

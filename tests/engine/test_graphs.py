@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from tape import Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
@@ -30,7 +30,7 @@ POLICIES = {
     "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
     "sampled": SampledTree((2, 2)),
 }
-CAPTURABLE = [*LEARNERS, "draft-model"]
+CAPTURABLE = [*LEARNERS, "draft-model", *BLOCKS]
 launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
 

@@ -7,7 +7,7 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from tape import Tape
-from test_conf_matrix import NAMES, fresh_drafter, load
+from test_conf_matrix import DRAFTED, fresh_drafter, load
 
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
@@ -46,8 +46,7 @@ def alone(target, sampling: Sampling | None = None) -> list[tuple]:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
-@pytest.mark.parametrize("tree", NAMES["tree"])
-@pytest.mark.parametrize("drafter", [*NAMES["drafter"], None])
+@pytest.mark.parametrize(("drafter", "tree"), [*DRAFTED, (None, None)])
 def test_a_row_that_joins_has_the_text_that_it_has_alone(drafter, tree, overlap):
     """Three rows for six sequences. They come before the first round, between rounds, and when there is no room."""
     target = tiny_target(vocab=11)

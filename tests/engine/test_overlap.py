@@ -8,7 +8,7 @@ import torch
 from helpers import DRAFTERS, save_hf, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from tape import NoHostSync
-from test_conf_matrix import NAMES, PAIRS, fresh_drafter, load
+from test_conf_matrix import DRAFTED, PAIRS, fresh_drafter, load
 
 from drafters import eagle3
 from specdec.engine.batch import Batch, Progress
@@ -67,8 +67,9 @@ def assert_same(left: tuple, right: tuple) -> None:
         running = [row for row, at in zip(running, ours, strict=True) if a[3][at] is None]
 
 
-@pytest.mark.parametrize(("tree", "verifier"), PAIRS)
-@pytest.mark.parametrize("drafter", NAMES["drafter"])
+@pytest.mark.parametrize(
+    ("drafter", "tree", "verifier"), [(d, t, v) for d, t in DRAFTED for tree, v in PAIRS if tree == t]
+)
 def test_as_the_loop_that_reads_at_once(drafter, tree, verifier):
     """Rows of three lengths and three limits, of which some end early. Greedily, rules do not differ."""
     target = tiny_target(vocab=11)
@@ -208,7 +209,7 @@ def test_nothing_is_launched_for_rows_that_ended_in_the_prefill():
 def test_launching_does_not_wait(drafter):
     target = tiny_target()
     engine = Engine(target, *([] if drafter is None else [DRAFTERS[drafter](target), DynamicTree(3, 3, 9)]))
-    batch = Batch(engine.round, 2, 30, torch.Generator(), Clock(engine.device), overlap=True)
+    batch = Batch(engine.round, 2, 30, Clock(engine.device), overlap=True)
     batch.admit([Sequence(prompt, 20, sampling=SAMPLED, eos=EOS, logprobs=[]) for prompt in ([1, 2, 3], [4])])
     with NoHostSync():
         for max_len in (3, 7):

@@ -8,7 +8,7 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from tape import Tape
-from test_conf_matrix import NAMES, fresh_drafter, load
+from test_conf_matrix import DRAFTED, NAMES, fresh_drafter, load
 
 from drafters.draft_model import DraftModel
 from specdec import children
@@ -59,8 +59,7 @@ def come_and_go(engine: Engine, samplings, rows: int = 3) -> list[list[int]]:
             return [s.tokens for s in sequences]
 
 
-@pytest.mark.parametrize("tree", NAMES["tree"])
-@pytest.mark.parametrize("drafter", NAMES["drafter"])
+@pytest.mark.parametrize(("drafter", "tree"), DRAFTED)
 def test_sampled_text_is_plain_text(drafter, tree):
     """Every drafter and tree of conf/, B = 1 and ragged 8, settings alike and mixed, rows that join late and leave
     early."""

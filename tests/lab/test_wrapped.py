@@ -10,7 +10,7 @@ from specdec.engine.engine import Engine
 from trees import DynamicTree
 
 OWN = {"capturable", "learns", "documents", "recipe", "unroll", "heads_in_use", "set_heads"}  # of training and graphs
-DERIVED = {"root", "expand", "chain"}  # which call what is passed on
+DERIVED = {"chain"}  # which calls what is passed on
 
 
 def test_everything_that_decoding_asks_of_a_drafter_is_passed_on():

@@ -1,0 +1,286 @@
+"""Drafters that guess a block of tokens in one forward: DFlash (arXiv 2602.06036) and its family, as switches.
+
+The block is the anchor, which is the last emitted token at position p, and mask tokens behind it. Slot k has RoPE
+position p + k. Every layer attends over the block and over the context: the committed positions before p. Keys and
+values of a context position are the layer's own projections of the target's fused hidden states there, never of a
+token. No layer changes them, so they are written once, at prefill or when a token is accepted. Those of the block are
+overwritten by the next round.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.block_forward import BlockForward
+from drafters.conditional import HEADS, ConditionalHead, Confidence
+from drafters.eagle3 import spread_taps
+from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.unroll_block import blocks_behind
+from drafters.vocab import DraftVocab
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
+from specdec.model.attention import CacheView
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import GatedMLP, Linear, LinearMap, RMSNorm, RopeTable, freeze, rotate, unfreeze
+from specdec.model.target import check_taps
+
+
+class BlockAttention(DraftAttention):
+    """Attention of the block, whose key and value projections serve the context too."""
+
+    def context(self, features: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Fused features [B,n,H] of context positions -> their keys and values [B,n,K,Dh]."""
+        first = self.heads * self.head_dim
+        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
+        rows = F.linear(features, self.qkv.weight[first:], bias).unflatten(-1, (2, self.kv_heads, self.head_dim))
+        k, v = rows.unbind(2)
+        return rotate(k if self.k_norm is None else self.k_norm(k), *rope), v
+
+
+class BlockLayer(nn.Module):
+    """A pre-norm decoder layer as Qwen3 has it, with norms of each query and key head."""
+
+    def __init__(self, shape: DraftShape):
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden, shape.eps)
+        self.attention = BlockAttention(shape, shape.hidden, qk_norm=True)
+        self.post_norm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
+        return x + self.mlp(normed)
+
+
+class BlockDrafter(Drafter):
+    """The backbone. Embeddings and head are the target's. Behind the head there may be a conditional one, which changes
+    the logits of a slot by the tokens drafted before it."""
+
+    learns = True
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        layers: int,
+        taps: tuple[int, ...],
+        vocab: DraftVocab,
+        embedding: Tensor,
+        head: Tensor | None,
+        forward: BlockForward,
+        conditional: ConditionalHead | None = None,
+        confidence: Confidence | None = None,
+    ):
+        """embedding, head [V,H]: the target's, shared and frozen; head None: the drafter has its own."""
+        super().__init__()
+        self.shape, self.taps, self.vocab, self.switches = shape, tuple(taps), vocab, forward
+        self.block = forward.drafts
+        self.sliding = forward.sliding or (False,) * layers
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        self.register_buffer("masks", torch.full((1, forward.rows - 1), forward.mask_token), persistent=False)
+        self.register_buffer("depths", forward.depths(), persistent=False)
+        for name, sliding in (("seen", False), ("seen_sliding", True)):
+            used = sliding in self.sliding
+            self.register_buffer(name, forward.seen(sliding) if used else None, persistent=False)
+        self.rope = RopeTable(shape.rope, shape.head_dim)
+        self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(layers))
+        self.norm = RMSNorm(shape.hidden, shape.eps)
+        own = Linear(shape.hidden, vocab.size, bias=False) if head is None else None
+        self.head: LinearMap = own or SharedHead(head, vocab.ids)
+        self.conditional, self.confidence = conditional, confidence
+        self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
+
+    @property
+    def capturable(self) -> bool:
+        return self.cut == 0  # a cut proposal has `levels`
+
+    @property
+    def conditioned(self) -> bool:
+        return self.conditional is not None
+
+    def heads_in_use(self) -> list[LinearMap]:
+        return [self.head, *(self.conditional.outputs() if self.conditional else [])]
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        self.head, *others = heads
+        if self.conditional:
+            self.conditional.set_outputs(others)
+
+    def fuse(self, feats: Tensor) -> Tensor:
+        """Features of the target [B,n,F] -> what all layers take for the context [B,n,H]."""
+        return self.hidden_norm(self.fc(feats.to(self.embedding.dtype)))  # the drafter's may be narrower
+
+    # Decoding
+
+    def _slots(self, slots: int) -> int:
+        return slots + self.switches.rows
+
+    def reset(self, rows: int, slots: int) -> None:
+        shape, slots = self.shape, self._slots(slots)
+        freeze(self)
+        self.rope.reserve(slots, self.embedding)
+        cache = KVCache(len(self.layers), rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = cache.clear(0)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        shape = self.shape
+        return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
+        return self._absorb(self.cache.admit(row, len(first), tokens.shape[1]), feats, tokens, n, tokens.shape[1])
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        places = cache.places[: tokens.shape[1]]
+        features, rope, slots = self.fuse(feats), self.rope(cache.lens[:, None] + places), cache.slots_of(places)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, slots, *layer.attention.context(features, rope))
+        cache.advance(n, max_len)
+        last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
+        return self._draft(cache, tokens.gather(1, last[:, None]))
+
+    def _draft(self, cache: KVCache, anchor: Tensor) -> DraftState:
+        """The block behind anchors [B,1], over the context in the cache."""
+        b, rows = len(anchor), self.switches.rows
+        hidden = F.embedding(torch.cat([anchor, self.masks.expand(b, -1)], 1), self.embedding)
+        rope = self.rope(cache.lens[:, None] + cache.places[:rows])
+        views = {sliding: self._view(cache, sliding) for sliding in set(self.sliding)}
+        for index, (layer, sliding) in enumerate(zip(self.layers, self.sliding, strict=True)):
+            hidden = layer(hidden, rope, CachedAttention(views[sliding], index))
+        readout = self.norm(hidden)[:, self.switches.unused :]
+        carried = self.conditional.begin(anchor) if self.conditional else readout.new_empty(*readout.shape[:2], 0)
+        state = DraftState(carried, readout, self.head)
+        state.levels = self._kept(state) if self.cut else None
+        return state
+
+    def _kept(self, first: DraftState) -> Tensor:
+        """[B]: how many slots come before the first one that is not confident, along the likeliest tokens."""
+        tokens, _ = self.chain(first, self.block, LIKELIEST)
+        return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
+
+    def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
+        """Logits [B,n] that the first n slots are accepted, given their tokens [B,n]. Raises ValueError if there is no
+        confidence head."""
+        if self.confidence is None:
+            raise ValueError("this drafter has no confidence head to cut proposals by")
+        before = first.hidden
+        if self.conditional:
+            carried = before.expand(-1, tokens.shape[1] - 1, -1)
+            before = torch.cat([before, self.conditional.read(tokens[:, :-1], carried)], 1)
+        return self.confidence(first.readout[:, : tokens.shape[1]], before[..., : self.confidence.rank])
+
+    def _view(self, cache: KVCache, sliding: bool) -> CacheView:
+        b, rows = cache.batch, self.switches.rows
+        groups, seen = self.shape.heads // self.shape.kv_heads, self.seen_sliding if sliding else self.seen
+        depth, window = (self.depths.expand(b, -1), self.switches.span) if sliding else (None, None)
+        return CacheView(cache, rows, seen.expand(b, rows, rows), groups, depth=depth, window=window)
+
+    def root(self, first: DraftState) -> DraftState:
+        return self._told(first, 0, first.hidden) if self.conditional else first.slot(0, 1)
+
+    def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        if self.conditional is None:
+            return first.slot(level, tokens.shape[1])
+        return self._told(first, level, self.conditional.read(tokens, hidden))
+
+    def _told(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
+        """The state of slot `level` of a block behind paths, of which `carried` [B,W,C] tells the tokens."""
+        readout = first.readout[:, level : level + 1]
+        logits, carried = self.conditional(self.head(readout), readout, carried, level)
+        return DraftState(carried, logits)
+
+    def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
+        if self.conditional:
+            return super().chain(first, steps, children)
+        gains, ids = children.best(first.first(steps), self.vocab, slice(0, steps), 1)  # one product with the head
+        return self.vocab.to_target(ids[..., 0]), gains[..., 0].cumsum(1)
+
+    # Training
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+        """The block behind every row, and the text's own tokens for those drafted before a slot."""
+        if steps > self.block:
+            raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
+        unfreeze(self)
+        every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        slots = blocks_behind(self, feats, tokens, every)
+        carried = self.conditional.begin(tokens) if self.conditional else slots.new_empty(*tokens.shape, 0)
+        for j in range(steps):
+            readout, head = slots[:, :, j], self.head
+            if self.conditional:
+                carried = self.conditional.read(F.pad(tokens[:, j:], (0, j)), carried) if j else carried
+                readout, carried = self.conditional(head(readout), readout, carried, j)
+                head = None
+            yield DraftState(carried, readout, head)
+
+    def start_from(self, target) -> None:
+        """The head sees the last hidden state at its usual scale."""
+        self.norm.weight.fill_(target.final_scale())
+
+
+def default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """Taps spread over the target as published, as indices into hidden_states; as many of its last layers' as there
+    are, if it is too shallow for that."""
+    if 2 <= count <= layers - 3:
+        return spread_taps(layers, count)
+    return tuple(range(max(1, layers - count + 1), layers + 1))
+
+
+def create(
+    target,
+    *,
+    vocab: DraftVocab | None = None,
+    layers: int = 5,
+    taps: tuple[int, ...] | int = 5,
+    block_size: int = 16,
+    mask_token: int | None = None,
+    sliding_layers: int = 0,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    rope_theta: float | None = None,
+    conditional: str | None = None,
+    rank: int = 256,
+    confidence: bool = False,
+    init: str = "target",
+    **forward,
+) -> BlockDrafter:
+    """A fresh block drafter for a target; sizes that are not given are the target's.
+
+    taps: indices, or how many to spread over the layers. mask_token: None is the last row of the target's embedding.
+    sliding_layers: so many of the first layers have windows. conditional: a name of `conditional.HEADS`, of rank
+    `rank`. confidence: with a confidence head, which sees the token before a slot if there is a conditional one.
+    forward: further fields of `BlockForward`. init: see `layers.start`.
+    """
+    config = target.config
+    if layers < 1 or not 0 <= sliding_layers <= layers:
+        raise ValueError(
+            f"layers must be at least 1 and sliding_layers from 0 to it, got {layers} and {sliding_layers}"
+        )
+    if conditional is not None and conditional not in HEADS:
+        raise ValueError(f"there is no conditional head {conditional!r}: choose one of {', '.join(HEADS)}")
+    taps = default_taps(config.layers, taps) if isinstance(taps, int) else tuple(taps)
+    check_taps(taps, config.layers)
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
+    )
+    embedding, vocab = target.embed.weight, vocab or DraftVocab(target.vocab)
+    mask = len(embedding) - 1 if mask_token is None else mask_token
+    if not 0 <= mask < len(embedding):
+        raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
+    sliding = tuple(index < sliding_layers for index in range(layers))
+    switches = BlockForward(block_size, mask, sliding=sliding, **forward)
+    behind = HEADS[conditional](vocab, shape.hidden, rank) if conditional else None
+    sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None
+    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind, sure)
+    start(drafter, target, init)
+    return drafter

@@ -1,0 +1,238 @@
+"""DFlash and its family: what their checkpoints mean, and the layouts of z-lab and SpecForge, and of DeepSpec.
+
+Traps: `target_layer_ids` count layers by their outputs, one less than indices into hidden_states. DeepSpec's "DFlash"
+is aligned as DSpark: slot k tells the token p+k+1, and all slots draft. Its files carry copies of the target's frozen
+embeddings and head. The files of z-lab and SpecForge have neither.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.block_forward import BlockForward
+from drafters.conditional import HEADS, Confidence
+from drafters.dflash import BlockDrafter
+from drafters.formats.base import (
+    Meaning,
+    Reading,
+    Tensors,
+    check_target,
+    describe_shape,
+    rope_readings,
+    shape_faults,
+)
+from drafters.formats.fields import fill, layer_parameters, read_shape, rows_of, shape_fields
+from drafters.formats.maps import describe_vocab, map_fault, read_vocab
+from drafters.layers import DraftShape
+from drafters.vocab import DraftVocab
+from specdec.model.checkpoint import whole
+
+MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
+PARTS = {"w1": "markov_w1", "w2": "markov_w2", "gate": "gate_proj", "joint": "joint_proj"}
+ALREADY = ("d2t", "t2d", "embed_tokens.weight")
+
+
+@dataclass(frozen=True)
+class BlockMeaning(Meaning):
+    """What the drafter of a checkpoint is. Its head is of its own only where its vocabulary is a part."""
+
+    shape: DraftShape
+    vocab: int  # the target's tokens
+    draft_vocab: int
+    layers: int
+    forward: BlockForward
+    taps: tuple[int, ...]
+    conditional: str | None = None
+    rank: int = 0
+    confidence: int | None = None  # the rank of what its confidence head sees of tokens; None: there is none
+
+    @property
+    def own_head(self) -> bool:
+        return self.draft_vocab != self.vocab
+
+
+def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where their rows lie in our modules."""
+    out = whole(drafter.fc, "fc") | whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm")
+    for i, layer in enumerate(drafter.layers):
+        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
+    for name, part in drafter.conditional.named_children() if drafter.conditional else ():
+        out |= whole(part, f"markov_head.{PARTS[name]}")
+    if drafter.confidence is not None:
+        out |= whole(drafter.confidence.proj, "confidence_head.proj")
+    return out | whole(drafter.head, "lm_head")
+
+
+def construct(meaning: BlockMeaning, tensors: Tensors, target, name: str) -> BlockDrafter:
+    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_target(meaning.shape.hidden, meaning.vocab, target, name)
+    vocab = read_vocab(tensors, meaning.vocab, name)
+    mask, rows = meaning.forward.mask_token, len(target.embed.weight)
+    if not 0 <= mask < rows:
+        raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")
+    with target.device:
+        drafter = _empty(meaning, vocab, target.embed.weight, target.head.weight)
+    fill(parameters(drafter), tensors, name, "a block drafter", aside=ALREADY)
+    return drafter
+
+
+def _empty(meaning: BlockMeaning, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> BlockDrafter:
+    hidden = meaning.shape.hidden
+    conditional = HEADS[meaning.conditional](vocab, hidden, meaning.rank) if meaning.conditional else None
+    confidence = None if meaning.confidence is None else Confidence(hidden, meaning.confidence)
+    head = None if meaning.own_head else head
+    how = meaning.layers, meaning.taps, vocab, embedding, head, meaning.forward, conditional, confidence
+    return BlockDrafter(meaning.shape, *how)
+
+
+def expected(meaning: BlockMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint of this meaning must hold."""
+    nothing = torch.empty(0, meaning.shape.hidden, device="meta")
+    vocab = DraftVocab(meaning.vocab)
+    vocab.size = meaning.draft_vocab
+    with torch.device("meta"):
+        drafter = _empty(meaning, vocab, nothing, nothing)
+    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
+
+
+def dismantle(drafter: BlockDrafter, target) -> tuple[BlockMeaning, Tensors]:
+    """What the drafter is, and its tensors."""
+    vocab, head, sure = drafter.vocab, drafter.conditional, drafter.confidence
+    kinds = {kind: name for name, kind in HEADS.items()}
+    meaning = BlockMeaning(
+        shape=drafter.shape,
+        vocab=vocab.target_size,
+        draft_vocab=vocab.size,
+        layers=len(drafter.layers),
+        forward=drafter.switches,
+        taps=drafter.taps,
+        conditional=kinds[type(head)] if head else None,
+        rank=head.rank if head else 0,
+        confidence=sure.rank if sure else None,
+    )
+    tensors = rows_of(parameters(drafter))
+    if vocab.ids is not None:
+        tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
+        tensors |= {"lm_head.weight": drafter.head.weight}
+    return meaning, tensors
+
+
+def meaning_of(
+    config: dict, layer: dict, tensors: Tensors, name: str, taps: tuple[int, ...], switches: dict, windowed: dict
+) -> tuple[BlockMeaning, Tensors]:
+    """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
+    `BlockForward`; windowed: those that count if a layer has a window. What the tensors show is read from them, and not
+    from the config. Copies of the target's are left out."""
+    shape = read_shape(layer, name)
+    for field in ("block_size", "mask_token_id"):
+        if not isinstance(config.get(field), int):
+            raise ValueError(f"{name}: config.json lacks the number {field}")
+    windows = {}
+    if "sliding_attention" in (kinds := layer.get("layer_types") or []):
+        sliding = tuple(kind == "sliding_attention" for kind in kinds)
+        windows = {"sliding": sliding, "window": layer.get("sliding_window"), **windowed}
+    forward = BlockForward(config["block_size"], config["mask_token_id"], **switches, **windows)
+    tensors = {key.removeprefix("logit_head."): tensor for key, tensor in tensors.items()}  # SpecForge's first files
+    vocab, kind = layer["vocab_size"], config.get("markov_head_type", "vanilla")
+    if "d2t" not in tensors:
+        tensors = {key: tensor for key, tensor in tensors.items() if key not in COPIES}
+    markov, sure = (tensors.get(f"{key}.weight") for key in ("markov_head.markov_w1", "confidence_head.proj"))
+    if markov is not None and kind not in MARKOV:
+        raise ValueError(f"{name}: markov_head_type must be one of {', '.join(MARKOV)}, got {kind!r}")
+    meaning = BlockMeaning(
+        shape=shape,
+        vocab=vocab,
+        draft_vocab=len(tensors["d2t"]) if "d2t" in tensors else vocab,
+        layers=len({key.split(".")[1] for key in tensors if key.startswith("layers.")}),
+        taps=taps,
+        forward=forward,
+        conditional=None if markov is None else MARKOV[kind],
+        rank=0 if markov is None else markov.shape[1],
+        confidence=None if sure is None else sure.shape[1] - shape.hidden,
+    )
+    return meaning, tensors
+
+
+def outputs(config: dict, name: str) -> tuple[int, ...]:
+    """Taps as indices into hidden_states from `target_layer_ids`, which count layers by their outputs."""
+    ids = config.get("target_layer_ids")
+    if not isinstance(ids, list) or not ids or not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"{name}: target_layer_ids must be a list of layer numbers, got {ids!r}")
+    return tuple(i + 1 for i in ids)
+
+
+def layer_fields(meaning: BlockMeaning) -> dict:
+    """The config of the layers, as Qwen3's."""
+    how, kinds = meaning.forward, ("full_attention", "sliding_attention")
+    return shape_fields(meaning.shape) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": meaning.layers,
+        "vocab_size": meaning.vocab,
+        "attention_bias": False,
+        "layer_types": [kinds[sliding] for sliding in how.sliding or (False,) * meaning.layers],
+        "sliding_window": how.window,
+        "use_sliding_window": any(how.sliding),
+    }
+
+
+def head_fields(meaning: BlockMeaning) -> dict:
+    """The fields of the heads behind the backbone."""
+    names = {ours: theirs for theirs, ours in MARKOV.items()}
+    return {
+        "markov_rank": meaning.rank,
+        "markov_head_type": names[meaning.conditional] if meaning.conditional else "vanilla",
+        "enable_confidence_head": meaning.confidence is not None,
+        "confidence_head_with_markov": bool(meaning.confidence),
+    }
+
+
+def describe(meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    how = meaning.forward
+    first = "slot 0 drafts nothing" if how.unused else "all slots draft"
+    windows = "none"
+    if any(how.sliding):
+        windows = f"{sum(how.sliding)} of {meaning.layers} layers see {how.window} positions, by the {how.window_from}"
+        windows += ", and no later slot" if how.sliding_causal else ""
+    return describe_shape(meaning.shape) | {
+        "layers": str(meaning.layers),
+        "taps": f"hidden_states[{', '.join(map(str, meaning.taps))}]",
+        "block": f"{how.rows} rows, of mask token {how.mask_token} behind the last token",
+        "alignment": f"slot k tells token {how.label}, {first}",
+        "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
+        "windows": windows,
+        "conditional head": f"{meaning.conditional} of rank {meaning.rank}" if meaning.conditional else "none",
+        "confidence head": "none" if meaning.confidence is None else "there",
+        "head": "its own" if meaning.own_head else "the target's",
+        "vocabulary": describe_vocab(tensors, meaning.vocab, meaning.draft_vocab),
+        "embedding": "the target's",
+    }
+
+
+def readings(meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
+    """The plausible misreadings beside other taps: which token a slot tells, what slots see, the rope."""
+    how, replace = meaning.forward, dataclasses.replace
+    label = "p+k" if how.label == "p+k+1" else "p+k+1"
+    out = [Reading(f"slot k tells token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
+    causal = replace(how, causal=not how.causal)
+    words = "a slot sees no later one" if causal.causal else "all slots see each other"
+    out.append(Reading(words, replace(meaning, forward=causal), tensors))
+    return [*out, *rope_readings(meaning, tensors, target)]
+
+
+def streams(meaning: BlockMeaning, tensors: Tensors) -> int:
+    """How many hidden states the drafter fuses."""
+    return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
+
+
+def retap(meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
+    return dataclasses.replace(meaning, taps=taps)
+
+
+def faults(meaning: BlockMeaning, tensors: Tensors) -> list[str]:
+    """What else than a tensor's name or shape keeps a checkpoint from loading."""
+    fault = map_fault(tensors, meaning.vocab)
+    return shape_faults(meaning.shape) + ([fault] if fault else [])

@@ -1,0 +1,163 @@
+"""The layouts of block drafters: z-lab's and SpecForge's, DeepSpec's, and that of vLLM's `speculators` library.
+
+Traps: a window ends at the slot that looks in z-lab's and SpecForge's code, and before the anchor in the library's
+(`BlockForward.window_from`). The library's `aux_hidden_state_layer_ids` are indices into hidden_states. SpecForge's
+DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own loop reads its last slots.
+"""
+
+from drafters.dflash import BlockDrafter
+from drafters.formats.base import Family, Layout, TargetFacts, Tensors
+from drafters.formats.dflash import (
+    ALREADY,
+    BlockMeaning,
+    construct,
+    describe,
+    dismantle,
+    expected,
+    faults,
+    head_fields,
+    layer_fields,
+    meaning_of,
+    outputs,
+    readings,
+    retap,
+    streams,
+)
+from drafters.formats.eagle3_layout import check_list
+from drafters.formats.fields import dtype_name
+from drafters.formats.maps import membership
+from drafters.formats.speculators import kind_of, nested_config, speculators_fields
+
+PROJECTORS = (None, "dflash", "dspark")  # of those that SpecForge has
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return isinstance(config.get("dflash_config"), dict) and "hidden_norm.weight" in tensors
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    how = config["dflash_config"]
+    kind = how.get("projector_type")
+    if kind not in PROJECTORS or "selector_rank" in how:
+        raise ValueError(f"{name}: block drafters of the kind {kind or 'DFlash2'} are not supported")
+    switches = {
+        "label": "p+k+1" if kind == "dspark" or how.get("draft_shift") else "p+k",
+        "causal": bool(how.get("causal_head", False)),
+    }
+    windowed = {"sliding_causal": bool(config.get("is_causal", True))}
+    stated = {"block_size": config.get("block_size")} | how
+    return meaning_of(stated, config, tensors, name, outputs(how, name), switches, windowed)
+
+
+def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how = meaning.forward
+    if meaning.own_head:
+        raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
+    if how.window_from != "slot":
+        raise ValueError("a window before the anchor has no name in this layout: take the layout speculators")
+    fields = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
+    if meaning.conditional or meaning.confidence is not None:
+        fields |= {"projector_type": "dspark", **head_fields(meaning)}
+    elif how.label == "p+k+1":
+        fields["draft_shift"] = True
+    if meaning.conditional and how.label == "p+k":
+        raise ValueError("a Markov head with slot k for token p+k has no name in this layout")
+    if how.causal:
+        fields["causal_head"] = True
+    config = {"architectures": ["DFlashDraftModel"], **layer_fields(meaning), "block_size": how.rows}
+    if any(how.sliding) and not how.sliding_causal:
+        config["is_causal"] = False
+    config |= {"num_target_layers": target.layers if target else None, "dflash_config": fields}
+    return config | {"dtype": dtype_name(tensors["fc.weight"])}, tensors
+
+
+def recognise_deepspec(config: dict, tensors: Tensors) -> bool:
+    flat = "target_layer_ids" in config and "mask_token_id" in config
+    return flat and "dflash_config" not in config and "hidden_norm.weight" in tensors
+
+
+def read_deepspec(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    return meaning_of(config, config, tensors, name, outputs(config, name), {"label": "p+k+1"}, {})
+
+
+def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """With copies of the target's embeddings and head, as DeepSpec's modules expect them."""
+    how = meaning.forward
+    if meaning.own_head:
+        raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
+    if how.label != "p+k+1" or how.causal or any(how.sliding):
+        raise ValueError("this layout is for blocks whose slot k tells token p+k+1, without windows and causal slots")
+    if target is None:
+        raise ValueError("this layout holds the target's embeddings and head: give --target to copy them")
+    copies = {"embed_tokens.weight": target.part("embedding"), "lm_head.weight": target.part("head")}
+    config = {"architectures": ["Qwen3DSparkModel"], **layer_fields(meaning), **head_fields(meaning)}
+    config |= {
+        "block_size": how.rows,
+        "mask_token_id": how.mask_token,
+        "target_layer_ids": [tap - 1 for tap in meaning.taps],
+        "num_target_layers": target.layers,
+        "dtype": dtype_name(tensors["fc.weight"]),
+    }
+    return config, tensors | {name: copy.to(tensors["fc.weight"].dtype) for name, copy in copies.items()}
+
+
+def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    return kind_of(config) in ("dflash", "dspark") and "hidden_norm.weight" in tensors
+
+
+def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    from_anchor = config.get("sample_from_anchor", kind_of(config) == "dspark")
+    windowed = {"sliding_causal": not config.get("sliding_window_non_causal", False), "window_from": "anchor"}
+    taps = check_list(config.get("aux_hidden_state_layer_ids"), name)
+    return meaning_of(
+        config, nested_config(config, name), tensors, name, taps, {"label": "p+k+1" if from_anchor else "p+k"}, windowed
+    )
+
+
+def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how = meaning.forward
+    if how.causal:
+        raise ValueError("this layout has no name for full layers in which a slot sees no later one")
+    if any(how.sliding) and how.window_from != "anchor":
+        raise ValueError("in this layout a window ends before the anchor (train with drafter.window_from=anchor)")
+    kind = "dspark" if meaning.conditional or meaning.confidence is not None else "dflash"
+    config = speculators_fields(kind, {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}[kind], target)
+    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = how.drafts
+    config |= {
+        "aux_hidden_state_layer_ids": list(meaning.taps),
+        "block_size": how.rows,
+        "draft_vocab_size": meaning.draft_vocab,
+        "mask_token_id": how.mask_token,
+        "sample_from_anchor": how.label == "p+k+1",
+        "sliding_window_non_causal": not how.sliding_causal,
+        "transformer_layer_config": layer_fields(meaning),
+        "dtype": dtype_name(tensors["fc.weight"]),
+        **(head_fields(meaning) if kind == "dspark" else {}),
+    }
+    return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
+
+
+ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write)
+DEEPSPEC = Layout("deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec)
+SPECULATORS = Layout(
+    "speculators",
+    "block drafters as of speculators and vLLM",
+    recognise_speculators,
+    read_speculators,
+    write_speculators,
+)
+FAMILY = Family(
+    "DFlash",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    BlockDrafter,
+    saved_as=ZLAB.name,
+    sign="fc.* and hidden_norm.*",
+    faults=faults,
+    streams=streams,
+    retap=retap,
+    aside=ALREADY,
+)

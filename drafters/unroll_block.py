@@ -1,0 +1,79 @@
+"""The blocks behind many positions of a text in one forward: what training and the doctor ask of a block drafter.
+
+Row t of a text has the target's features of token t and, beside them, token t+1. The block behind row t has token t+1
+as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.block_forward import BlockForward
+from specdec.model.attention import document_positions
+
+PIECE = 64  # anchors at once
+
+
+class BlockContext:
+    """A text as the context of its blocks: keys and values [B,T,K,Dh] of each layer, and what its blocks see of it."""
+
+    def __init__(self, keys: list[tuple[Tensor, Tensor]], documents: Tensor, positions: Tensor):
+        """documents, positions [B,T]"""
+        self.keys, self.documents, self.positions = keys, documents, positions
+
+    def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
+        """[B,A,rows,T] bool: which rows the slots of the blocks behind rows anchors [B,A] see."""
+        rows = torch.arange(self.documents.shape[1], device=anchors.device)
+        same = self.documents.gather(1, anchors)[..., None] == self.documents[:, None]
+        seen = (same & (rows <= anchors[..., None]))[:, :, None]
+        if not sliding:
+            return seen.expand(-1, -1, how.rows, -1)
+        ends = self.positions.gather(1, anchors)[..., None] + 1 + how.depths().to(anchors.device)  # [B,A,rows]
+        return seen & (self.positions[:, None, None] > ends[..., None] - how.span)
+
+
+class BlockAttend:
+    """Attention of A blocks of a layer over their context and over themselves. It is an `Attend`."""
+
+    def __init__(self, context: tuple[Tensor, Tensor], seen: Tensor, own: Tensor):
+        """context: keys and values [B,T,K,Dh]; seen [B,A,rows,T], own [rows,rows]: what slots see of both."""
+        self.context, blocks = context, seen.shape[:3]
+        self.bias = torch.cat([seen, own.expand(*blocks, -1)], -1)[:, None, None]  # over heads
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B,A*rows,heads,Dh], k, v [B,A*rows,K,Dh] -> [B,A*rows,heads*Dh]"""
+        _, _, _, a, rows, _ = self.bias.shape
+        shape, kv_heads, (keys, values) = q.shape, k.shape[2], self.context
+        q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
+        k, v = (x.view(len(x), a, rows, kv_heads, -1) for x in (k, v))
+        past = torch.einsum("barkgd,bskd->bkgars", q, keys)
+        own = torch.einsum("barkgd,bamkd->bkgarm", q, k)
+        scores = torch.cat([past, own], -1).float().masked_fill(~self.bias, -torch.inf)
+        past, own = scores.softmax(-1).to(v.dtype).split([keys.shape[1], rows], -1)
+        out = torch.einsum("bkgars,bskd->barkgd", past, values) + torch.einsum("bkgarm,bamkd->barkgd", own, v)
+        return out.reshape(*shape[:2], -1)
+
+
+def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    """What the head reads of the drafting slots of the blocks behind some rows of texts, [B,A,W,H].
+
+    drafter: a `BlockDrafter`. feats [B,T,F], tokens [B,T] one position later, anchors [B,A] rows."""
+    documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
+    positions = document_positions(documents)
+    drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
+    features, rope = drafter.fuse(feats), drafter.rope(positions)
+    keys = [layer.attention.context(features, rope) for layer in drafter.layers]
+    context = BlockContext(keys, documents, positions)
+    return torch.cat([_piece(drafter, context, tokens, part) for part in anchors.split(PIECE, dim=1)], 1)
+
+
+def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor) -> Tensor:
+    how, (b, a) = drafter.switches, anchors.shape
+    ids = torch.cat([tokens.gather(1, anchors)[..., None], drafter.masks.expand(b, a, -1)], -1)
+    places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
+    hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
+    seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
+    own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
+    for layer, kept, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
+        hidden = layer(hidden, rope, BlockAttend(kept, seen[sliding], own[sliding]))
+    return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]

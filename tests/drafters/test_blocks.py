@@ -1,0 +1,183 @@
+"""Block drafters against outputs of their authors' own code (tests/golden/README.md)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from drafters.block_forward import BlockForward
+from drafters.conditional import HEADS, Confidence
+from drafters.dflash import BlockDrafter
+from drafters.formats import recognise
+from drafters.formats.dflash import MARKOV, PARTS
+from drafters.vocab import DraftVocab
+from specdec.contracts import DraftState
+from specdec.model.archs import ModelConfig
+from specdec.model.layers import Linear, Rope
+from specdec.model.target import Target
+from trees.chain import Chain
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "blocks"
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # logits are sums of 64 products, up to 5 in size
+
+
+def golden_target(tensors: dict) -> Target:
+    """A stand-in: only its embedding, its head, its size and its depth matter here."""
+    config = ModelConfig(
+        layers=12, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
+        context=512, tied=False,
+    )  # fmt: skip
+    target = Target(config)
+    target.embed.weight.copy_(tensors["embed_tokens.weight"])
+    target.head.weight.copy_(tensors["lm_head.weight"])
+    return target
+
+
+def golden_drafter(name: str, model: str = "dflash", keeps: bool = False, extra=None, **changes) -> BlockDrafter:
+    """The golden weights, read by the config of this name with other fields. keeps: the file also holds the copies of
+    the target's."""
+    held = load_file(GOLDEN / f"{model}_model.safetensors")
+    target = golden_target(held)
+    tensors = {k: v for k, v in held.items() if keeps or k not in ("embed_tokens.weight", "lm_head.weight")}
+    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
+    family, layout = recognise(config, tensors | (extra or {}), name)
+    return family.construct(*layout.read(config, tensors | (extra or {}), name), target, name).eval()
+
+
+def absorb(drafter: BlockDrafter, reference: dict, prefix: str, number: int, seen: int) -> DraftState:
+    """The state after the context of round `number`, whose last token is the anchor."""
+    feats = reference[f"{prefix}.round{number}.target_hidden"]
+    n = feats.shape[1]
+    tokens = torch.zeros(1, n, dtype=torch.int64)
+    tokens[0, -1] = reference[f"{prefix}.round{number}.block_ids"][0, 0]
+    if number == 0:
+        drafter.reset(1, 64)
+        return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([n]))
+    return drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
+
+
+CASES = {
+    "dflash": ("dflash", "dflash", {}),
+    "dflash in the layout of speculators": ("speculators", "dflash", {}),
+    "deepspec": ("deepspec", "deepspec", {}),
+    "windows, causal": ("dflash", "sliding_causal", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "windows": (
+        "dflash",
+        "sliding_noncausal",
+        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_rounds_match(case):
+    """Logits of every slot that drafts, and the tokens, while the context grows by what was accepted."""
+    name, prefix, changes = CASES[case]
+    drafter = golden_drafter(name, keeps=name == "deepspec", sliding_window=5, **changes)
+    reference, seen = load_file(GOLDEN / "dflash_rounds.safetensors"), 0
+    rounds = sum(key.startswith(f"{prefix}.") and key.endswith("target_hidden") for key in reference)
+    for number in range(rounds):
+        state = absorb(drafter, reference, prefix, number, seen)
+        seen += reference[f"{prefix}.round{number}.target_hidden"].shape[1]
+        at = f"{prefix}.round{number}"
+        torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, drafter.switches.unused :], **CLOSE)
+        drafts = reference[f"{at}.{'sampled' if prefix == 'deepspec' else 'draft'}_tokens"]
+        tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
+        assert tree.tokens[:, 1:].tolist() == drafts.tolist()
+    assert seen == drafter.cache.lens
+    for name, kept in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
+        kind, layer = name.split("_")[-1].split(".")
+        ours = drafter.cache.layers[int(layer)]["kv".index(kind), :, :seen].transpose(1, 2)
+        torch.testing.assert_close(ours, kept, **CLOSE)
+
+
+@torch.inference_mode()
+def test_causal_blocks_match():
+    """JetSpec, with slot k for token p+k and, `draft_shift`, for p+k+1, of which the authors leave out the last."""
+    reference = load_file(GOLDEN / "jetspec_rounds.safetensors")
+    config = json.loads((GOLDEN / "jetspec.json").read_text())["dflash_config"]
+    for prefix, changes in (("", {}), ("shift.", {"draft_shift": True})):
+        drafter = golden_drafter("jetspec", "jetspec", dflash_config=config | changes)
+        drafter.reset(1, 64)
+        seen = 0
+        for number in range(3 if prefix == "" else 2):
+            anchor = int(reference[f"{prefix}round{number}.anchor_position"])
+            feats, n = reference["target_hidden"][:, seen:anchor], torch.tensor([anchor - seen])
+            tokens = reference["ids"][:, seen + 1 : anchor + 1]
+            if number == 0:
+                state = drafter.admit(0, reference["ids"][:, 0], feats, tokens, n)
+            else:
+                state = drafter.extend(feats, tokens, n, anchor)
+            seen = anchor
+            torch.testing.assert_close(state.logits[:, :5], reference[f"{prefix}round{number}.logits"], **CLOSE)
+
+
+def golden_heads(reference: dict, kind: str) -> dict:
+    """The tensors of DSpark's heads of a kind, by their published names."""
+    names = (f"{kind}.markov_head", f"{kind}.confidence_head")
+    return {k.removeprefix(f"{kind}."): v for k, v in reference.items() if k.startswith(names)}
+
+
+@pytest.mark.parametrize("kind", MARKOV)
+@torch.inference_mode()
+def test_markov_and_confidence_heads_match(kind):
+    """From the backbone's states and base logits: what the path changes of every slot, and where a proposal is cut."""
+    reference, vocab = load_file(GOLDEN / "dspark.safetensors"), DraftVocab(320)
+    heads = golden_heads(reference, kind)
+    conditional, confidence = HEADS[MARKOV[kind]](vocab, 64, 16), Confidence(64, 16)
+    for part, name in PARTS.items():
+        if hasattr(conditional, part):
+            prefix = f"markov_head.{name}."
+            held = {k.removeprefix(prefix): v for k, v in heads.items() if prefix in k}
+            getattr(conditional, part).load_state_dict(held)
+    confidence.proj.load_state_dict({k.split(".")[-1]: v for k, v in heads.items() if "confidence" in k})
+    shape = golden_drafter("dflash").shape
+    drafter = BlockDrafter(
+        shape, 1, (1,), vocab, torch.zeros(320, 64), None, BlockForward(5, 318, "p+k+1"), conditional, confidence
+    )
+    for number in range(2):
+        at = f"{kind}.round{number}"
+        base, tokens = reference[f"round{number}.base_logits"], reference[f"{at}.sampled_tokens"]
+        drafter.head = Fixed(base)
+        carried = conditional.begin(reference[f"round{number}.block_ids"][:, :1])
+        first = DraftState(carried, reference[f"round{number}.hidden"], drafter.head)
+        state = drafter.root(first)
+        for slot in range(5):
+            torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, slot : slot + 1], **CLOSE)
+            if slot < 4:
+                state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
+        torch.testing.assert_close(drafter.confidences(first, tokens), reference[f"{at}.confidence_logits"], **CLOSE)
+        tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
+        assert tree.tokens[:, 1:].tolist() == tokens.tolist()
+        for cut in (0.3, 0.5, 0.7):
+            if (kept := reference.get(f"{at}.cut_at_{cut}")) is not None:
+                drafter.cut = cut
+                assert drafter._kept(first).item() == kept.item()
+
+
+class Fixed(Linear):
+    """A head whose logits of the slots are given: it is asked for one slot after the other."""
+
+    def __init__(self, logits):
+        super().__init__(1, 1)
+        self.slots, self.asked = logits, 0
+
+    def forward(self, x):
+        self.asked += 1
+        slot = (self.asked - 1) % self.slots.shape[1]
+        return self.slots[:, slot : slot + 1]
+
+
+@pytest.mark.parametrize("layout", ["dspark", "dspark_speculators"])
+@pytest.mark.parametrize("kind", MARKOV)
+def test_dspark_files_are_read(layout, kind):
+    """Every weight finds its place, in both layouts, and the parts are those that the file holds."""
+    heads = golden_heads(load_file(GOLDEN / "dspark.safetensors"), kind)
+    drafter = golden_drafter(layout, extra=heads, keeps=layout == "dspark", markov_head_type=kind)
+    assert (drafter.block, drafter.switches.label) == (5, "p+k+1")
+    assert type(drafter.conditional) is HEADS[MARKOV[kind]]
+    assert torch.equal(drafter.conditional.w2.weight, heads["markov_head.markov_w2.weight"])
+    assert torch.equal(drafter.confidence.proj.weight, heads["confidence_head.proj.weight"])

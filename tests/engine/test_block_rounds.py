@@ -1,0 +1,55 @@
+"""Rounds with block drafters: recorded ones, the tree over a block, proposals that are cut."""
+
+import pytest
+import torch
+from helpers import DRAFTERS, tiny_target
+from tape import NoHostSync, Tape
+from test_graphs import SHORT, assert_same, launching, outcome
+
+from specdec.engine.engine import Engine
+from specdec.types import Sampling
+from trees import BlockTree, Chain, DynamicTree
+
+SAMPLED = Sampling(0.8)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_replay_does_what_the_round_does(sampling):
+    target, drafter, policy = tiny_target(), DRAFTERS["dflash"](tiny_target()), BlockTree(4, 5, 14)
+    recorded = Engine(target, drafter, policy, graphs=Tape())
+    told = outcome(recorded, sampling=sampling, **SHORT)
+    assert_same(told, outcome(launching(target, drafter, policy), sampling=sampling, **SHORT))
+    assert recorded.graphs.backend.replays > 4
+
+
+@pytest.mark.parametrize("policy", [Chain(4), BlockTree(4, 5, 14)], ids=["chain", "block"])
+@torch.inference_mode()
+def test_a_tree_grows_without_waiting(policy):
+    target = tiny_target()
+    drafter = DRAFTERS["dflash"](target)
+    drafter.reset(2, 32)
+    feats, n = torch.randn(2, 3, 64), torch.tensor([3, 1])
+    state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats, torch.ones(2, 3, dtype=torch.int64), n)
+    with NoHostSync():
+        policy.grow(drafter, torch.ones(2, dtype=torch.int64), state)
+
+
+@pytest.mark.parametrize("cut", [0.05, 0.5, 0.999])
+@pytest.mark.parametrize("policy", [Chain(5), DynamicTree(3, 4, 10)], ids=["chain", "dynamic"])
+def test_a_cut_proposal_changes_no_text(policy, cut):
+    """From nearly nothing to everything cut: the text is the target's, and rounds draft less."""
+    target = tiny_target()
+    prompts = [[3, 5, 7], [1], [2] * 9]
+    expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
+    drafter = DRAFTERS["dspark"](target)
+    drafter.cut = cut
+    rows = Engine(target, drafter, policy).generate(prompts, max_new_tokens=20).rows
+    assert [row.tokens for row in rows] == expected
+
+
+def test_a_cut_needs_a_confidence_head():
+    target = tiny_target()
+    drafter = DRAFTERS["dflash"](target)
+    drafter.cut = 0.5
+    with pytest.raises(ValueError, match="no confidence head"):
+        Engine(target, drafter, Chain(2)).generate([[1]], max_new_tokens=3)

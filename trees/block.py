@@ -1,0 +1,97 @@
+"""The best tree over a block of guesses, of which each level has the same ones whatever stands above it."""
+
+import torch
+from torch import Tensor
+
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
+from specdec.types import DraftTree
+from trees.dynamic import Pool, select
+
+
+class BlockTree:
+    """The `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability, and the root, where a path
+    has the product of its tokens' probabilities in their slots (DDTree, arXiv 2604.12989, which has no bound `topk` of
+    a node's children). Of equal paths of one length the one with the lower ranks comes first.
+
+    DDTree takes the nodes from a heap, one after the other. Here all of a level are found at once: of a level only its
+    n best paths can be in the tree of n nodes, they continue the n best of the level above, and (i+1)(r+1) paths are at
+    least as likely as that of the prefix of place i and the token of rank r. So n log n of them are looked at.
+    """
+
+    samples = False
+    marginals = True
+
+    def __init__(self, topk: int = 8, steps: int = 7, num_draft_tokens: int = 32):
+        if topk < 1 or steps < 1:
+            raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
+        most = most_nodes(topk, steps, num_draft_tokens)
+        if not 2 <= num_draft_tokens <= most:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "
+                f"{most} tokens, the root counted"
+            )
+        self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
+        self.pairs = candidate_pairs(topk, steps, num_draft_tokens - 1)
+        self.sizes = [min(num_draft_tokens - 1 - level, len(pairs)) for level, pairs in enumerate(self.pairs)]
+        self.starts = [sum(self.sizes[:level]) for level in range(len(self.sizes))]
+
+    def shallower(self, steps: int) -> "BlockTree":
+        return self  # which nodes of a level are kept depends on the levels behind it
+
+    def draft_slots(self) -> int:
+        return 0  # no node is given to the drafter
+
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
+        self._move(root.device)
+        gains, ids = children.best(state.first(self.steps), drafter.vocab, slice(0, self.steps), self.topk)
+        pool = self.best_paths(gains, drafter.vocab.to_target(ids))
+        return select(root, pool, self.num_draft_tokens, self.steps)
+
+    def best_paths(self, gains: Tensor, tokens: Tensor) -> Pool:
+        """Of each level the paths that can be in the tree, best first. gains and tokens [B,D,topk]: log-probabilities,
+        best first, and target ids of the children on each level."""
+        scores, order = gains.new_zeros(len(gains), 1), tokens.new_zeros(len(gains), 1)
+        levels = []
+        for level, size in enumerate(self.sizes):
+            prefix, rank = self.pairs[level].unbind(1)
+            every = scores.index_select(1, prefix) + gains[:, level].index_select(1, rank)
+            # Where a path stands among all of its level if they are sorted by ranks.
+            place = order.index_select(1, prefix) * self.topk + rank
+            chosen = place.argsort(1)
+            by_score = every.gather(1, chosen).argsort(dim=1, descending=True, stable=True)
+            chosen = chosen.gather(1, by_score[:, :size])
+            scores, order = every.gather(1, chosen), place.gather(1, chosen).argsort(1).argsort(1)
+            parents = prefix[chosen] + (self.starts[level - 1] + 1 if level else 0)
+            levels.append((tokens[:, level].gather(1, rank[chosen]), scores, parents))
+        return Pool(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
+
+    def _move(self, device: torch.device) -> None:
+        if self.pairs[0].device != device:
+            self.pairs = [pairs.to(device) for pairs in self.pairs]
+
+
+def most_nodes(topk: int, steps: int, enough: int) -> int:
+    """Nodes of the whole tree of `steps` levels below the root, with `topk` children of each, or, if they are more than
+    that, `enough`."""
+    total = width = 1
+    for _ in range(steps):
+        width *= topk
+        total += width
+        if total >= enough:
+            return enough
+    return total
+
+
+def candidate_pairs(topk: int, steps: int, nodes: int) -> list[Tensor]:
+    """For each level pairs [C,2] of the place of a prefix among the best of the level above, and the rank of a token
+    behind it: those that can be in a tree of so many nodes below the root. Their own ancestors are in it too."""
+    pairs, prefixes = [], 1
+    for level in range(steps):
+        room = nodes - level
+        found = [(i, r) for i in range(prefixes) for r in range(min(topk, room // (i + 1)))] if room > 0 else []
+        if not found:
+            break
+        pairs.append(torch.tensor(found))
+        prefixes = min(room, len(found))
+    return pairs

@@ -12,6 +12,7 @@ from specdec.sampling.draws import race
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling, SamplingBatch
 from trees.ancestors import ancestors_of
+from trees.bounds import check_size
 
 
 class SampledTree:
@@ -34,6 +35,7 @@ class SampledTree:
         self.sizes = list(accumulate(self.expansion, mul, initial=1))  # nodes of level 0, 1, ... D
         self.starts = list(accumulate(self.sizes, initial=0))
         self.num_draft_tokens = self.starts[-1]
+        check_size(self.topk, self.steps, self.num_draft_tokens)
         self.width = self.sizes[-2]  # nodes that the drafter expands on every level: shorter ones repeat their last
         self.depth = torch.arange(self.steps + 1).repeat_interleave(torch.tensor(self.sizes))
         parents = [torch.zeros(1, dtype=torch.int64)]

@@ -18,7 +18,7 @@ from drafters.layers import DraftShape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
 
 MIMO, QWEN = "model.mtp_layers.", "mtp."
 EMBEDDING = "model.embed_tokens.weight"
@@ -80,6 +80,8 @@ def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mt
         rotary_dim=_rotary_dim(config, shape),
     )
     experts = _experts(config, tensors, layer)
+    if experts is None:
+        check_shapes(name, tensors, {f"{layer}.mlp.up_proj.weight": (shape.intermediate, shape.hidden)})
     mlp = (lambda: MoE(shape.hidden, experts)) if experts else None
     embedding, head, vocab = target.embed.weight, target.head.weight, DraftVocab(target.vocab)
     drafter = Mtp(shape, target.config.layers, vocab, embedding, head, forward=how, mlp=mlp)

@@ -17,7 +17,7 @@ from specdec.model.config_fields import ConfigFields
 from specdec.schema import check_value
 
 VALUES = ("64", None, 0, -1, 1.5, float("nan"), float("inf"), 10**9, 10**30, True, [], [1], {}, {"a": 1}, "", "x" * 99)
-FLAG_TEXTS = ("", " ", "nan", "inf", "-1", "0", "1000000000000", "abc", "1.5", "1e400", "٣x", "--")
+FLAG_TEXTS = ("", " ", "nan", "inf", "-1", "0", "1000000000000", "abc", "1.5", "1e400", "2x", "--")
 HYDRA_TEXTS = ("", "nan", "-1", "abc", "1000000000000000000000", "[]", "{a: 1}")
 HYDRA = {"train": "train", "cache": "cache", "sweep": "sweep", "compare": "compare", "bench": "bench",
          "estimate": "train"}  # fmt: skip

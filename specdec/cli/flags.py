@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
     """argparse's, which refuses what no flag takes: an empty text, as a variable of the shell that is not set leaves
     behind, a number that is none, and one outside of `Limits`."""
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
+        if action.option_strings and arg_strings == ["--"]:  # argparse would take it for no value at all
+            raise ValueError(f"{action.option_strings[-1]} takes a value, and '--' is none")
+        return super()._get_values(action, arg_strings)
+
     def _get_value(self, action: argparse.Action, arg_string: str):
         flag = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
         if not arg_string.strip() and action.dest not in FREE_TEXT:

@@ -41,14 +41,15 @@ def check_folders(arguments: Sequence[str]) -> None:
 
 
 def _group(group: str) -> dict[str, Any]:
-    """The settings of all files of a group with their values; {} where a class says what it takes."""
+    """The names of all files of a group, each with a value of its type; None where a file has null. {} where a class
+    says what it takes."""
     found: dict[str, Any] = {}
     for name in registry.names(group):
         content = registry.settings(group, name)
         if "_target_" in content:
             return {}
         content.pop("defaults", None)
-        found = content | {key: value for key, value in found.items() if value is not None}
+        found |= {key: value for key, value in content.items() if key not in found or value is None}
     return found
 
 

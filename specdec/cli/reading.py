@@ -1,10 +1,12 @@
 """How files that users give are read: each that is no such file is one sentence, whatever is wrong with it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
+MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
 
 
@@ -47,6 +49,8 @@ def check_yaml(text: str, where: str) -> None:
     """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values. Nothing is built."""
     import yaml
 
+    if _depth(text) > MOST_DEPTH:  # before the parser, whose time grows with the square of it
+        raise ValueError(f"{where} is not a YAML file: it is nested too deeply")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         count = _count(root, {}) if root is not None else 0
@@ -56,6 +60,15 @@ def check_yaml(text: str, where: str) -> None:
         raise ValueError(f"{where} is not a YAML file: {str(error).splitlines()[0]}") from None
     if count > MOST_NODES:
         raise ValueError(f"{where} holds {count:.3g} values with those that its aliases repeat, at most {MOST_NODES}")
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested in a text, whatever is quoted."""
+    depth = most = 0
+    for mark in re.findall(r"[][{}]", text):
+        depth = depth + 1 if mark in "[{" else max(depth - 1, 0)
+        most = max(most, depth)
+    return most
 
 
 def _count(node, known: dict[int, int]) -> int:

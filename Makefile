@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Rounds are compiled where there is a C++ compiler: half a minute the first time.
+COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 
 .PHONY: demo test lint wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
-		--draft specdec/demo/mtp --topk 2 --steps 3 --num-draft-tokens 6
+		--draft specdec/demo/mtp --topk 1 --steps 3 $(COMPILE)
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

@@ -67,7 +67,9 @@ class DraftModel(Drafter):
         return DraftState(nothing, self.vocab.select(logits))
 
 
-def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None = None) -> DraftModel:
+def create(
+    target, *, path: str | os.PathLike | None, vocab: DraftVocab | None = None, allow_nonfinite: bool = False
+) -> DraftModel:
     """The model of a checkpoint folder or hub name, in the target's dtype and on its device.
 
     Raises ValueError, one sentence, unless it is a model that we load and its tokens are the target's.
@@ -77,7 +79,7 @@ def create(target, *, path: str | os.PathLike | None, vocab: DraftVocab | None =
     folder = resolve(path)
     tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
-    model = load_target(folder, device=str(target.device), tokenizer=compare)
+    model = load_target(folder, device=str(target.device), tokenizer=compare, allow_nonfinite=allow_nonfinite)
     if model.vocab != target.vocab:
         raise ValueError(
             f"{path}: the draft model has a vocabulary of {model.vocab}, the target one of "

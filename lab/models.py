@@ -18,7 +18,7 @@ def bundled(name: str) -> str:
 
 def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
     """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
-    add_flags(group, ModelSettings, "target", "draft", *more, "dtype", "device")
+    add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "device")
 
 
 def add_prompt_flags(group: argparse._ActionsContainer, limit: int, max_new_tokens: int) -> None:

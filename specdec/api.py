@@ -51,6 +51,7 @@ class ModelSettings:
             "help": "of the drafter (default: the target's)",
         },
     )
+    allow_nonfinite: bool = field(default=False, metadata={"help": "load weights that hold NaN or Inf"})
     dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
     device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
 
@@ -65,12 +66,18 @@ class ModelSettings:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     def load_target(self) -> Target:
-        return load_target(self.target or DEMO_TARGET, dtype=self.dtype, device=self.device)
+        how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
+        return load_target(self.target or DEMO_TARGET, **how)
 
     def load_drafter(self, target: Target) -> Drafter:
         dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
         return load_drafter(
-            self.draft or DEMO_DRAFTER, target, token_map=self.token_map, feedback=self.feedback, dtype=dtype
+            self.draft or DEMO_DRAFTER,
+            target,
+            token_map=self.token_map,
+            feedback=self.feedback,
+            dtype=dtype,
+            allow_nonfinite=self.allow_nonfinite,
         )
 
 

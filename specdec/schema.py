@@ -7,7 +7,7 @@ is allocated, and so that wrong inputs can be generated from the same fields (`s
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
@@ -22,29 +22,32 @@ def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = Fal
     return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
 
 
-def check(schema: type, values: Mapping[str, Any], where: str) -> None:
+def check(schema: type, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:
     """Raise ValueError, one sentence, for the first value whose type or range is not that of the field of its name.
 
     Names that the schema does not have, and fields that have no value, are not looked at. where: what holds the values,
-    for the message; empty for none."""
+    for the message; empty for none. any_range: fields of which only the type counts."""
     for setting in fields(schema):
         if setting.name in values:
-            check_value(setting, values[setting.name], f"{where}: {setting.name}" if where else setting.name)
+            limits = {} if setting.name in any_range else setting.metadata
+            check_value(setting, values[setting.name], f"{where}: {setting.name}" if where else setting.name, limits)
 
 
-def check_value(setting: Field, value: Any, name: str) -> None:
-    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range."""
+def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range; limits: in the
+    place of the field's own."""
     kinds = kinds_of(setting.type)
+    limits = setting.metadata if limits is None else limits
     if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & set(kinds):
-        low, high = setting.metadata.get("low", -math.inf), setting.metadata.get("high", math.inf)
-        if setting.metadata.get("above") and value <= low:
+        low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
+        if limits.get("above") and value <= low:
             raise ValueError(f"{name} must be above {low:g}, got {shown(value)}")
         if value < low:
             raise ValueError(f"{name} must be at least {low:.12g}, got {shown(value)}")
         if high < value < math.inf:
             raise ValueError(f"{name} must be at most {high:.12g}, got {shown(value)}")
-    if not any(_is(kind, value, setting.metadata) for kind in kinds):
-        wanted = " or ".join(_wanted(kind, setting.metadata) for kind in kinds)
+    if not any(_is(kind, value, limits) for kind in kinds):
+        wanted = " or ".join(_wanted(kind, limits) for kind in kinds)
         raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 

@@ -6,19 +6,22 @@ A new layout is a file with a `Layout`, and its place in `FAMILIES`; a new famil
 import os
 import warnings
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 
 import torch
 
 from drafters import draft_model, ngram
 from drafters.formats import eagle, eagle3, eagle3_layout, medusa, modelopt, mtp, mtp_inside, recipe, speculators, vllm
-from drafters.formats.base import Family, Layout, Meaning, Tensors, facts_of
+from drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
+from drafters.formats.maps import map_doubts
 from drafters.formats.token_map import read_token_map
 from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
+from specdec.model import finite
 from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve, write_folder
-from specdec.model.config_fields import check_config
+from specdec.model.config_fields import DIAGNOSED, check_config
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
@@ -37,6 +40,7 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
     medusa.FAMILY: (vllm.MEDUSA, medusa.LAYOUT),
 }
 MAPS = ("d2t", "t2d", "draft_ids")  # small tensors that `describe` reads
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,20 @@ class Checkpoint:
     layout: Layout
     meaning: Meaning
     tensors: Tensors
-    doubts: tuple[str, ...] = ()  # what its config leaves open, or what others read otherwise
+    doubts: tuple[str, ...] = ()  # what it leaves open, or what others read otherwise
+    nonfinite: tuple[str, ...] = ()  # which of the tensors that are read hold NaN or Inf
 
     def construct(self, target) -> Drafter:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
         return self.family.construct(self.meaning, self.tensors, target, self.path)
+
+    def problems(self) -> list[str]:
+        """What keeps it from loading with any target: tensors, numbers of the config, the map, NaN and Inf."""
+        try:
+            wrong = differences(self.family, self.meaning, self.tensors)
+        except ValueError as error:
+            wrong = [str(error)]
+        return [*wrong, *self.family.faults(self.meaning, self.tensors), *self.nonfinite]
 
     def conventions(self) -> dict[str, str]:
         """Everything that is in force, in words."""
@@ -63,17 +76,23 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoint:
-    """Recognise and read a checkpoint folder or hub name, without a target."""
+    """Recognise and read a checkpoint folder or hub name, without a target. headers: hold no weights; they are still
+    looked at one by one for NaN and Inf."""
     folder = resolve(path)
     config = read_json(folder / "config.json")
-    check_config(config, f"{path}: config.json")
+    check_config(config, f"{path}: config.json", any_range=DIAGNOSED)
     held = read_headers(folder)
     family, layout = recognise(config, held, str(path))
     tensors = {name: tensor for name, tensor in held.items() if layout.wants(config, name)}
     read = {name for name in tensors if not headers or name.endswith(MAPS)}
     tensors |= dict(read_tensors(folder, only=read))
-    meaning, tensors = layout.read(config, tensors, str(path))
-    return Checkpoint(str(path), family, layout, meaning, tensors, tuple(layout.doubts(config)))
+    meaning, kept = layout.read(config, tensors, str(path))
+    counted = {id(tensor) for name, tensor in kept.items() if name != EMBEDDING or meaning.own_embedding}
+    names = {name for name, tensor in tensors.items() if id(tensor) in counted}
+    looked_at = read_tensors(folder, only=names) if headers else ((name, tensors[name]) for name in sorted(names))
+    nonfinite = tuple(filter(None, starmap(finite.nonfinite, looked_at)))
+    doubts = (*layout.doubts(config), *map_doubts(kept))
+    return Checkpoint(str(path), family, layout, meaning, kept, doubts, nonfinite)
 
 
 def recognise(config: dict, tensors: Tensors, name: str) -> tuple[Family, Layout]:
@@ -101,6 +120,7 @@ def load_drafter(
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,
     dtype: torch.dtype | None = None,
+    allow_nonfinite: bool = False,
 ) -> Drafter:
     """A drafter for `target` from a checkpoint folder or hub name, on the target's device and frozen;
     `requires_grad_(True)` lets it learn.
@@ -110,15 +130,18 @@ def load_drafter(
     token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
     feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
     dtype: None is the target's; a narrower one costs some acceptance, but no exactness.
+    allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
 
     Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """
-    drafter = ngram.from_name(str(path), target) or _language_model(path, target)
+    drafter = ngram.from_name(str(path), target) or _language_model(path, target, allow_nonfinite)
     if drafter is not None:
         if token_map is not None or feedback is not None or dtype is not None:
             raise ValueError(f"{path}: token_map, feedback and dtype are for drafters that learn")
         return drafter
     checkpoint = open_checkpoint(path)
+    if checkpoint.nonfinite and not allow_nonfinite:
+        raise ValueError(f"{path}: {checkpoint.nonfinite[0]}; {finite.ALLOWED}")
     if feedback is not None:
         if checkpoint.family is not mtp_inside.FAMILY:
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
@@ -136,12 +159,14 @@ def load_drafter(
     return drafter
 
 
-def _language_model(path: str | os.PathLike, target) -> Drafter | None:
+def _language_model(path: str | os.PathLike, target, allow_nonfinite: bool) -> Drafter | None:
     folder = resolve(path)
     config, held = read_json(folder / "config.json"), read_headers(folder)
     if mtp_inside.recognise(config, held):  # then it is loaded for its heads
         return None
-    return draft_model.create(target, path=path) if draft_model.is_language_model(config, held) else None
+    if not draft_model.is_language_model(config, held):
+        return None
+    return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
 
 
 def family_of(drafter: Drafter) -> Family:

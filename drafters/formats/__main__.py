@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from drafters.formats import FAMILIES, Checkpoint, check, inspect, vllm
+from drafters.formats import FAMILIES, Checkpoint, check, inspect, verdict, vllm
 from drafters.formats.convert import SERVERS, convert, export
+from drafters.formats.prompts import PROMPTS
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
@@ -21,12 +22,12 @@ from specdec.text import read_prompts
 def parser() -> argparse.ArgumentParser:
     p = command_parser("doctor", __doc__, "(inspect | check | convert | export) [options]")
     commands = p.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND", prog=p.prog)
-    one = _command(commands, "inspect", "family, layout and every convention in force, from the headers alone")
+    one = _command(commands, "inspect", "family, layout, every convention in force, and what is wrong with it")
     one.add_argument("path", help="folder or hub name of a drafter")
     one.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     one = _command(commands, "check", "does the drafter do better when its checkpoint is read another way?")
-    add_flags(one, ModelSettings, "target", "draft", "dtype", "device", required=("target", "draft"))
-    one.add_argument("--prompt-file", type=Path, help="a prompt a line, or .jsonl (default: four built-in prompts)")
+    add_flags(one, ModelSettings, "target", "draft", "allow_nonfinite", "dtype", "device", required=("target", "draft"))
+    one.add_argument("--prompt-file", type=Path, help="a prompt a line, or .jsonl (default: built-in prompts)")
     one.add_argument("--raw", action="store_true", help="do not apply the chat template")
     one.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
     one.add_argument("--steps", type=int, default=5, help="length of the drafted chain (default 5)")
@@ -60,12 +61,10 @@ def main(arguments: list[str] | None = None) -> None:
         report = inspect.inspect(args.path)
         print(json.dumps(report) if args.json else inspect.as_text(report))
     elif args.command == "check":
-        target = read_flags(ModelSettings, args).load_target()
-        prompts = read_prompts(args.prompt_file) if args.prompt_file else check.PROMPTS
-        outcomes = check.check(
-            target, args.draft, prompts, max_new_tokens=args.max_new_tokens, steps=args.steps, raw=args.raw
-        )
-        print(json.dumps(check.as_json(outcomes)) if args.json else check.as_text(outcomes))
+        report = _check(args)
+        print(json.dumps(verdict.as_json(report)) if args.json else verdict.as_text(report))
+        if report.declared.refused:
+            sys.exit(2)
     elif args.command == "convert":
         done = convert(args.source, args.destination, args.to, args.target)
         _warn(done)
@@ -75,6 +74,20 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"for {args.server}: {args.destination}")
         for note in vllm.notes(read_json(args.destination / "config.json")):
             print(f"note: {note}")
+
+
+def _check(args: argparse.Namespace) -> check.Report:
+    models = read_flags(ModelSettings, args)
+    prompts = read_prompts(args.prompt_file) if args.prompt_file else PROMPTS
+    return check.check(
+        models.load_target(),
+        args.draft,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        steps=args.steps,
+        raw=args.raw,
+        allow_nonfinite=args.allow_nonfinite,
+    )
 
 
 def _warn(checkpoint: Checkpoint) -> None:

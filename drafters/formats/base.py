@@ -102,10 +102,13 @@ class Family:
     expected(meaning, tensors) returns names and shapes that a checkpoint of this meaning must hold.
     describe(meaning, tensors) returns every convention in force, in words. The tensors may be on the meta device, but
     for d2t and t2d.
-    readings(meaning, tensors, target) returns the plausible misreadings.
+    readings(meaning, tensors, target) returns the plausible misreadings, but for other taps.
     dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
     refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise. It names
     the settings of training that would change that.
+    faults(meaning, tensors) returns what else than a tensor's name or shape keeps a checkpoint from loading.
+    streams(meaning, tensors) returns how many hidden states the drafter reads at once; 0 if none can be chosen.
+    retap(meaning, taps) returns the meaning with other taps, as many as that.
 
     All tensors are under the family's published names.
     """
@@ -121,27 +124,11 @@ class Family:
     sign: str = ""  # the tensors that show the family, for users
     servers: Mapping[str, str] = field(default_factory=dict)  # server -> name of the layout that it loads
     refuse: Callable[[str, Any], None] = lambda server, meaning: None
-
-
-def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
-    """The draft vocabulary that the map d2t gives, for a target with `size` tokens; all tokens if there is no map.
-
-    Raises ValueError if d2t names no tokens of the target, or others than t2d does. Offsets and absolute ids look
-    alike, and a drafter with confused ones drafts nothing that is accepted."""
-    if "d2t" not in tensors:
-        return DraftVocab(size)
-    d2t = tensors["d2t"].long()
-    ids = torch.arange(len(d2t)) + d2t
-    known = tensors["t2d"].nonzero().squeeze(-1) if "t2d" in tensors else None
-    fits = ids.min() >= 0 and ids.max() < size and len(ids.unique()) == len(ids)
-    if not fits or (known is not None and not torch.equal(known, ids.sort().values)):
-        absolute = known is None or torch.equal(known, d2t.sort().values)
-        hint = "; they look like target ids" if absolute and d2t.min() >= 0 and d2t.max() < size else ""
-        raise ValueError(
-            f"{name}: d2t and t2d name different tokens, or none of the target's; d2t must hold target id minus draft "
-            f"id{hint}"
-        )
-    return DraftVocab(size, ids)
+    faults: Callable[[Any, Tensors], list[str]] = lambda meaning, tensors: []
+    streams: Callable[[Any, Tensors], int] = lambda meaning, tensors: 0
+    retap: Callable[[Any, tuple[int, ...]], Any] = lambda meaning, taps: meaning
+    aside: tuple[str, ...] = ()  # tensors that may be there beside the expected ones
+    knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
 
 
 def describe_shape(shape: DraftShape) -> dict[str, str]:
@@ -160,25 +147,6 @@ def describe_rope(rope: Rope) -> str:
     return f"theta {rope.theta:g}{scaling}"
 
 
-def describe_vocab(tensors: Tensors, vocab: int, draft_vocab: int) -> str:
-    """Size, coverage and kind of the vocabulary map, in words."""
-    if "d2t" not in tensors:
-        return f"all {vocab} target tokens, no map"
-    share = f"{draft_vocab} of {vocab} target tokens ({draft_vocab / vocab:.1%})"
-    try:
-        ids = read_vocab(tensors, vocab, "").ids
-    except ValueError as error:
-        return f"{share}; BROKEN: {str(error).removeprefix(': ')}"
-    order = "ascending" if torch.equal(ids, ids.sort().values) else "not ascending"
-    also = "agrees with t2d" if "t2d" in tensors else "no t2d"
-    return f"{share}; d2t holds offsets, ids {ids.min()} to {ids.max()} {order}, {also}"
-
-
-def membership(d2t: Tensor, size: int) -> Tensor:
-    """t2d [V] bool from the offsets d2t [U]."""
-    return DraftVocab(size, torch.arange(len(d2t)) + d2t.long()).contains()
-
-
 def rope_readings(meaning, tensors: Tensors, target) -> list[Reading]:
     """Readings with the two ropes that a config may mean if it states none or a copied one."""
     seen, out = {meaning.shape.rope}, []
@@ -191,11 +159,34 @@ def rope_readings(meaning, tensors: Tensors, target) -> list[Reading]:
     return out
 
 
-def tap_readings(meaning, tensors: Tensors, target) -> list[Reading]:
-    """Readings with another tap, for families that read one hidden state: the last one or the one before it."""
-    last = target.config.layers
-    other = last - 1 if meaning.tap in (None, last) else last
-    return [Reading(f"taps [{other}]", dataclasses.replace(meaning, tap=other), tensors)]
+def one_tap(meaning, taps: tuple[int, ...]):
+    """`Family.retap` of families that read one hidden state."""
+    return dataclasses.replace(meaning, tap=taps[0])
+
+
+def shape_faults(shape: DraftShape) -> list[str]:
+    """The numbers of a shape with which nothing can be computed."""
+    out = [shape.rope.fault()]
+    if not 0 <= shape.eps < 1:
+        out.append(f"rms_norm_eps is {shape.eps:g}, and must be from 0 to 1")
+    if shape.context < 1:
+        out.append(f"max_position_embeddings is {shape.context}, and must be at least 1")
+    return [fault for fault in out if fault]
+
+
+def ids_faults(meaning, tensors: Tensors) -> list[str]:
+    """What is wrong with `draft_ids`."""
+    try:
+        DraftVocab(meaning.vocab or 2**31, tensors.get("draft_ids"))
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def check_faults(faults: list[str], name: str) -> None:
+    """Raise ValueError, with the checkpoint's name, for the first of these."""
+    if faults:
+        raise ValueError(f"{name}: {faults[0]}")
 
 
 def check_target(hidden: int, vocab: int, target, name: str) -> None:
@@ -209,10 +200,15 @@ def check_target(hidden: int, vocab: int, target, name: str) -> None:
 def differences(family: Family, meaning, tensors: Tensors) -> list[str]:
     """The tensors that keep a checkpoint from loading: those that are missing, left over or of another shape."""
     wanted = family.expected(meaning, tensors)
-    extra = sorted(set(tensors) - set(wanted) - {"d2t", "t2d", "embed_tokens.weight"})
+    extra = sorted(set(tensors) - set(wanted) - set(family.aside))
     return (
         [f"{name} is missing" for name in sorted(set(wanted) - set(tensors))]
         + [f"{name} is left over" for name in extra]
+        + [
+            f"{name} holds whole numbers, and no weights"
+            for name in sorted(wanted)
+            if name in tensors and not tensors[name].is_floating_point() and name not in ("d2t", "draft_ids")
+        ]
         + [
             f"{name} has shape {list(tensors[name].shape)}, the config asks for {list(shape)}"
             for name, shape in sorted(wanted.items())

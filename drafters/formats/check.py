@@ -1,58 +1,93 @@
 """Does a drafter draft better when its checkpoint is read another way?
 
-The target answers a few prompts, greedily. Every reading of the checkpoint then drafts a chain from every position of
-every answer. A lossless decoder emits these answers with any drafter, so a walk over the positions gives the tau of
-decoding with a chain. Two readings are compared by the log-probabilities that they give to the same tokens: on a few
-prompts these say more than the numbers of accepted tokens.
+The target answers some prompts, greedily. Every reading of the checkpoint then drafts a chain from every position of
+every answer. Two readings are compared by the log-probabilities that they give to the same tokens. A reading that is
+better is taken, and the others are tried on top of it, as a config may be wrong in more than one place.
 """
 
+import dataclasses
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import erfc, sqrt
 
 import torch
 from torch import Tensor
 
 from drafters.formats import Checkpoint, open_checkpoint
-from drafters.formats.base import Reading
+from drafters.formats.base import Reading, Tensors
+from drafters.formats.evidence import Answer, Followed, batches, follow
+from drafters.formats.taps import Taps, search_taps
+from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.model.finite import ALLOWED
 from specdec.text import encode_prompt
 
-PROMPTS = [
-    "What are some good ways to learn a new language?",
-    "Tom has 5 apples and buys 7 more. How many apples does he have now?",
-    "Explain why the sky is blue, in simple words that a child can understand.",
-    "Write a Python function that adds two numbers.",
-]
-LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of readings
-
-
-@dataclass
-class Answer:
-    """One prompt with the target's answer."""
-
-    tokens: Tensor  # [n], the prompt's first
-    prompt: int  # how many tokens are the prompt's
+LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried
+ROUNDS = 3  # so many things may be declared wrongly
+HARDLY = 1.1  # a tau below which nothing worth the name is accepted
+NAMED = 3  # so many of the best taps are tried like other readings
+RESAMPLES = 1000
 
 
 @dataclass
 class Outcome:
     """How well one reading drafts."""
 
-    name: str
-    tau: float | None = None  # None if the checkpoint does not load in this reading
-    logp: Tensor | None = None  # log-probability of the chain of true tokens, from every position of all answers
+    reading: Reading
     refused: str | None = None  # why it does not load
-    better: bool = False  # significantly better than the declared reading
+    followed: Followed | None = field(default=None, repr=False)  # None if it does not load
+    taps: Taps = ()
+    tau: float | None = None
+    interval: tuple[float, float] | None = None  # 95 %, of tau over answers; None for fewer than two
+    gain: float | None = None  # of log-probability for each token, in nats, over the reading that the round began with
+    margin: float | None = None  # the half width of its 95 % interval
+    # Beside the reading that the round began with: 'better', 'worse', 'likelier', which gives the answers' tokens more
+    # probability and drafts no further, or 'noise', which cannot be told from it. Empty if there is no comparison.
+    verdict: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.reading.name
+
+
+@dataclass
+class Report:
+    """What was tried: a round for the declared reading, and one more for each that was found to be better."""
+
+    rounds: list[list[Outcome]]  # the first of each is the one that the others are compared with
+    chosen: list[Outcome]  # the better ones: of round i, element i
+    searched: list[int]  # how many choices of taps each round tried; 0 if they were not searched
+    answers: int
+    positions: int
+    steps: int
+
+    @property
+    def declared(self) -> Outcome:
+        return self.rounds[0][0]
+
+    @property
+    def better_reading(self) -> str | None:
+        return "; ".join(outcome.name for outcome in self.chosen) or None
 
 
 def check(
-    target, path: str | os.PathLike, prompts: list[str], *, max_new_tokens: int = 64, steps: int = 5, raw: bool = False
-) -> list[Outcome]:
-    """Outcomes of the declared reading, and then of the others that are plausible for its family.
+    target,
+    path: str | os.PathLike,
+    prompts: list[str],
+    *,
+    max_new_tokens: int = 64,
+    steps: int = 5,
+    raw: bool = False,
+    allow_nonfinite: bool = False,
+) -> Report:
+    """The declared reading beside the others that are plausible for its family.
 
-    steps: the length of the drafted chain. raw: do not apply the chat template."""
-    return compare(target, open_checkpoint(path), answer(target, prompts, max_new_tokens, raw), steps)
+    steps: the length of the drafted chain. raw: do not apply the chat template. Raises ValueError for a checkpoint that
+    loads in no reading, or, unless allow_nonfinite, whose weights hold NaN or Inf."""
+    checkpoint = open_checkpoint(path)
+    if checkpoint.nonfinite and not allow_nonfinite:
+        raise ValueError(f"{path}: {checkpoint.nonfinite[0]}; {ALLOWED}")
+    return compare(target, checkpoint, answer(target, prompts, max_new_tokens, raw), steps)
 
 
 def answer(target, prompts: list[str], max_new_tokens: int, raw: bool = False) -> list[Answer]:
@@ -64,96 +99,123 @@ def answer(target, prompts: list[str], max_new_tokens: int, raw: bool = False) -
 
 
 @torch.inference_mode()
-def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -> list[Outcome]:
-    """Outcomes of all readings of a checkpoint over the same answers, the declared one first."""
-    meaning, tensors, family = checkpoint.meaning, checkpoint.tensors, checkpoint.family
-    outcomes = []
-    for reading in [Reading("as declared", meaning, tensors), *family.readings(meaning, tensors, target)]:
+def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -> Report:
+    """All readings of a checkpoint over the same answers.
+
+    Raises ValueError if it loads in no reading."""
+    trial = _Trial(target, checkpoint, answers, steps)
+    start = trial.try_reading(Reading("as declared", checkpoint.meaning, checkpoint.tensors))
+    report = Report([], [], [], len(answers), trial.positions, steps)
+    rivals: list[Taps] = []
+    for _ in range(ROUNDS):
+        outcomes, searched, finalists = trial.round(start, rivals)
+        report.rounds.append(outcomes)
+        report.searched.append(searched)
+        better = [o for o in outcomes[1:] if o.verdict == "better"]
+        if not better:
+            break
+        best = max(better, key=lambda o: o.followed.logp.sum())
+        rivals = finalists if best.taps in finalists and best.taps != start.taps else []
+        start = best
+        report.chosen.append(best)
+    if report.declared.refused and not report.chosen:
+        raise ValueError(report.declared.refused)
+    return report
+
+
+class _Trial:
+    """One checkpoint on the target's answers."""
+
+    def __init__(self, target, checkpoint: Checkpoint, answers: list[Answer], steps: int):
+        self.target, self.checkpoint, self.steps = target, checkpoint, steps
+        self.family = checkpoint.family
+        everything = batches(target, answers)
+        few, some = max(1, len(answers) // 16), max(2, len(answers) // 4)
+        self.stages = batches(target, answers[:few]), batches(target, answers[:some]), everything
+        self.positions = sum(sum(batch.counts) for batch in everything)
+        self.tried = self.searched = 0
+
+    def construct(self, reading: Reading) -> Drafter:
+        drafter = self.family.construct(reading.meaning, reading.tensors, self.target, self.checkpoint.path)
+        return drafter.to(self.target.device, self.target.dtype).eval()
+
+    def try_reading(self, reading: Reading) -> Outcome:
         try:
-            drafter = family.construct(reading.meaning, reading.tensors, target, checkpoint.path)
+            drafter = self.construct(reading)
         except ValueError as error:
-            outcomes.append(Outcome(reading.name, refused=str(error)))
-            continue
-        drafter = drafter.to(target.device, target.dtype).eval()
-        depth = min(steps, drafter.max_steps or steps)
-        outcomes.append(_outcome(reading.name, [follow(drafter, target, a, depth) for a in answers]))
-    for other in outcomes[1:]:
-        other.better = _beats(other, outcomes[0], len(outcomes) - 1, steps)
-    return outcomes
+            return Outcome(reading, refused=str(error))
+        depth = min(self.steps, drafter.max_steps or self.steps)
+        parts = [follow(drafter, batch, drafter.taps, depth) for batch in self.stages[-1]]
+        followed = Followed([x for part in parts for x in part.lengths], torch.cat([part.logp for part in parts]))
+        return Outcome(reading, None, followed, drafter.taps, *tau_of(followed.rounds()))
+
+    def round(self, start: Outcome, rivals: list[Taps]) -> tuple[list[Outcome], int, list[Taps]]:
+        """`start` and all other readings, judged against it, how many taps were searched, and those that look best.
+
+        rivals: the taps that looked best when those of `start` were found; with them there is no new search."""
+        meaning, tensors = start.reading.meaning, start.reading.tensors
+        others = [self.try_reading(r) for r in self.family.readings(meaning, tensors, self.target)]
+        known = {o.taps for o in (start, *others) if o.taps}
+        finalists, searched = (rivals, 0) if rivals else self.search(meaning, tensors, known)
+        self.tried += len(others)
+        self.searched += searched
+        for other in others:
+            judge(other, start, self.tried)
+        for taps in [taps for taps in finalists if taps not in known][:NAMED]:
+            retapped = self.family.retap(meaning, taps)
+            others.append(self.try_reading(Reading(f"taps {list(taps)}", retapped, tensors)))
+            judge(others[-1], start, self.searched)
+        unjudged = dataclasses.replace(start, gain=None, margin=None, verdict="")
+        return [unjudged, *others], searched, finalists
+
+    def search(self, meaning, tensors: Tensors, known: set[Taps]) -> tuple[list[Taps], int]:
+        """The taps that look best, and how many were tried: those of `known`, which other readings have, and more."""
+        layers, count = self.target.config.layers, self.family.streams(meaning, tensors)
+        if not 0 < count <= layers:
+            return [], 0
+        try:
+            drafter = self.construct(Reading("", self.family.retap(meaning, tuple(range(count))), tensors))
+        except ValueError:
+            return [], 0
+
+        def score(taps: Taps, stage: int) -> float:
+            return sum(float(follow(drafter, batch, taps, 1).logp.sum()) for batch in self.stages[stage])
+
+        return search_taps(score, layers + 1, count, known)
 
 
-def _outcome(name: str, followed: list[tuple[Tensor, Tensor]]) -> Outcome:
-    rounds = emitted = 0
-    for accepted in (lengths.tolist() for lengths, _ in followed):
-        at = 0
-        while at < len(accepted):
-            at += accepted[at] + 1
-            rounds += 1
-        emitted += len(accepted)
-    return Outcome(name, emitted / rounds, torch.cat([logp for _, logp in followed]))
+def tau_of(rounds: Tensor) -> tuple[float, tuple[float, float] | None]:
+    """tau from rounds and emitted tokens [answers,2], and its interval: percentiles over resampled answers."""
+    total = rounds.sum(0)
+    tau = float(total[1] / total[0])
+    if len(rounds) < 2:
+        return tau, None
+    generator = torch.Generator().manual_seed(0)
+    drawn = rounds[torch.randint(len(rounds), (RESAMPLES, len(rounds)), generator=generator)].sum(1)
+    low, high = (drawn[:, 1] / drawn[:, 0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return tau, (low, high)
 
 
-def follow(drafter, target, answer: Answer, steps: int) -> tuple[Tensor, Tensor]:
-    """The number of accepted tokens of a greedy chain, and the log-probability that the drafter gives to the true
-    tokens, from every position of the answer but its last. Tokens outside the drafter's vocabulary are left out of the
-    latter.
-
-    The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's.
-    """
-    tokens, first, vocab = answer.tokens, answer.prompt - 1, drafter.vocab
-    _, feats = target(tokens[None, :-1], None, taps=drafter.taps, logits=False)
-    following = tokens[1:]  # row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2
-    count = len(following) - 1 - first
-    alive = torch.ones(count, dtype=torch.bool, device=tokens.device)
-    lengths, logp = torch.zeros(count, dtype=torch.int64), torch.zeros(count)
-    draft_ids = vocab.from_target(following)
-    for j, state in enumerate(drafter.unroll(feats, following[None], steps)):
-        true = draft_ids[first + 1 + j :]  # one token shorter at each level, because the answer ends
-        logits = state.logits[0, first : first + len(true)].float()
-        alive = alive[: len(true)] & (logits.argmax(-1) == true)
-        lengths[: len(true)] += alive.cpu()
-        chosen = logits.log_softmax(-1).gather(1, true.clamp(min=0)[:, None]).squeeze(1)
-        logp[: len(true)] += chosen.masked_fill(true < 0, 0).cpu()
-    return lengths, logp
-
-
-def _beats(other: Outcome, declared: Outcome, readings: int, steps: int) -> bool:
-    """Does another reading draft significantly further (one-sided paired z-test over the positions)?
+def judge(other: Outcome, start: Outcome, tests: int) -> None:
+    """Say whether another reading is better or worse than `start` (one-sided paired z-tests over the positions).
 
     Each token is judged from up to `steps` positions, whose results are not independent. They count as one, so z is
-    divided by the root of `steps`.
-    """
-    if other.tau is None or declared.tau is None:
-        return other.tau is not None and other.tau > 1
-    gain = (other.logp - declared.logp).double()
-    z = gain.mean() / (gain.std() / sqrt(len(gain) / steps)).clamp(min=1e-12)
-    return other.tau > declared.tau and erfc(z / sqrt(2)) / 2 < LEVEL / readings
-
-
-def as_json(outcomes: list[Outcome]) -> dict:
-    best = _best(outcomes)
-    return {
-        "readings": [{"reading": o.name, "tau": o.tau, "better": o.better, "refused": o.refused} for o in outcomes],
-        "better_reading": best.name if best else None,
-    }
-
-
-def as_text(outcomes: list[Outcome]) -> str:
-    lines = [f"{'tau':>6}  reading"]
-    for outcome in outcomes:
-        tau = "-" if outcome.tau is None else f"{outcome.tau:.2f}"
-        refused = f": refused, {outcome.refused}" if outcome.refused else ""
-        lines.append(f"{tau:>6}  {outcome.name}{refused}{'  <-- better' if outcome.better else ''}")
-    best = _best(outcomes)
-    if best is None:
-        verdict = "No other reading does better: the checkpoint is declared as it was trained."
-        if outcomes[0].refused:
-            verdict = "The checkpoint does not load as declared, and no other reading helps."
+    divided by the root of `steps`. tests: by how many the level is divided."""
+    if other.followed is None:
+        return
+    if start.followed is None:
+        other.verdict = "better" if other.tau > HARDLY else ""
+        return
+    gains = (other.followed.logp - start.followed.logp).double()
+    if not gains.isfinite().all():
+        return
+    steps, gain = gains.shape[1], gains.sum(1)
+    error = float(gain.std()) / sqrt(max(len(gain), 2) / steps)
+    other.gain, other.margin = float(gain.mean()) / steps, 1.96 * error / steps
+    chance = erfc(abs(float(gain.mean())) / max(error, 1e-12) / sqrt(2)) / 2
+    if chance >= LEVEL / tests:
+        other.verdict = "noise"
+    elif other.gain < 0:
+        other.verdict = "worse"
     else:
-        was = "does not load" if outcomes[0].refused else f"has tau {outcomes[0].tau:.2f}"
-        verdict = f"Another reading does better: '{best.name}' has tau {best.tau:.2f}; as declared the drafter {was}."
-    return "\n".join([*lines, "", verdict])
-
-
-def _best(outcomes: list[Outcome]) -> Outcome | None:
-    return max((o for o in outcomes if o.better), key=lambda o: o.tau, default=None)
+        other.verdict = "better" if other.tau > max(start.tau, HARDLY) else "likelier"

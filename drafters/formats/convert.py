@@ -7,15 +7,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafters.formats import FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
-from drafters.formats.base import Family, Layout, TargetFacts, Tensors, differences, facts_of, read_vocab
+from drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
+from drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
+from drafters.formats.maps import read_vocab
 from drafters.layers import SharedHead
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json, read_tensors, resolve, write_folder
 
-EMBEDDING = "embed_tokens.weight"
 # A tied target has no head but its embedding.
 PARTS = {
     "embedding": ("model.embed_tokens.weight",),
@@ -104,7 +104,7 @@ def _unsaid(server: str, family: Family, meaning, tensors: Tensors, facts: Targe
 def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None) -> None:
     if folder.resolve() == resolve(checkpoint.path).resolve():
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
-    wrong = differences(checkpoint.family, checkpoint.meaning, checkpoint.tensors)
+    wrong = checkpoint.problems()
     if wrong:
         raise ValueError(f"{checkpoint.path} does not load, so it cannot be converted: {wrong[0]}")
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None

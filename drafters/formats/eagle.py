@@ -24,10 +24,13 @@ from drafters.formats.base import (
     Reading,
     TargetFacts,
     Tensors,
+    check_faults,
     check_target,
     describe_shape,
+    ids_faults,
+    one_tap,
     rope_readings,
-    tap_readings,
+    shape_faults,
 )
 from drafters.formats.fields import (
     dtype_name,
@@ -68,6 +71,7 @@ def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
 
 def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eagle:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_faults(faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
     check_shapes(name, tensors, expected(meaning, tensors))
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
@@ -91,6 +95,10 @@ def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
         drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
     own = {EMBEDDING: torch.Size([meaning.vocab, meaning.shape.hidden])} if meaning.own_embedding else {}
     return shapes_of(parameters(drafter), tensors) | own
+
+
+def faults(meaning: EagleMeaning, tensors: Tensors) -> list[str]:
+    return shape_faults(meaning.shape) + ids_faults(meaning, tensors)
 
 
 def dismantle(drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
@@ -207,7 +215,6 @@ def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
     """The plausible misreadings."""
     swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
     return [
-        *tap_readings(meaning, tensors, target),
         *rope_readings(meaning, tensors, target),
         Reading("fc input [hidden, embedding]", meaning, swapped),
     ]
@@ -233,4 +240,8 @@ FAMILY = Family(
     sign="layers.0.* with fc",
     servers={"sglang": PUBLISHED.name, "vllm": "vllm"},
     refuse=refuse,
+    faults=faults,
+    streams=lambda meaning, tensors: 1,
+    retap=one_tap,
+    aside=ASIDE,
 )

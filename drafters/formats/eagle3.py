@@ -18,20 +18,20 @@ from drafters.formats.base import (
     Meaning,
     Reading,
     Tensors,
+    check_faults,
     check_target,
     describe_shape,
-    describe_vocab,
-    membership,
-    read_vocab,
     rope_readings,
+    shape_faults,
 )
 from drafters.formats.fields import fill, layer_parameters, rows_of
+from drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
 from drafters.layers import DraftShape, SharedHead
 from drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 from specdec.model.target import check_taps
 
-MAPS = ("d2t", "t2d")
+ASIDE = ("d2t", "t2d", "embed_tokens.weight")
 PROJECTIONS = [f"midlayer.self_attn.{x}_proj" for x in "qkv"]
 
 
@@ -74,6 +74,7 @@ def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
 def construct(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Eagle3:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
     wanted = target.config
+    check_faults(shape_faults(meaning.shape), name)
     check_target(meaning.tap_width, meaning.vocab, target, name)
     taps = meaning.taps or (2, wanted.layers // 2, wanted.layers - 3)
     width = tensors["fc.weight"].shape[-1]
@@ -91,7 +92,7 @@ def construct(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Ea
         drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, wanted.hidden)
     if not meaning.own_head:
         drafter.head = SharedHead(target.head.weight, vocab.ids)
-    fill(parameters(drafter), tensors, name, "EAGLE-3", aside=(*MAPS, "embed_tokens.weight"))
+    fill(parameters(drafter), tensors, name, "EAGLE-3", aside=ASIDE)
     return drafter
 
 
@@ -107,16 +108,37 @@ def _embedding(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> T
 def expected(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:
     """Names and shapes that a checkpoint of this meaning must hold."""
     with torch.device("meta"):
-        streams = tensors["fc.weight"].shape[-1] // meaning.tap_width
         vocab = DraftVocab(meaning.draft_vocab)
-        embedding = torch.empty(0, meaning.shape.hidden)
-        drafter = Eagle3(meaning.shape, (0,) * streams, vocab, embedding, meaning.forward, meaning.tap_width)
+        embedding, taps = torch.empty(0, meaning.shape.hidden), (0,) * streams(meaning, tensors)
+        drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)
     shapes = {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
     if not meaning.own_head:
         del shapes["lm_head.weight"]
     if meaning.draft_vocab != meaning.vocab:
         shapes["d2t"] = torch.Size([meaning.draft_vocab])
     return shapes
+
+
+def streams(meaning: Eagle3Meaning, tensors: Tensors) -> int:
+    return tensors["fc.weight"].shape[-1] // meaning.tap_width
+
+
+def retap(meaning: Eagle3Meaning, taps: tuple[int, ...]) -> Eagle3Meaning:
+    return dataclasses.replace(meaning, taps=taps)
+
+
+def faults(meaning: Eagle3Meaning, tensors: Tensors) -> list[str]:
+    """What keeps the head from loading beside its tensors: numbers of the shape, taps, the map."""
+    taps, width, out = meaning.taps, tensors["fc.weight"].shape[-1], shape_faults(meaning.shape)
+    count = 3 if taps is None else len(taps)
+    if width != count * meaning.tap_width:
+        out.append(
+            f"fc.weight takes {width} features, {count} taps of {meaning.tap_width} give {count * meaning.tap_width}"
+        )
+    if min(taps or (0,)) < 0:
+        out.append(f"the taps {list(taps)} name a hidden state below 0")
+    fault = map_fault(tensors, meaning.vocab)
+    return [*out, fault] if fault else out
 
 
 def dismantle(drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
@@ -182,15 +204,14 @@ def refuse(server: str, meaning: Eagle3Meaning) -> None:
 
 def describe(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:
     """Every convention in force, in words."""
-    how = meaning.forward
-    streams = tensors["fc.weight"].shape[-1] // meaning.tap_width
+    how, count = meaning.forward, streams(meaning, tensors)
     norms = "one for each tap" if how.tap_norms else "one over all taps" if how.input_norm else "none"
     head = "its own" if meaning.own_head else "none in the file: the target's rows"
     return describe_shape(meaning.shape) | {
         "taps": ", ".join(f"hidden_states[{tap}]" for tap in meaning.taps)
         if meaning.taps
-        else f"not listed: the default hidden_states[2], [N//2], [N-3] of {streams} streams",
-        "fc input": f"{streams} x {meaning.tap_width}, in the order of the taps; norm before fc: {norms}",
+        else f"not listed: the default hidden_states[2], [N//2], [N-3] of {count} streams",
+        "fc input": f"{count} x {meaning.tap_width}, in the order of the taps; norm before fc: {norms}",
         "layer input": "[norm(embedding), norm(hidden)], the embedding first",
         "residual": "the normed hidden state" if how.residual_norm else "the hidden state as it is",
         "feedback": f"the hidden state {'after' if how.feedback == 'post' else 'before'} the final norm",
@@ -213,10 +234,12 @@ def readings(meaning: Eagle3Meaning, tensors: Tensors, target) -> list[Reading]:
         if all(0 <= tap <= layers for tap in moved):
             out.append(Reading(f"taps {shift:+d}, {list(moved)}: {words}", replace(meaning, taps=moved), tensors))
     out += rope_readings(meaning, tensors, target)
-    other = "pre" if how.feedback == "post" else "post"
-    if how.head_norm:
-        words = f"feedback {'before' if other == 'pre' else 'after'} the final norm"
-        out.append(Reading(words, replace(meaning, forward=replace(how, feedback=other)), tensors))
+    for feedback, head_norm in (("pre", True), ("post", True), ("pre", False)):
+        if (feedback, head_norm) != (how.feedback, how.head_norm):
+            words = f"feedback {'before' if feedback == 'pre' else 'after'} the final norm"
+            words += "" if head_norm else ", which the head does not see"
+            forward = replace(how, feedback=feedback, head_norm=head_norm)
+            out.append(Reading(words, replace(meaning, forward=forward), tensors))
     flipped = replace(how, residual_norm=not how.residual_norm)
     out.append(Reading(f"norm_before_residual {flipped.residual_norm}", replace(meaning, forward=flipped), tensors))
     swapped = {f"{name}.weight": tensors[f"{name}.weight"] for name in PROJECTIONS}
@@ -224,20 +247,7 @@ def readings(meaning: Eagle3Meaning, tensors: Tensors, target) -> list[Reading]:
     out.append(Reading("layer input [hidden, embedding]", meaning, tensors | swapped))
     a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
     out.append(Reading("norms of embedding and hidden exchanged", meaning, tensors | {a: tensors[b], b: tensors[a]}))
-    return out + absolute_map(meaning, tensors)
-
-
-def absolute_map(meaning: Eagle3Meaning, tensors: Tensors) -> list[Reading]:
-    """The reading of d2t as target ids, if its numbers can be ids."""
-    if "d2t" not in tensors:
-        return []
-    ids = tensors["d2t"].long()
-    if ids.min() < 0 or ids.max() >= meaning.vocab or len(ids.unique()) != len(ids):
-        return []
-    offsets = ids - torch.arange(len(ids))
-    return [
-        Reading("d2t as target ids", meaning, tensors | {"d2t": offsets, "t2d": membership(offsets, meaning.vocab)})
-    ]
+    return out + map_readings(meaning, tensors)
 
 
 FAMILY = Family(
@@ -252,4 +262,8 @@ FAMILY = Family(
     sign="midlayer.* with fc",
     servers={"sglang": "eagle3", "vllm": "vllm"},
     refuse=refuse,
+    faults=faults,
+    streams=streams,
+    retap=retap,
+    aside=ASIDE,
 )

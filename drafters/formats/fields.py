@@ -11,7 +11,7 @@ from drafters.moe import MoE
 from drafters.vocab import DraftVocab
 from specdec.model.archs import read_rope, rope_fields
 from specdec.model.checkpoint import StrictFill, fused, whole
-from specdec.model.config_fields import check_config, head_shape
+from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
 from specdec.model.layers import GatedMLP
 
 
@@ -23,7 +23,7 @@ def read_shape(config: dict, name: str) -> DraftShape:
     """
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
-    check_config(config, f"{name}: config.json")
+    check_config(config, f"{name}: config.json", any_range=DIAGNOSED)
     try:
         return DraftShape(
             hidden=config["hidden_size"],
@@ -35,6 +35,8 @@ def read_shape(config: dict, name: str) -> DraftShape:
         )
     except KeyError as error:
         raise ValueError(f"{name}: config.json lacks the field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 
 def shape_fields(shape: DraftShape) -> dict:

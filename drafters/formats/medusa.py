@@ -8,7 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target, tap_readings
+from drafters.formats.base import (
+    Family,
+    Layout,
+    Meaning,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_faults,
+    check_target,
+    ids_faults,
+    one_tap,
+)
 from drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
@@ -37,6 +48,7 @@ def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
 
 def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Medusa:
     """Heads, refused unless every tensor fits the meaning and the meaning the target."""
+    check_faults(ids_faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
     check_shapes(name, tensors, expected(meaning, tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
@@ -101,8 +113,12 @@ def describe(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
 
 
 def readings(meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreading: another tap."""
-    return tap_readings(meaning, tensors, target)
+    """The plausible misreading beside another tap: rows of the heads that stand in another order."""
+    ids = read_ids(tensors)
+    if ids is None or not meaning.shape.own_heads or torch.equal(ids, ids.sort().values):
+        return []
+    words = "the tokens of draft_ids in ascending order"
+    return [Reading(words, meaning, tensors | {"draft_ids": ids.sort().values})]
 
 
 LAYOUT = Layout("medusa", "Medusa as of its authors", recognise, read, write)
@@ -117,4 +133,7 @@ FAMILY = Family(
     saved_as=LAYOUT.name,
     sign="0.0.linear",
     servers={"vllm": "vllm"},
+    faults=ids_faults,
+    streams=lambda meaning, tensors: 1,
+    retap=one_tap,
 )

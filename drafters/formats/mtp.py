@@ -17,10 +17,13 @@ from drafters.formats.base import (
     Reading,
     TargetFacts,
     Tensors,
+    check_faults,
     check_target,
     describe_shape,
+    ids_faults,
+    one_tap,
     rope_readings,
-    tap_readings,
+    shape_faults,
 )
 from drafters.formats.fields import (
     dtype_name,
@@ -70,6 +73,7 @@ def parameters(drafter: Mtp) -> dict[str, tuple[Tensor, int, int]]:
 
 def construct(meaning: MtpMeaning, tensors: Tensors, target, name: str) -> Mtp:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_faults(faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
     check_shapes(name, tensors, expected(meaning, tensors))
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
@@ -90,6 +94,10 @@ def expected(meaning: MtpMeaning, tensors: Tensors) -> dict[str, torch.Size]:
     with torch.device("meta"):
         drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
     return shapes_of(parameters(drafter), tensors)
+
+
+def faults(meaning: MtpMeaning, tensors: Tensors) -> list[str]:
+    return shape_faults(meaning.shape) + ids_faults(meaning, tensors)
 
 
 def dismantle(drafter: Mtp, target) -> tuple[MtpMeaning, Tensors]:
@@ -159,7 +167,6 @@ def readings(meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
         a, b = (f"{PREFIX}.{i}.{norm}_layernorm.weight" for norm in ("token", "hidden"))
         exchanged |= {a: tensors[b], b: tensors[a]}
     return [
-        *tap_readings(meaning, tensors, target),
         *rope_readings(meaning, tensors, target),
         Reading(
             f"projection input {'[hidden, embedding]' if order.hidden_first else '[embedding, hidden]'}",
@@ -177,5 +184,16 @@ def readings(meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
 
 LAYOUT = Layout("mimo", "MTP heads under MiMo's names, in a folder of their own", recognise, read, write)
 FAMILY = Family(
-    "MTP", construct, expected, describe, readings, dismantle, Mtp, saved_as=LAYOUT.name, sign=f"{PREFIX}.*"
+    "MTP",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    Mtp,
+    saved_as=LAYOUT.name,
+    sign=f"{PREFIX}.*",
+    faults=faults,
+    streams=lambda meaning, tensors: 1,
+    retap=one_tap,
 )

@@ -12,8 +12,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target, describe_shape
-from drafters.formats.fields import fill, layer_parameters, read_shape
+from drafters.formats.base import (
+    Family,
+    Layout,
+    Meaning,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_faults,
+    check_target,
+    describe_shape,
+    shape_faults,
+)
+from drafters.formats.fields import fill, layer_parameters, read_shape, shapes_of
 from drafters.layers import DraftShape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
@@ -59,37 +70,49 @@ def naming(name: str, layers: int) -> str | None:
     return "deepseek" if match and int(match[1]) >= layers else None
 
 
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's embedding and head
+
+
 def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
     """The heads, refused unless every tensor fits the meaning and the meaning the target.
 
     Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts MLP.
     """
+    shape = _shape(meaning.config, name)
+    check_faults(shape_faults(shape), name)
+    check_target(shape.hidden, meaning.config["vocab_size"], target, name)
+    drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
+    copies = tuple(key for key in tensors if key.endswith(COPIES))
+    parameters = _parameters(drafter.blocks[0], _prefix(tensors, meaning.kind, name), meaning.kind)
+    if meaning.kind == "qwen":
+        tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
+    fill(parameters, tensors, name, "its MTP head", aside=copies)
+    return drafter
+
+
+def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedding: Tensor, head: Tensor) -> Mtp:
+    """The heads without their weights, on the device that torch is set to."""
     config, kind = meaning.config, meaning.kind
     if any(".kv_a_proj_with_mqa" in key or ".kv_b_proj" in key for key in tensors):
         raise ValueError(f"{name}: its MTP layer has multi-head latent attention (MLA), which is not supported")
     shape = _shape(config, name)
-    check_target(shape.hidden, config["vocab_size"], target, name)
-    prefix = _prefix(tensors, kind, name)
-    layer = _layer_prefix(prefix, kind)
+    layer = _layer_prefix(_prefix(tensors, kind, name), kind)
+    queries = f"{layer}.self_attn.q_proj.weight"
+    if queries not in tensors:
+        raise ValueError(f"{name}: the checkpoint lacks the tensor {queries}")
     how = MtpForward(
         hidden_first=kind == "mimo",
         feedback=meaning.feedback,
         qkv_bias=f"{layer}.self_attn.q_proj.bias" in tensors,
         qk_norm=f"{layer}.self_attn.q_norm.weight" in tensors,
-        gate=tensors[f"{layer}.self_attn.q_proj.weight"].shape[0] == 2 * shape.heads * shape.head_dim,
+        gate=tensors[queries].shape[0] == 2 * shape.heads * shape.head_dim,
         rotary_dim=_rotary_dim(config, shape),
     )
     experts = _experts(config, tensors, layer)
     if experts is None:
         check_shapes(name, tensors, {f"{layer}.mlp.up_proj.weight": (shape.intermediate, shape.hidden)})
     mlp = (lambda: MoE(shape.hidden, experts)) if experts else None
-    embedding, head, vocab = target.embed.weight, target.head.weight, DraftVocab(target.vocab)
-    drafter = Mtp(shape, target.config.layers, vocab, embedding, head, forward=how, mlp=mlp)
-    if kind == "qwen":
-        tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
-    copies = [k for k in tensors if k.endswith(("embed_tokens.weight", "shared_head.head.weight"))]
-    fill(_parameters(drafter.blocks[0], prefix, kind), tensors, name, "its MTP head", aside=tuple(copies))
-    return drafter
+    return Mtp(shape, tap, DraftVocab(config["vocab_size"]), embedding, head, forward=how, mlp=mlp)
 
 
 def _shape(config: dict, name: str) -> DraftShape:
@@ -157,8 +180,17 @@ def _parameters(block: MtpLayer, prefix: str, kind: str) -> dict[str, tuple[Tens
 
 
 def expected(meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """The tensors that are there: only `construct` knows which ones ought to be."""
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    """Names and shapes that a checkpoint of this meaning must hold. Raises ValueError as `construct` does."""
+    nothing = torch.empty(0, meaning.config["hidden_size"], device="meta")
+    with torch.device("meta"):
+        drafter = _empty(meaning, tensors, meaning.config.get("model_type", "the target"), 0, nothing, nothing)
+    parameters = _parameters(drafter.blocks[0], _prefix(tensors, meaning.kind, ""), meaning.kind)
+    copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
+    return shapes_of(parameters, tensors) | copies
+
+
+def faults(meaning: InsideMeaning, tensors: Tensors) -> list[str]:
+    return shape_faults(_shape(meaning.config, ""))
 
 
 def describe(meaning: InsideMeaning, tensors: Tensors) -> dict[str, str]:
@@ -208,4 +240,4 @@ def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 LAYOUT = Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants)
-FAMILY = Family("MTP heads inside a target", construct, expected, describe, readings)
+FAMILY = Family("MTP heads inside a target", construct, expected, describe, readings, faults=faults)

@@ -87,4 +87,14 @@ def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 LAYOUT = Layout("recipe", "ours: the YAML that made the drafter, and its parameters", recognise, read, write)
-FAMILY = Family("a recipe", construct, expected, describe, readings, dismantle, saved_as=LAYOUT.name)
+FAMILY = Family(
+    "a recipe",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    saved_as=LAYOUT.name,
+    knows_tensors=False,
+    aside=(IDS,),
+)

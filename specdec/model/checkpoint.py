@@ -20,6 +20,7 @@ from specdec.acceptance import FILE as ACCEPTANCE
 from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
 from specdec.cli.reading import parse_json, read_text
+from specdec.model.finite import ALLOWED, nonfinite
 from specdec.schema import shown
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -199,15 +200,16 @@ def _misfit(source: str, name: str, found: Sequence[int], wanted: Sequence[int])
 class StrictFill:
     """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
-    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]]):
+    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]], finite: bool = False):
         """source: the checkpoint's name, for errors. parameters: tensor name -> (our tensor, first row, number of
-        rows)."""
-        self.source, self.parameters, self.missing = source, parameters, set(parameters)
+        rows). finite: refuse NaN and Inf."""
+        self.source, self.parameters, self.missing, self.finite = source, parameters, set(parameters), finite
 
     def put(self, name: str, value: Tensor) -> bool:
         """Copy a tensor to its place. False if the name is none of ours.
 
-        Raises ValueError for a wrong shape, or for a second tensor of the name."""
+        Raises ValueError for a wrong shape, whole numbers, a second tensor of the name, and for NaN or Inf if they are
+        refused."""
         if name not in self.parameters:
             return False
         if name not in self.missing:
@@ -216,7 +218,12 @@ class StrictFill:
         slot = tensor.detach()[start : start + rows]
         if slot.shape != value.shape:
             raise _misfit(self.source, name, value.shape, slot.shape)
+        if not value.is_floating_point():  # quantised: it means nothing without scales, which are not read
+            raise ValueError(f"{self.source}: tensor {name} holds whole numbers, and no weights")
         slot.copy_(value)
+        found = self.finite and nonfinite(name, slot)
+        if found:
+            raise ValueError(f"{self.source}: {found}; {ALLOWED}")
         self.missing.discard(name)
         return True
 

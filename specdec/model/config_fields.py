@@ -4,6 +4,7 @@ The largest published models are below a tenth of each upper bound. What is abov
 allocated before anybody sees that.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,26 +90,39 @@ class ConfigFields:
     transformer_layer_config: dict | None = None
 
 
-def check_config(config: dict, where: str, native: bool = True) -> None:
+# Numbers that a checkpoint can be opened with, though nothing can be computed with them: the doctor tells of them, and
+# tries others (`drafters.formats.base.shape_faults`).
+DIAGNOSED = (
+    "rope_theta",
+    "factor",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "taps",
+    "eagle_aux_hidden_state_layer_ids",
+)
+
+
+def check_config(config: dict, where: str, native: bool = True, any_range: Collection[str] = ()) -> None:
     """Raise ValueError, with the field's name, for a value that no model has.
 
-    native: False for a family that only transformers knows. Its fields may be null, or lists with an entry a layer."""
+    native: False for a family that only transformers knows. Its fields may be null, or lists with an entry a layer.
+    any_range: fields of which only the type counts, such as `DIAGNOSED`."""
     if not native:
         config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
-    check(ConfigFields, config, where)
+    check(ConfigFields, config, where, any_range)
     for name in ("rope_scaling", "rope_parameters"):
-        _check_rope(config.get(name) or {}, f"{where}: {name}")
+        _check_rope(config.get(name) or {}, f"{where}: {name}", any_range)
     for name in ("text_config", "transformer_layer_config"):
         if name in config and config[name] is not None:
-            check_config(config[name], f"{where}: {name}", native)
-    check(ConfigFields, config.get("eagle_config") or {}, f"{where}: eagle_config")
+            check_config(config[name], f"{where}: {name}", native, any_range)
+    check(ConfigFields, config.get("eagle_config") or {}, f"{where}: eagle_config", any_range)
 
 
-def _check_rope(rope: dict, where: str) -> None:
-    check(RopeFields, rope, where)
+def _check_rope(rope: dict, where: str, any_range: Collection[str]) -> None:
+    check(RopeFields, rope, where, any_range)
     for name, inner in rope.items():
         if isinstance(inner, dict):
-            check(RopeFields, inner, f"{where}: {name}")
+            check(RopeFields, inner, f"{where}: {name}", any_range)
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
     if low is not None and high is not None and low >= high:
         raise ValueError(f"{where}: high_freq_factor must be above low_freq_factor, got {high} and {low}")

@@ -5,6 +5,7 @@ our cache. transformers' modules take more time a token than our own decoder, an
 """
 
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from specdec.model.archs.tensors import set_aside
 from specdec.model.attention import document_mask, document_positions, tree_mask, window_mask
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.cpu_linear import transpose_weights
+from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import exact_context, read_windows
 from specdec.model.layers import Rope
 
@@ -76,7 +78,9 @@ class TransformersTarget(nn.Module):
         self.check()
 
     @classmethod
-    def load(cls, folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> "TransformersTarget":
+    def load(
+        cls, folder: Path, name: str, dtype: torch.dtype, device: torch.device, allow_nonfinite: bool = False
+    ) -> "TransformersTarget":
         """A target from a checkpoint folder. `name` is what the user calls it.
 
         Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
@@ -102,7 +106,11 @@ class TransformersTarget(nn.Module):
                 raise ValueError(
                     f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place"
                 )
-            transpose_weights(model.to(device))
+            model.to(device)
+            found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, model.named_parameters()))
+            if first := next(iter(found), ""):
+                raise ValueError(f"{first}; {ALLOWED}")
+            transpose_weights(model)
             return cls(model)
         except Exception as error:  # the modules of any family may raise errors of any type
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -216,6 +216,13 @@ class Rope:
     high_freq_factor: float = 4.0
     original_context: int = 8192
 
+    def fault(self) -> str:
+        """What makes this rope no rotation, in one clause; empty if nothing does."""
+        for name, number in (("rope_theta", self.theta), ("the factor of rope_scaling", self.factor)):
+            if not 0 < number < math.inf:
+                return f"{name} is {number:g}, and must be above 0"
+        return ""
+
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """[Dh/2] fp32, in radians per position."""
         inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))

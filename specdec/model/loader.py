@@ -67,6 +67,7 @@ def load_target(
     device: str = "cpu",
     tokenizer: bool = True,
     generic: bool = False,
+    allow_nonfinite: bool = False,
 ) -> "Target | TransformersTarget":
     """A target from a checkpoint folder or hub name.
 
@@ -75,6 +76,7 @@ def load_target(
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
     tokenizer: load it too; without one the target decodes token ids only.
+    allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
     Raises ValueError, one sentence, for anything that does not fit.
     """
     folder = resolve(path)
@@ -92,11 +94,11 @@ def load_target(
             TransformersTarget,  # imported here because transformers' models take seconds to import
         )
 
-        target = TransformersTarget.load(folder, str(path), weights, place)
+        target = TransformersTarget.load(folder, str(path), weights, place, allow_nonfinite)
         if config is None:
             print(note, file=sys.stderr)
     else:
-        target = load_native(folder, str(path), raw, config, weights, place)
+        target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
     if tokenizer:
@@ -105,11 +107,17 @@ def load_target(
 
 
 def load_native(
-    folder: Path, name: str, raw: dict, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    name: str,
+    raw: dict,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_nonfinite: bool = False,
 ) -> Target:
     """Our own decoder, filled with every tensor of the folder that is the target's.
 
-    Raises ValueError for a tensor that is missing, left over or of another shape."""
+    Raises ValueError for a tensor that is missing, left over, of another shape, or not finite in this dtype."""
     headers = {text_name(tensor, raw): value for tensor, value in read_headers(folder).items()}
     check_sizes(name, config, headers)
     with torch.device("meta"):
@@ -117,7 +125,7 @@ def load_native(
     places = target_parameters(target)
     check_shapes(name, headers, {key: (rows, *tensor.shape[1:]) for key, (tensor, _, rows) in places.items()})
     target.to_empty(device=device)
-    fill = StrictFill(name, target_parameters(target))
+    fill = StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
     spare_head = None
     for tensor, value in read_tensors(folder):
         key = text_name(tensor, raw)

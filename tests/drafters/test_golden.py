@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import Tensor
 
 from drafters.formats import eagle3, recognise
 from specdec.model.archs import ModelConfig
@@ -15,7 +17,7 @@ from training.objectives.eagle3 import Eagle3Objective
 from trees import DynamicTree
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ("eagle2", "eagle3")
+NAMES = ("eagle2", "eagle3", "eagle3_mask")
 
 
 def golden_drafter(name: str):
@@ -53,21 +55,39 @@ def test_both_drafting_steps_match(name):
         assert torch.equal(tree.ancestors[0], reference[f"{step}_tree_mask"][0, 0].bool())
 
 
-def test_training_pass_matches():
-    drafter, _ = golden_drafter("eagle3")
-    golden = load_file(GOLDEN / "eagle3" / "ttt_reference.safetensors")
-    objective = Eagle3Objective(steps=7, decay=0.8, mean="all")
-    loss, metrics = objective(
-        drafter,
-        feats=golden["features"],
-        tokens=golden["input_ids"],
-        teacher_logits=golden["target_logits"],
-        loss_mask=golden["loss_mask"],
-    )
-    torch.testing.assert_close(metrics["losses"], golden["ploss"], rtol=0, atol=1e-5)
-    torch.testing.assert_close(loss, golden["total_loss"][0], rtol=0, atol=1e-5)
-    loss.backward()
+def our_inputs(golden: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The golden batch with its mask where ours belongs: their row t, which drafts what the target predicts at t+1,
+    weighs mask[t], ours weighs mask[t+1]. Their last row drafts what a column of zeros predicts; it counts where its
+    mask is 1, so that column is here too."""
+    return {
+        "feats": F.pad(golden["features"], (0, 0, 0, 1)),
+        "tokens": F.pad(golden["input_ids"], (0, 1)),
+        "teacher_logits": F.pad(golden["target_logits"], (0, 0, 0, 1)),
+        "loss_mask": F.pad(golden["loss_mask"], (1, 0)),
+    }
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3_mask"])
+def test_training_pass_matches(name):
+    drafter, _ = golden_drafter(name)
+    golden = load_file(GOLDEN / name / "ttt_reference.safetensors")
+    inputs = our_inputs(golden)
+    loss, metrics = Eagle3Objective(steps=7, decay=0.8, mean="all")(drafter, **inputs)
+    theirs = inputs["tokens"].numel() / golden["input_ids"].numel()  # they divide by their number of positions
+    torch.testing.assert_close(metrics["losses"] * theirs, golden["ploss"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(loss * theirs, golden["total_loss"][0], rtol=0, atol=1e-5)
+    (loss * theirs).backward()
     for name, (parameter, start, rows) in eagle3.parameters(drafter).items():
         expected = golden[f"grad.{name}"]
         difference = (parameter.grad[start : start + rows] - expected).norm() / expected.norm()
         assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
+
+
+def test_the_golden_mask_tells_the_two_readings_apart():
+    """Read as if it were ours, the authors' mask gives another loss, by far."""
+    drafter, _ = golden_drafter("eagle3_mask")
+    golden = load_file(GOLDEN / "eagle3_mask" / "ttt_reference.safetensors")
+    inputs = our_inputs(golden) | {"loss_mask": F.pad(golden["loss_mask"], (0, 1))}
+    with torch.no_grad():
+        loss, _ = Eagle3Objective(steps=7, decay=0.8, mean="all")(drafter, **inputs)
+    assert abs(loss - golden["total_loss"][0]) > 1

@@ -1,6 +1,7 @@
 """The doctor tells a checkpoint that is declared wrongly from one that is not, on the demo pair, which was trained."""
 
 import json
+from math import comb
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,12 @@ from safetensors.torch import load_file, save_file
 import specdec
 from drafters import eagle3
 from drafters.formats import __main__ as command
-from drafters.formats import check, open_checkpoint, save_drafter
+from drafters.formats import check, open_checkpoint, save_drafter, verdict
 from drafters.formats.eagle3 import PROJECTIONS
+from drafters.formats.evidence import Followed
+from drafters.formats.prompts import PROMPTS
 from drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
-from specdec.model.checkpoint import read_tensors
 from specdec.text import encode_prompt
 from specdec.types import Sampling
 from trees import Chain
@@ -26,10 +28,10 @@ from trees import Chain
 def demo():
     """The demo target and its own answers, on which all readings are compared."""
     target = specdec.load_target(specdec.DEMO_TARGET)
-    answers = check.answer(target, check.PROMPTS, 32)
-    outcomes = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
-    folder, tau = specdec.DEMO_DRAFTER, outcomes[0].tau
-    return SimpleNamespace(target=target, answers=answers, folder=folder, outcomes=outcomes, tau=tau)
+    answers = check.answer(target, PROMPTS[:4], 32)
+    report = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
+    folder, tau = specdec.DEMO_DRAFTER, report.declared.tau
+    return SimpleNamespace(target=target, answers=answers, folder=folder, report=report, tau=tau)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def plain(demo, tmp_path_factory):
     """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
     folder = tmp_path_factory.mktemp("plain") / "eagle3"
     save_drafter(learn(demo.target, demo.answers, rounds=50), folder, demo.target)
-    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return SimpleNamespace(**vars(demo) | {"folder": folder, "outcomes": outcomes, "tau": outcomes[0].tau})
+    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return SimpleNamespace(**vars(demo) | {"folder": folder, "report": report, "tau": report.declared.tau})
 
 
 def learn(target, answers, rounds):
@@ -79,8 +81,8 @@ def falsified(tmp_path):
 
 
 def best(demo, folder):
-    outcomes = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return check.as_json(outcomes)["better_reading"], outcomes
+    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
+    return report.better_reading, report
 
 
 def swap_halves(tensors):
@@ -98,10 +100,23 @@ def absolute_ids(tensors):
     tensors["d2t"] += torch.arange(len(tensors["d2t"]))
 
 
+def permute(offsets):
+    def change(tensors):
+        d2t, places = tensors["d2t"], torch.arange(len(tensors["d2t"]))
+        order = torch.randperm(len(d2t), generator=torch.Generator().manual_seed(0))
+        tensors["d2t"] = d2t[order] if offsets else (d2t + places)[order] - places
+
+    return change
+
+
 HARMFUL = {
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
     "absolute ids": ({}, absolute_ids, "d2t as target ids"),
+    "offsets permuted": ({}, permute(True), "the offsets of d2t in ascending order"),
+    "tokens permuted": ({}, permute(False), "the tokens of d2t in ascending order"),
+    "no rope": ({"rope_theta": 0}, None, "the target's rope, theta 10000"),
 }
+DO_NOT_LOAD = ("absolute ids", "offsets permuted", "no rope")
 # Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
 # neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
 LIES = {
@@ -109,6 +124,7 @@ LIES = {
         "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
     },
     "plain": HARMFUL | {
+        "taps dropped": ({"taps": None}, None, "taps [2, 5, 8]"),
         "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
         "the list read as inputs": (
             {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
@@ -125,32 +141,103 @@ LIES = {
 @pytest.mark.parametrize(("head", "lie"), [(head, lie) for head in LIES for lie in LIES[head]])
 def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
     (fields, change, expected), truth = LIES[head][lie], request.getfixturevalue(head)
-    reading, outcomes = best(truth, falsified(change, truth.folder, **fields))
+    reading, report = best(truth, falsified(change, truth.folder, **fields))
     assert reading is not None
     assert reading.startswith(expected)
-    assert next(o for o in outcomes if o.name == reading).tau == truth.tau
-    assert outcomes[0].refused if lie == "absolute ids" else outcomes[0].tau < truth.tau
+    assert report.chosen[0].tau == truth.tau
+    assert len(report.chosen) == 1
+    assert report.declared.refused if lie in DO_NOT_LOAD else report.declared.tau < truth.tau
 
 
 def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
     """Two readings normalise the state again: after the layer, or where the residual starts."""
-    reading, outcomes = best(demo, falsified(norm_output=False))
+    reading, report = best(demo, falsified(norm_output=False))
     assert reading in ("norm_before_residual True", "feedback after the final norm")
-    assert outcomes[0].tau < demo.tau
+    assert report.declared.tau < demo.tau
+
+
+def test_the_true_taps_of_the_demo_head_are_found_among_all_triples(demo, falsified):
+    """With other things declared wrongly too: without `norm_output` its state is fed back as it is."""
+    answers = check.answer(demo.target, PROMPTS[:16], 64)
+    folder = falsified(taps=None, norm_output=None)
+    report = check.compare(demo.target, open_checkpoint(folder), answers, steps=5)
+    assert report.better_reading == "feedback after the final norm; taps [2, 5, 8]"
+    assert min(report.searched[:2]) >= comb(9, 3)
+    assert report.searched[2] == 0
+    taps = {o.name: o for o in report.rounds[1] if o.name.startswith("taps")}
+    assert (
+        taps["taps +1, [3, 5, 6]: outputs of the layers listed"].verdict == "better"
+    )  # than the default, and yet wrong
+    said = verdict.verdict(report)
+    assert "Not told apart from it" in said
+    assert all(f"'{o.name}'" in said for o in report.rounds[2] if o.verdict == "noise")
+
+
+def test_several_streams_in_another_order_are_found(demo, falsified):
+    def last_first(tensors):
+        tensors["fc.weight"] = torch.cat(
+            tensors["fc.weight"].chunk(3, dim=1)[-1:] + tensors["fc.weight"].chunk(3, dim=1)[:2], 1
+        )
+        norms = [tensors[f"fc_norm.{i}.weight"] for i in (2, 0, 1)]
+        tensors |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(norms)}
+
+    reading, report = best(demo, falsified(last_first))
+    assert reading.startswith("taps [8, ")
+    assert report.chosen[0].tau > 0.9 * demo.tau
+
+
+def test_a_head_that_drafts_nothing_is_not_called_sound(demo, falsified):
+    def scramble(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(7, 0)
+
+    reading, report = best(demo, falsified(scramble))
+    assert reading is None
+    assert "drafts next to nothing" in verdict.verdict(report)
+
+
+def test_intervals_are_over_answers():
+    rounds = torch.tensor([[10, 20], [10, 20], [10, 20]], dtype=torch.float64)
+    assert check.tau_of(rounds) == (2.0, (2.0, 2.0))
+    tau, (low, high) = check.tau_of(torch.tensor([[10, 10], [10, 30]] * 8, dtype=torch.float64))
+    assert tau == 2.0
+    assert 1.4 < low < 1.7
+    assert 2.3 < high < 2.6
+    assert check.tau_of(rounds[:1]) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("gain", "taus", "expected"),
+    [
+        (0.1, (2.0, 2.1), "better"),
+        (0.1, (2.0, 2.0), "likelier"),
+        (-0.1, (2.0, 2.1), "worse"),
+        (0.001, (2.0, 2.1), "noise"),
+    ],
+)
+def test_a_reading_is_better_if_it_drafts_further_beyond_chance(gain, taus, expected):
+    noise = torch.randn(400, 5, generator=torch.Generator().manual_seed(0)) * 0.1
+    start, other = (
+        check.Outcome(check.Reading("", None, {}), None, Followed([], logp), (), tau)
+        for logp, tau in zip((torch.zeros(400, 5), gain + noise - noise.mean()), taus, strict=True)
+    )
+    check.judge(other, start, tests=100)
+    assert other.verdict == expected
+    assert other.gain == pytest.approx(gain, abs=1e-6)
+    assert other.margin == pytest.approx(1.96 * (noise.sum(1).std() / 400**0.5 * 5**0.5 / 5).item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("which", ["demo", "plain"])
 def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
     truth = request.getfixturevalue(which)
-    assert check.as_json(truth.outcomes)["better_reading"] is None
+    assert truth.report.better_reading is None
     assert truth.tau > 2
-    assert {o.refused for o in truth.outcomes} == {None}
+    assert {o.refused for o in truth.report.rounds[0]} == {None}
 
 
 def test_tau_is_that_of_decoding_with_a_chain(demo):
     drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, demo.target)
-    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4)[0]
-    ids = [encode_prompt(demo.target, prompt, False) for prompt in check.PROMPTS]
+    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4).declared
+    ids = [encode_prompt(demo.target, prompt, False) for prompt in PROMPTS[:4]]
     rows = [Engine(demo.target, drafter, Chain(4)).generate([i], max_new_tokens=32).rows[0] for i in ids]
     rounds = sum(row.trace.rounds for row in rows)
     assert outcome.tau == sum(sum(row.trace.emitted) for row in rows) / rounds
@@ -163,7 +250,7 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     save_drafter(drafter, tmp_path / "it", target)
     rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=12, sampling=Sampling()).rows
     answers = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
-    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3)
+    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3).rounds[0]
     assert len(outcomes) > 1
     assert all(outcome.tau >= 1 for outcome in outcomes)
     report = command.inspect.inspect(tmp_path / "it")
@@ -203,12 +290,7 @@ def test_inspect_tells_conventions_and_problems(run, falsified):
     assert "BROKEN" in out
 
 
-def test_inspect_reads_headers_only(run, monkeypatch):
-    def only_maps(folder, only):
-        assert set(only) == {"d2t", "t2d"}
-        return read_tensors(folder, only)
-
-    monkeypatch.setattr("drafters.formats.read_tensors", only_maps)
+def test_inspect_counts_parameters(run):
     code, out, _ = run("inspect", specdec.DEMO_DRAFTER)
     assert code == 0
     assert "2.36 M" in out
@@ -216,16 +298,40 @@ def test_inspect_reads_headers_only(run, monkeypatch):
 
 def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     prompts = tmp_path.parent / "prompts.txt"
-    prompts.write_text(check.PROMPTS[0] + "\n" + check.PROMPTS[2] + "\n")
+    prompts.write_text(PROMPTS[0] + "\n" + PROMPTS[2] + "\n")
     arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
     code, out, _ = run("check", "--draft", falsified(None, plain.folder, norm_before_residual=True), *arguments)
     assert code == 0
     assert "Another reading does better: 'norm_before_residual False'" in out
+    assert "95 % interval" in out
+    assert "'noise' is a gain that chance explains" in " ".join(out.split())
     code, out, _ = run("check", "--draft", specdec.DEMO_DRAFTER, *arguments, "--json")
-    assert json.loads(out)["better_reading"] is None
+    found = json.loads(out)
+    assert found["better_reading"] is None
+    low, high = found["readings"][0]["tau_interval"]
+    assert low < found["readings"][0]["tau"] < high
     code, _, err = run("check", "--draft", tmp_path / "nowhere", *arguments)
     assert code == 2
     assert err.count("\n") == 1
+
+
+def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, tmp_path):
+    prompts = tmp_path.parent / "prompts.txt"
+    prompts.write_text(PROMPTS[0] + "\n")
+    arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 8, "--draft"]
+    code, out, _ = run("check", *arguments, falsified(rope_theta=0))  # another reading helps
+    assert code == 2
+    assert "as declared the drafter does not load" in " ".join(out.split())
+    code, _, err = run("check", *arguments, falsified(lambda t: t.pop("norm.weight")))  # none does
+    assert code == 2
+    assert "lacks the tensor norm.weight" in err
+    spoilt = falsified(lambda t: t["fc.weight"].fill_(float("nan")))
+    code, _, err = run("check", *arguments, spoilt)
+    assert code == 2
+    assert "fc.weight holds 196608 NaN" in err
+    code, out, _ = run("check", *arguments, spoilt, "--allow-nonfinite")
+    assert code == 0
+    assert "computes NaN or Inf" in out
 
 
 def test_convert_and_export(run, falsified, tmp_path_factory):

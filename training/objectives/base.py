@@ -62,8 +62,11 @@ class Objective:
         """Loss [] and metrics of a batch.
 
         Inputs are not shifted: feats [B,T,F], tokens [B,T], teacher_logits [B,T,V], loss_mask [B,T] (1 where the token
-        is to be learnt). weights [B,T]: drafting a token counts as so many positions, at whatever step it is drafted;
-        None: as one. All means are weighted by them, and `counted` is then a sum of weights.
+        is to be learnt). loss_mask[t] belongs to the position at which the target predicts token t+1: it decides over
+        all drafts of that token. The row that drafts it first holds feature t-1, so the EAGLE authors' training module,
+        which weighs row t by mask[t], takes the same mask one to the left. weights [B,T]: drafting a token counts as so
+        many positions, at whatever step it is drafted; None: as one. All means are weighted by them, and `counted` is
+        then a sum of weights.
 
         Metrics: losses [steps], the weighted terms together; accuracy [steps], the share of counted positions at which
         the student's most likely token is the target's; counted [], what the first step's mean was divided by.

@@ -40,6 +40,11 @@ class ModelConfig:
     window: int | None = None  # the position itself included
     local_rope: Rope | None = None  # of the sliding layers; None: `rope`
 
+    def __post_init__(self) -> None:
+        for rope in filter(None, (self.rope, self.local_rope)):
+            if fault := rope.fault():
+                raise ValueError(fault)
+
 
 @dataclass(frozen=True)
 class Architecture:

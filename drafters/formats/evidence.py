@@ -1,0 +1,127 @@
+"""The target's own answers, its hidden states along them, and how far a reading of a drafter follows them.
+
+A lossless decoder emits these answers with any drafter, so a walk over their positions gives the tau of decoding with a
+chain. The log-probability that a drafter gives to the answers' tokens says more than the number of those that it hits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter, DraftState
+
+BATCH_TOKENS = 4096  # of answers side by side, padding included
+PIECE = 512  # positions whose logits are made together
+
+
+@dataclass
+class Answer:
+    """One prompt with the target's answer."""
+
+    tokens: Tensor  # [n], the prompt's first
+    prompt: int  # how many tokens are the prompt's
+
+
+@dataclass
+class Batch:
+    """Answers side by side, padded on the right. A round may begin at n positions: those of the answers from which
+    there is something left to draft.
+
+    Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2."""
+
+    following: Tensor  # [B,T] token t+1 beside feature t
+    states: tuple[Tensor, ...]  # the target's hidden states, each [B,T,H]
+    rows: Tensor  # [n]
+    columns: Tensor  # [n]
+    left: Tensor  # [n] how many tokens are left to draft
+    counts: list[int]  # of each answer: how many of the n are its
+
+    def truth(self, j: int) -> Tensor:
+        """[n] the token that step j should draft; any, where nothing is left."""
+        return self.following[self.rows, (self.columns + 1 + j).clamp(max=self.following.shape[1] - 1)]
+
+    def needed(self) -> Tensor:
+        """[B,T] True at the n positions."""
+        out = torch.zeros(self.following.shape, dtype=torch.bool, device=self.following.device)
+        out[self.rows, self.columns] = True
+        return out
+
+
+@dataclass
+class Followed:
+    """How a reading followed some answers."""
+
+    lengths: list[Tensor]  # of each answer: how many tokens of a greedy chain are accepted at each position
+    logp: Tensor  # [n,steps] log-probability of the true tokens; 0 for those that it does not know, or past the end
+
+    def rounds(self) -> Tensor:
+        """[answers,2] of decoding with a chain: rounds, and tokens that they emit."""
+        out = []
+        for lengths in (x.tolist() for x in self.lengths):
+            at = rounds = 0
+            while at < len(lengths):
+                at += lengths[at] + 1
+                rounds += 1
+            out.append((rounds, len(lengths)))
+        return torch.tensor(out, dtype=torch.float64)
+
+
+def batches(target, answers: list[Answer]) -> list[Batch]:
+    """The answers in batches of similar length, with all hidden states of the target."""
+    with_drafts = [a for a in answers if len(a.tokens) > a.prompt + 1]
+    if not with_drafts:
+        raise ValueError("the target's answers are too short to draft anything: give other prompts")
+    groups: list[list[Answer]] = [[]]
+    for answer in sorted(with_drafts, key=lambda a: len(a.tokens)):
+        if groups[-1] and (len(groups[-1]) + 1) * len(answer.tokens) > BATCH_TOKENS:
+            groups.append([])
+        groups[-1].append(answer)
+    return [_batch(target, group) for group in groups]
+
+
+def _batch(target, answers: list[Answer]) -> Batch:
+    width = len(answers[-1].tokens)
+    # Padding repeats the last token: nothing looks at it, but it must not be NaN.
+    tokens = torch.stack([torch.cat([a.tokens, a.tokens[-1:].expand(width - len(a.tokens))]) for a in answers])
+    _, feats = target(tokens[:, :-1], None, taps=tuple(range(target.config.layers + 1)), logits=False)
+    columns = [torch.arange(a.prompt - 1, len(a.tokens) - 2) for a in answers]
+    counts, device = [len(c) for c in columns], tokens.device
+    return Batch(
+        following=tokens[:, 1:],
+        states=feats.split(target.config.hidden, dim=-1),
+        rows=torch.arange(len(answers)).repeat_interleave(torch.tensor(counts)).to(device),
+        columns=torch.cat(columns).to(device),
+        left=torch.cat([torch.arange(count, 0, -1) for count in counts]).to(device),
+        counts=counts,
+    )
+
+
+def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Followed:
+    """Let a drafter that reads the hidden states `taps` draft chains of `steps` tokens from all n positions.
+
+    The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's."""
+    alive = torch.ones_like(batch.rows, dtype=torch.bool)
+    lengths, logp = torch.zeros_like(batch.rows), []
+    for j, (hits, chosen) in enumerate(_steps(drafter, batch, taps, steps)):
+        alive = alive & hits & (batch.left > j)
+        lengths += alive
+        logp.append(chosen.masked_fill(batch.left <= j, 0))
+    return Followed(list(lengths.cpu().split(batch.counts)), torch.stack(logp, dim=1).cpu())
+
+
+def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each step and each of the n positions: is the likeliest draft the true token, and the latter's
+    log-probability, 0 if the drafter does not know it."""
+    feats = torch.cat([batch.states[tap] for tap in taps], dim=-1)
+    for j, state in enumerate(drafter.unroll(feats, batch.following, steps, batch.needed())):
+        true = drafter.vocab.from_target(batch.truth(j))
+        readout = state.readout[batch.rows, batch.columns]
+        hits, chosen = [], []
+        for part, ids in zip(readout.split(PIECE), true.split(PIECE), strict=True):
+            logits = DraftState(part, part, state.head).logits.float()
+            hits.append(logits.argmax(-1) == ids)
+            logq = logits.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None]).squeeze(1)
+            chosen.append(logq.masked_fill(ids < 0, 0))
+        yield torch.cat(hits), torch.cat(chosen)

@@ -1,0 +1,239 @@
+"""What is wrong with a checkpoint is named: whatever loading refuses, `inspect` lists as a problem."""
+
+import json
+
+import pytest
+import torch
+from helpers import save_hf, tiny_drafter, tiny_target
+from published import CONFIG, PUBLISHED, H, U, V, layer_shapes, make_target, random_tensors, written
+
+from drafters.formats import __main__ as command
+from drafters.formats import load_drafter, open_checkpoint
+from drafters.formats.inspect import as_text, inspect
+from specdec.api import DEMO_DRAFTER
+from specdec.cli import generate
+from specdec.model.checkpoint import read_tensors
+from specdec.model.finite import nonfinite
+from specdec.model.loader import load_target
+
+NAN, INF = float("nan"), float("inf")
+
+
+def put(name, value):
+    def change(tensors):
+        tensors[name].view(-1)[3] = value
+
+    return change
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def replace(name, make):
+    def change(tensors):
+        tensors[name] = make(tensors[name])
+
+    return change
+
+
+def permuted(offsets):
+    """d2t [U] in another order: its offsets, or the tokens that they stand for."""
+    order = torch.arange(U).roll(5)
+
+    def change(tensors):
+        d2t = tensors["d2t"]
+        tensors["d2t"] = d2t[order] if offsets else (d2t + torch.arange(U))[order] - torch.arange(U)
+
+    return change
+
+
+# what is wrong -> case, change of the tensors, change of the config, words that name it
+DAMAGE = {
+    "a tensor is missing": ("EAGLE", drop("norm.weight"), {}, "norm.weight is missing"),
+    "a tensor is left over": ("EAGLE", lambda t: t.update(more=torch.ones(2)), {}, "more is left over"),
+    "a map where there is none": (
+        "EAGLE-2 of Llama 3", lambda t: t.update(d2t=torch.zeros(V, dtype=torch.int64)), {}, "d2t is left over"
+    ),
+    "a shape": ("EAGLE", replace("norm.weight", lambda t: t[:-1]), {}, "norm.weight has shape"),
+    "whole numbers": ("EAGLE", replace("norm.weight", lambda t: t.to(torch.int8)), {}, "norm.weight holds whole"),
+    "NaN": ("EAGLE", put("fc.weight", NAN), {}, "fc.weight holds 1 NaN among"),
+    "Inf": ("EAGLE-2 of Llama 2", put("fc.bias", -INF), {}, "fc.bias holds 1 Inf among"),
+    "NaN under another name": ("speculators", put("layers.0.hidden_norm.weight", NAN), {}, "layers.0.hidden_norm"),
+    "offsets permuted": ("EAGLE", permuted(True), {}, "they have been permuted"),
+    "target ids": ("ModelOpt", replace("d2t", lambda t: t + torch.arange(U)), {}, "they look like target ids"),
+    "a map of another target": ("EAGLE", replace("t2d", lambda t: t[:-1]), {}, "t2d speaks of 39 tokens"),
+    "no rope": ("EAGLE", None, {"rope_theta": 0}, "rope_theta is 0"),
+    "no rope, nested": (
+        "speculators", None, {"transformer_layer_config": CONFIG | {"model_type": "llama", "rope_theta": 0.0}},
+        "rope_theta is 0",
+    ),
+    "a negative rope": ("EAGLE-2 of Llama 3", None, {"rope_theta": -1.0}, "rope_theta is -1"),
+    "eps": ("EAGLE", None, {"rms_norm_eps": -1e-5}, "rms_norm_eps is -1e-05"),
+    "context": ("EAGLE", None, {"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+    "too few taps": ("EAGLE", None, {"taps": [2, 4]}, "2 taps of 32 give 64"),
+    "a tap below 0": ("EAGLE", None, {"taps": [-1, 2, 4]}, "below 0"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    def make(case, change=None, config=None):
+        _, base, shapes, maps = PUBLISHED[case]
+        tensors = random_tensors(shapes, maps)
+        if change:
+            change(tensors)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        return written(tmp_path / "draft", base | (config or {}), tensors)
+
+    return make
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_what_does_not_load_is_listed_as_a_problem(damaged, what):
+    case, change, config, words = DAMAGE[what]
+    folder = damaged(case, change, config)
+    with pytest.raises(ValueError, match=r".") as refusal:
+        load_drafter(folder, make_target())
+    assert "\n" not in str(refusal.value)
+    report = inspect(folder)
+    assert any(words in problem for problem in report["problems"])
+    assert "none found" not in as_text(report)
+
+
+@pytest.mark.parametrize("config", [{"rope_theta": None}, {"hidden_size": 0}, {"num_attention_heads": "4"}])
+def test_a_value_that_cannot_be_is_one_sentence(damaged, config):
+    folder = damaged("EAGLE", None, config)
+    for attempt in (inspect, lambda path: load_drafter(path, make_target())):
+        with pytest.raises(ValueError, match=r"config.json") as refusal:
+            attempt(folder)
+        assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", [case for case in PUBLISHED if case != "EAGLE-2 of speculators"])
+def test_a_published_checkpoint_has_no_problems(damaged, case):
+    report = inspect(damaged(case))
+    assert report["problems"] == []
+    assert "none found" in as_text(report)
+
+
+def test_tokens_out_of_order_are_a_doubt(damaged):
+    folder = damaged("EAGLE", permuted(False))
+    with pytest.warns(UserWarning, match="not in ascending order"):
+        load_drafter(folder, make_target())
+    report = inspect(folder)
+    assert "not in ascending order" in report["doubts"]
+    assert as_text(report).endswith("see the doubts")
+
+
+def test_an_embedding_that_is_not_read_may_hold_anything(damaged):
+    """Exporters have been seen to leave one unfilled."""
+    folder = damaged("EAGLE", lambda t: t.update({"embed_tokens.weight": torch.full((V, 32), NAN)}))
+    assert inspect(folder)["problems"] == []
+    load_drafter(folder, make_target())
+
+
+def test_acceptance_that_cannot_be_read_is_a_problem(damaged):
+    folder = damaged("EAGLE")
+    (folder / "acceptance.json").write_text("{")
+    with pytest.raises(ValueError, match="acceptance"):
+        load_drafter(folder, make_target())
+    assert "acceptance" in inspect(folder)["problems"][0]
+
+
+def test_of_a_recipe_only_the_target_knows_the_tensors(tmp_path):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    config = {"recipe": {"_target_": "drafters.eagle3.create"}, "vocab_size": 17, "hidden_size": 32}
+    folder = written(tmp_path / "it", config, {k: v.detach().clone() for k, v in drafter.named_parameters()})
+    assert "only the target can tell" in as_text(inspect(folder))
+
+
+# NaN and Inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_nan_and_inf_are_counted_and_large_numbers_are_not(dtype):
+    tensor = torch.full((64, 2048), 400.0, dtype=dtype)  # in fp16 the sum overflows
+    assert nonfinite("x", tensor) == ""
+    tensor.view(-1)[7] = NAN
+    assert nonfinite("x", tensor) == "x holds 1 NaN among 131072 values"
+    if dtype.itemsize > 1:
+        tensor.view(-1)[8:10] = torch.tensor([INF, -INF])
+        assert nonfinite("x", tensor) == "x holds 1 NaN and 2 Inf among 131072 values"
+    assert nonfinite("x", torch.arange(4)) == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_a_target_with_nan_is_refused_unless_allowed(tmp_path, family, capfd):
+    model = save_hf(tmp_path / "good", family)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "layers.1" in name and p.ndim == 2)[0, 0] = NAN
+    model.save_pretrained(tmp_path / "bad")
+    load_target(tmp_path / "good", tokenizer=False)
+    with pytest.raises(ValueError, match=r"layers.1.*holds 1 NaN among .*--allow-nonfinite"):
+        load_target(tmp_path / "bad", tokenizer=False)
+    if family == "llama":  # of transformers' own modules the trees are compared with the text, which NaN does not pass
+        load_target(tmp_path / "bad", tokenizer=False, allow_nonfinite=True)
+    capfd.readouterr()  # notes of what transformers' modules decode
+
+
+def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, tmp_path):
+    folder = damaged("EAGLE", put("fc.weight", NAN))
+    with pytest.raises(ValueError, match=r"fc.weight holds 1 NaN among 3072 values; .*--allow-nonfinite"):
+        load_drafter(folder, make_target())
+    drafter = load_drafter(folder, make_target(), allow_nonfinite=True)
+    assert drafter.fc.weight.isnan().sum() == 1
+    with pytest.raises(ValueError, match="cannot be converted"):
+        command.convert(folder, tmp_path / "there", "eagle3")
+
+
+def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, tmp_path, capsys):
+    tensors = dict(read_tensors(drafter_path))
+    put("fc.weight", NAN)(tensors)
+    folder = written(tmp_path / "bad", json.loads((drafter_path / "config.json").read_text()), tensors)
+    arguments = ["--target", target_path, "--draft", folder, "--prompt", "The", "--max-new-tokens", "2", "--raw"]
+    with pytest.raises(SystemExit) as stop:
+        generate.main([str(a) for a in arguments])
+    assert stop.value.code == 2
+    assert "fc.weight holds 1 NaN" in capsys.readouterr().err
+    generate.main([str(a) for a in [*arguments, "--allow-nonfinite"]])
+
+
+def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):
+    """`inspect` holds no weights, whatever the size of the checkpoint."""
+    folder, asked = damaged("EAGLE"), []
+
+    def watched(path, only):
+        asked.append(set(only))
+        return read_tensors(path, only)
+
+    monkeypatch.setattr("drafters.formats.read_tensors", watched)
+    checkpoint = open_checkpoint(folder, headers=True)
+    assert asked == [{"d2t", "t2d"}, set(checkpoint.tensors)]
+    assert {name for name, tensor in checkpoint.tensors.items() if not tensor.is_meta} == {"d2t", "t2d"}
+
+
+def test_an_mtp_head_inside_a_target_is_inspected(tmp_path):
+    at = "model.mtp_layers.0"
+    shapes = layer_shapes(at, H) | {f"{at}.input_proj.weight": (H, 2 * H), "model.embed_tokens.weight": (V, H)}
+    shapes |= {f"{at}.{n}_layernorm.weight": (H,) for n in ("token", "hidden", "input", "final")}
+    config = CONFIG | {"num_hidden_layers": 8}
+    whole = written(tmp_path / "whole", config, random_tensors(shapes))
+    assert inspect(whole)["problems"] == []
+    for name, words in (
+        (f"{at}.mlp.up_proj.weight", "is missing"),
+        (f"{at}.self_attn.q_proj.weight", "lacks the tensor"),
+    ):
+        tensors = random_tensors(shapes)
+        del tensors[name]
+        folder = written(tmp_path / name, config, tensors)
+        assert words in inspect(folder)["problems"][0]
+        with pytest.raises(ValueError, match=name):
+            load_drafter(folder, make_target())
+
+
+def test_every_bundled_drafter_is_sound():
+    for folder in sorted(path.parent for path in DEMO_DRAFTER.parent.glob("*/model.safetensors")):
+        if folder.name != "target":
+            assert inspect(folder)["problems"] == [], folder

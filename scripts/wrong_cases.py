@@ -13,7 +13,7 @@ from specdec.__main__ import COMMANDS
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 from specdec.cli.flags import FREE_TEXT
 from specdec.cli.limits import LIMITS
-from specdec.model.config_fields import ConfigFields
+from specdec.model.config_fields import DIAGNOSED, ConfigFields
 from specdec.schema import check_value
 
 VALUES = ("64", None, 0, -1, 1.5, float("nan"), float("inf"), 10**9, 10**30, True, [], [1], {}, {"a": 1}, "", "x" * 99)
@@ -95,6 +95,8 @@ def checkpoint_cases() -> Iterator[Case]:
         for name, value in config_values():
             if name in own[folder]:
                 for line in lines:
+                    if line[0] == "doctor" and name in DIAGNOSED:  # it says what is wrong with them, and ends with 0
+                        continue
                     yield Case(
                         f"{line[0]} {folder} {name}={value!r:.20}", line, (name,), with_field(folder, name, value)
                     )

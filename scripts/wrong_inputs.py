@@ -106,11 +106,13 @@ def main() -> None:
     cases = all_cases()
     if args.sample is not None:
         cases = random.Random(args.seed).sample(cases, min(args.sample, len(cases)))
+    outcomes = []
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = [run(case, Path(folder) / "case") for case in cases]
+        for case in cases:
+            outcomes.append(run(case, Path(folder) / "case"))
+            if outcomes[-1].fault:
+                print(f"{case.name}: {outcomes[-1].fault}", flush=True)
     wrong = [o for o in outcomes if o.fault]
-    for o in wrong:
-        print(f"{o.case}: {o.fault}")
     slowest, largest = max(o.seconds for o in outcomes), max(o.megabytes for o in outcomes)
     print(f"{len(outcomes)} cases, {len(wrong)} not told; slowest {slowest:.1f} s, most memory {largest:.0f} MB")
     if args.out is not None:

@@ -41,6 +41,15 @@ class Limits:
     shard: int = ranged(0, MOST, 0)
     shard_tokens: int = ranged(1, MOST, 65_536)
     new_tokens: int = ranged(1, 1 << 20, 96)
+    # Of drafters that are made
+    draft_vocab_size: int | None = ranged(1, 1 << 24, None)
+    intermediate_size: int | None = ranged(1, 1 << 20, None)
+    num_attention_heads: int | None = ranged(1, 4096, None)
+    num_key_value_heads: int | None = ranged(1, 4096, None)
+    heads: int = ranged(1, 64, 1)
+    blocks: int = ranged(1, 64, 1)
+    taps: int | None = ranged(0, 1024, None)
+    # Of sampling
     temperature: float = ranged(0, 1e6, 0.0)
     top_k: int = ranged(0, MOST, 0)
 

@@ -29,6 +29,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def resolve(path: str | os.PathLike) -> Path:
     """The folder of a checkpoint: a local folder itself, or the snapshot of a hub name `owner/model`, downloaded if it
     is not in the hub's cache. Raises ValueError if there is neither."""
+    if not str(path).strip():
+        raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
     folder = Path(path)
     if folder.is_dir():
         return folder

@@ -105,17 +105,18 @@ DIAGNOSED = (
 def check_config(config: dict, where: str, native: bool = True, any_range: Collection[str] = ()) -> None:
     """Raise ValueError, with the field's name, for a value that no model has.
 
-    native: False for a family that only transformers knows. Its fields may be null, or lists with an entry a layer.
+    native: False for a family that only transformers knows. Its fields may be null, texts, or lists with an entry a
+    layer: only numbers are looked at.
     any_range: fields of which only the type counts, such as `DIAGNOSED`."""
-    if not native:
-        config = {name: value for name, value in config.items() if isinstance(value, int | float | str)}
-    check(ConfigFields, config, where, any_range)
+    read = config if native else {name: value for name, value in config.items() if isinstance(value, int | float)}
+    check(ConfigFields, read, where, any_range)
     for name in ("rope_scaling", "rope_parameters"):
-        _check_rope(config.get(name) or {}, f"{where}: {name}", any_range)
+        if isinstance(config.get(name), dict) and native:
+            _check_rope(config[name], f"{where}: {name}", any_range)
     for name in ("text_config", "transformer_layer_config"):
-        if name in config and config[name] is not None:
+        if isinstance(config.get(name), dict):
             check_config(config[name], f"{where}: {name}", native, any_range)
-    check(ConfigFields, config.get("eagle_config") or {}, f"{where}: eagle_config", any_range)
+    check(ConfigFields, read.get("eagle_config") or {}, f"{where}: eagle_config", any_range)
 
 
 def _check_rope(rope: dict, where: str, any_range: Collection[str]) -> None:

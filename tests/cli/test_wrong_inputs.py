@@ -138,6 +138,8 @@ def test_what_conf_says_itself_is_taken(config):
         ("train", "trainer.steps", None, "trainer.steps must be a whole number, got null"),
         ("sweep", "topk", [1, 10**9], "topk must be at most 1024"),
         ("sweep", "steps", 10**6, "steps must be at most 256"),
+        ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),
+        ("train", "objective.steps", 10**6, "objective.steps must be at most 256"),
         ("compare", "trials", "two", "trials must be a whole number, got 'two'"),
     ],
 )

@@ -124,7 +124,9 @@ def flag_cases() -> Iterator[Case]:
     """Each flag that takes a value with each text that is empty, no number, or out of its range."""
     for command, parser in parsers():
         actions = [a for a in parser._actions if a.option_strings and a.nargs != 0]
-        required = [w for a in actions if a.required for w in (a.option_strings[-1], "nowhere.yaml")]
+        required = [
+            w for a in actions if a.required for w in (a.option_strings[-1], "1" if a.type is int else "nowhere.json")
+        ]
         for action, text in itertools.product(actions, FLAG_TEXTS):
             number = action.type in (int, float)
             bad = not text.strip() and action.dest not in FREE_TEXT
@@ -160,7 +162,7 @@ def hydra_cases() -> Iterator[Case]:
                 if "_target_" not in content:
                     entries |= {f"{group}.{k}": v for k, v in content.items() if k != "defaults"}
         for name, default in entries.items():
-            if isinstance(default, dict):
+            if isinstance(default, dict) or (registry.CONF / name).is_dir():
                 continue
             yield Case(f"{command} +{name}x", (command, f"+{name}x=1"), (f"{name}x",))
             number = isinstance(default, int | float) and not isinstance(default, bool)

@@ -11,6 +11,7 @@ from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import check_value, shown
 
+AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 # Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
 FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
@@ -56,6 +57,9 @@ def _group(group: str) -> dict[str, Any]:
 def _walk(path: str, value: Any, default: Any) -> None:
     """Check a value and what is in it against the default of its place, which may be unknown: None."""
     name = path.rpartition(".")[2]
+    number = isinstance(default, int | float)
+    if (number and isinstance(value, Mapping)) or (number and isinstance(value, list) and path not in AXES):
+        _check_type(path, value, default)
     if isinstance(value, Mapping):
         known = default if isinstance(default, Mapping) else {}
         if path in FIXED and known:
@@ -73,8 +77,9 @@ def _walk(path: str, value: Any, default: Any) -> None:
         raise ValueError(f"{path} must be a finite number, got {value}")
     if value is not None or name not in NULLABLE:
         _check_type(path, value, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and name in LIMITS and not path.startswith("trainer."):  # its steps are of another kind
+    if path.startswith("trainer."):  # its steps are of another kind, and `TrainerConfig` has their range
+        return
+    if isinstance(value, int | float) and not isinstance(value, bool) and name in LIMITS:
         check_value(LIMITS[name], value, path)
 
 

@@ -106,9 +106,9 @@ def check_config(config: dict, where: str, native: bool = True, any_range: Colle
     """Raise ValueError, with the field's name, for a value that no model has.
 
     native: False for a family that only transformers knows. Its fields may be null, texts, or lists with an entry a
-    layer: only numbers are looked at.
+    layer: only its numbers are looked at.
     any_range: fields of which only the type counts, such as `DIAGNOSED`."""
-    read = config if native else {name: value for name, value in config.items() if isinstance(value, int | float)}
+    read = config if native else {k: v for k, v in config.items() if isinstance(v, int | float) or k == "model_type"}
     check(ConfigFields, read, where, any_range)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(config.get(name), dict) and native:

@@ -30,8 +30,8 @@ def one_sentence_errors(main: Callable) -> Callable:
             silence()
             sys.exit(0)
         except OSError as error:
-            silence()
-            what = f"cannot use {error.filename}" if error.filename else "cannot write to standard output"
+            what = "cannot write to standard output" if silence() else "the system refuses"
+            what = f"cannot use {error.filename}" if error.filename else what
             fail(f"{what}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
             if not isinstance(error, MemoryError) and not any(words in str(error) for words in OF_TORCH):
@@ -59,11 +59,14 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (to the end of the process)
 
 
-def silence() -> None:
-    """Drop what standard output still holds and will never take: Python would complain of it at the end."""
+def silence() -> bool:
+    """Drop what standard output still holds and will never take: Python would complain of it at the end. True if there
+    was such."""
     try:
         sys.stdout.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
+        return True
+    return False

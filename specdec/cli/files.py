@@ -39,7 +39,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no folder {path.absolute().parent}")
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     aside = partial_path(path)
     with _one_sentence(path):
         there = aside.exists()

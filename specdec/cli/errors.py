@@ -1,10 +1,12 @@
 """How every command begins and ends: a user's mistake is one sentence on standard error and exit code 2."""
 
+import errno
 import functools
 import os
 import sys
 from collections.abc import Callable
 
+OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)  # without a file's name: files are written by `cli.files`
 OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when there is not enough memory
 
 
@@ -30,7 +32,8 @@ def one_sentence_errors(main: Callable) -> Callable:
             silence()
             sys.exit(0)
         except OSError as error:
-            what = "cannot write to standard output" if silence() else "the system refuses"
+            silence()
+            what = "cannot write to standard output" if error.errno in OF_STREAMS else "the system refuses"
             what = f"cannot use {error.filename}" if error.filename else what
             fail(f"{what}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
@@ -59,14 +62,11 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (to the end of the process)
 
 
-def silence() -> bool:
-    """Drop what standard output still holds and will never take: Python would complain of it at the end. True if there
-    was such."""
+def silence() -> None:
+    """Drop what standard output still holds and will never take: Python would complain of it at the end."""
     try:
         sys.stdout.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        return True
-    return False

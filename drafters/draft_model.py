@@ -25,6 +25,8 @@ class DraftModel(Drafter):
     trees are deep.
     """
 
+    trust = 1.0  # a language model, and no head that was taught a peak
+
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
         super().__init__()
         self.model, self.vocab = model, vocab or DraftVocab(model.vocab)

@@ -62,6 +62,7 @@ class Eagle3(RecurrentDrafter):
         self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if switches.tap_norms else None
         self.input_norm = RMSNorm(len(taps) * width, shape.eps) if switches.input_norm else None
         self.fc = Linear(len(taps) * width, h, bias=False)
+        self.tap_scale: Tensor | None = None  # [F], by which features are multiplied while training
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
         self.attention = DraftAttention(shape, 2 * h, bias=switches.qkv_bias, qk_norm=switches.qk_norm)
@@ -76,7 +77,13 @@ class Eagle3(RecurrentDrafter):
             feats = torch.cat([norm(x) for norm, x in zip(self.tap_norms, streams, strict=True)], dim=-1)
         if self.input_norm is not None:
             feats = self.input_norm(feats)
+        if self.tap_scale is not None:
+            feats = feats * self.tap_scale.to(feats.dtype)
         return self.fc(feats)
+
+    def scaled_fc(self) -> Tensor:
+        """The weight of an `fc` that takes features as they are."""
+        return self.fc.weight if self.tap_scale is None else self.fc.weight * self.tap_scale
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = side_by_side(self.embed_norm, self.hidden_norm, embeds, hidden)
@@ -91,16 +98,28 @@ class Eagle3(RecurrentDrafter):
 
     def start_from(self, target) -> None:
         """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head
-        that sees it at its usual scale. The attention looks at its own position: only there does it find the token
+        that sees it at its usual scale. With `tap_scale` it passes the deepest tap, behind the target's final norm
+        where that is not the last state. The attention looks at its own position: only there does it find the token
         just drafted, which no other part of this layer sees."""
-        ids, h = self.vocab.ids, self.shape.hidden
+        ids, h, deepest = self.vocab.ids, self.shape.hidden, max(self.taps)
         self.head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
-        if target.config.layers in self.taps:
-            at = self.taps.index(target.config.layers) * h
+        last = deepest == target.config.layers
+        if last or self.tap_scale is not None:
+            at = self.taps.index(deepest) * h
             self.fc.weight.zero_()
             self.fc.weight[:, at : at + h] = torch.eye(h)
-            self.norm.weight.fill_(target.final_scale())
+            self.norm.weight.copy_(target.final_scale() if last else target.final_gain())
         look_at_itself(self.attention)
+
+
+@torch.no_grad()
+def scale_of(target, taps: tuple[int, ...]) -> Tensor:
+    """[F], one over the root mean square of each of these hidden states, to the nearest power of two: a weight times it
+    is exact. Measured on tokens from all over the vocabulary, as there is no text yet."""
+    tokens = torch.linspace(0, target.vocab - 1, 64, device=target.device).long()[None]
+    states = target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1))
+    sizes = states.square().mean((0, 1, 3)).sqrt()
+    return sizes.log2().round().neg().exp2().repeat_interleave(states.shape[-1])
 
 
 @torch.no_grad()
@@ -131,22 +150,37 @@ def default_taps(layers: int) -> tuple[int, int, int]:
     return (max(1, layers // 4), max(1, (layers + 1) // 2), layers)
 
 
+def choose_taps(layers: int, taps: tuple[int, ...] | int | str | None) -> tuple[int, ...]:
+    """What the setting `taps` of `create` means on a target of so many layers."""
+    if isinstance(taps, str):
+        if taps not in ("last", "before_last"):
+            raise ValueError(f"drafter.taps must be indices, a number, 'last', 'before_last' or null, got {taps!r}")
+        low, middle, _ = default_taps(layers)
+        shallow = layers - 1 <= middle
+        return (low, middle, layers if taps == "last" or shallow else layers - 1)
+    return spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
+
+
 def create(
     target,
     *,
     vocab: DraftVocab | None = None,
-    taps: tuple[int, ...] | int | None = None,
+    taps: tuple[int, ...] | int | str | None = None,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
     init: str = "target",
     train_head: bool = True,
+    scale_taps: bool = False,
     **forward,
 ) -> Eagle3:
     """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
 
-    taps: indices, or how many to spread over the layers. train_head: if false, the head keeps the rows of the target's.
+    taps: indices; how many to spread over the layers; 'last' or 'before_last' for the default with that hidden state in
+    the place of the third. train_head: if false, the head keeps the rows of the target's. scale_taps: with init
+    'target', features are divided by their size before `fc`, which is saved as an `fc` of features as they are: what a
+    norm for each tap gives, as far as a forward without norms can have it.
     init: see `layers.start`. forward: fields of `Eagle3Forward`.
     """
     shape = shape_like(
@@ -157,10 +191,12 @@ def create(
         rope_theta=rope_theta,
     )
     layers = target.config.layers
-    taps = spread_taps(layers, taps) if isinstance(taps, int) else tuple(taps or default_taps(layers))
+    taps = choose_taps(layers, taps)
     check_taps(taps, layers)
     vocab = vocab or DraftVocab(target.vocab)
     drafter = Eagle3(shape, taps, vocab, target.embed.weight, Eagle3Forward(**forward))
+    if scale_taps and init == "target":
+        drafter.tap_scale = scale_of(target, taps)
     start(drafter, target, init)
     if not train_head:
         drafter.head = SharedHead(target.head.weight, vocab.ids)

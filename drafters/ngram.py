@@ -15,7 +15,8 @@ from torch import Tensor
 
 from drafters.ngram_host import Voting, match_lengths
 from drafters.vocab import DraftVocab
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.sampling.likely import largest, top
 
 MODES = ("lookup", "suffix")
@@ -62,6 +63,9 @@ class Matches(DraftState):
         best, ids = (x[..., None] for x in largest(votes)) if k == 1 else top(votes, k)
         whole = votes.sum(-1, keepdim=True) + even * votes.shape[-1]
         return ((best + even) / whole).log().float(), ids
+
+    def first(self, count: int) -> "Matches":
+        return Matches(self.drafter, self.text, self.lens, self.hidden[:, :count])
 
     def compact(self, index: Tensor) -> "Matches":
         return Matches(self.drafter, *(x[index] for x in (self.text, self.lens, self.hidden, self.levels)))
@@ -138,9 +142,9 @@ class NGram(Drafter):
         same = self.history[:, None, : hidden.shape[-1]] == tokens[..., None]
         return Matches(self, self.history, self.lens, (F.pad(hidden, (1, -1)) + 1).mul_(same))
 
-    def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
-        if not on_host(first.hidden):
-            return super().chain(first, steps)
+    def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
+        if children is not LIKELIEST or not on_host(first.hidden):
+            return super().chain(first, steps, children)
         text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
         ends = self._ends(first.lens, lengths.shape[1])
         rows = [self._voting.chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]

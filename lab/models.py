@@ -21,12 +21,15 @@ def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
     add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "device")
 
 
-def add_prompt_flags(group: argparse._ActionsContainer, limit: int, max_new_tokens: int) -> None:
-    """The flags that say which prompts are answered and how; the two numbers are defaults."""
+def add_prompt_flags(
+    group: argparse._ActionsContainer, limit: int, max_new_tokens: int, settings: tuple[str, ...] = ("temperature",)
+) -> None:
+    """The flags that say which prompts are answered and how; the two numbers are defaults. settings: fields of
+    `Sampling`, all of them if it is empty."""
     group.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
     group.add_argument("--limit", type=int, default=limit, help=f"prompts (default {limit})")
     group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"(default {max_new_tokens})")
-    add_flags(group, Sampling, "temperature")
+    add_flags(group, Sampling, *settings)
     group.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
     group.add_argument("--raw", action="store_true", help="do not apply the chat template")
 

@@ -40,6 +40,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.acceptance
 
     @property
+    def trust(self) -> float:
+        return self.drafter.trust
+
+    @property
     def cache(self) -> KVCache | None:
         return self.drafter.cache
 

@@ -54,6 +54,8 @@ def experiment(name: str, seed: int, args: argparse.Namespace) -> TrainingRun:
     given |= {"trainer.seed": seed, "out": folder, "resume": str(bool(checkpoints(folder))).lower()}
     with initialize_config_dir(str(CONF), version_base="1.3"), settings_errors():
         config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
+    if config.trainer.steps is None:
+        raise ValueError(f"{name} says no number of steps: give --set trainer.epochs=null trainer.steps=N")
     check_same(config, folder)
     return TrainingRun(name, folder, config)
 

@@ -1,11 +1,13 @@
 """Does replay equal reality? Records a superset, decodes for real, and compares (docs/replay.md).
 
     python scripts/replay_check.py --prompt-file MT_BENCH --limit 40
-    python scripts/replay_check.py --prompt-file MT_BENCH --limit 10 --temperature 1
+    python scripts/replay_check.py --prompt-file MT_BENCH --limit 40 --temperature 0.8
+    python scripts/replay_check.py --prompt-file MT_BENCH --limit 10 --temperature 1 --expected
 
-At temperature 0 the rounds of every question are compared one by one, for 24 trees; then the time to replay 500 trees
-is compared with that of five real runs. Above temperature 0 the question is whether the replayed tau lies within the 99
-% interval of 20 real runs, for 6 trees and a drawn chain. The last line is one JSON object.
+The rounds of every question are compared one by one, for 24 trees, at any temperature; then the time to replay 500
+trees is compared with that of five real runs. With --expected the question is whether what a recording expects of the
+likeliest children, and of a drawn chain, lies within the 99 % interval of 20 real runs with other seeds, for 6 trees
+and the chain. The last line is one JSON object.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--limit", type=int, default=40, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--temperature", type=float, default=0.0)
-    p.add_argument("--samples", type=int, default=20, help="texts recorded of each prompt at a temperature above 0")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--expected", action="store_true", help="compare expectations, at a temperature above 0")
+    p.add_argument("--samples", type=int, default=20, help="texts recorded of each prompt for --expected")
     p.add_argument("--threads", type=int, default=1)
     return p
 
@@ -66,8 +70,9 @@ def many_trees(count: int) -> list[DynamicTree]:
     return [DynamicTree(*every[i * len(every) // count]) for i in range(count)]
 
 
-def decode(engine: Engine, prompts: list[list[int]], new: int) -> list[RowTrace]:
-    return [engine.generate([prompt], max_new_tokens=new).rows[0].trace for prompt in prompts]
+def decode(engine: Engine, prompts: list[list[int]], args) -> list[RowTrace]:
+    how = {"max_new_tokens": args.max_new_tokens, "sampling": Sampling(args.temperature)}
+    return [engine.generate([p], seed=[(args.seed, i)], **how).rows[0].trace for i, p in enumerate(prompts)]
 
 
 def closest_cut(pool: Pool, root: int, tree: TreeSpec) -> float:
@@ -94,15 +99,16 @@ def differences(superset: Superset, tree: TreeSpec, replayed: Replayed, real: li
     return found
 
 
-def check_greedy(target, drafter, prompts: list[list[int]], args) -> dict:
+def check_exact(target, drafter, prompts: list[list[int]], args) -> dict:
     start = time.perf_counter()
-    superset = record(target, drafter, prompts, topks=TOPKS, steps=STEPS, max_new_tokens=args.max_new_tokens)
+    how = {"max_new_tokens": args.max_new_tokens, "sampling": Sampling(args.temperature), "seed": args.seed}
+    superset = record(target, drafter, prompts, topks=TOPKS, steps=STEPS, **how)
     recording = time.perf_counter() - start
     print(f"recorded {int(superset.roots.sum())} roots in {recording:.1f} s")
     found, real_seconds, rounds = [], [], 0
     for tree in chosen_trees():
         start = time.perf_counter()
-        real = decode(Engine(target, drafter, tree.build()), prompts, args.max_new_tokens)
+        real = decode(Engine(target, drafter, tree.build()), prompts, args)
         real_seconds.append(time.perf_counter() - start)
         replayed = superset.replay(dynamic(tree))
         differing = differences(superset, tree, replayed, real)
@@ -128,18 +134,19 @@ def check_greedy(target, drafter, prompts: list[list[int]], args) -> dict:
 
 
 def real_taus(target, drafter, tree: TreePolicy, verifier: str, prompts, args) -> list[float]:
-    engine = Engine(target, drafter, tree, make_verifier(verifier))
+    children = "likeliest" if verifier == "match" else "drawn"
+    engine = Engine(target, drafter, tree, make_verifier(verifier), children=children)
     how = {"max_new_tokens": args.max_new_tokens, "sampling": Sampling(args.temperature)}
     runs = [engine.generate(prompts, seed=1000 + seed, **how).rows for seed in range(RUNS)]
     return [tau([row.trace for row in rows]) for rows in runs]
 
 
-def check_sampled(target, drafter, prompts: list[list[int]], args) -> dict:
+def check_expected(target, drafter, prompts: list[list[int]], args) -> dict:
     topks, steps = sorted({tree.topk for tree in SAMPLED}), max(tree.steps for tree in SAMPLED)
     start = time.perf_counter()
     superset = record(
         target, drafter, prompts, topks=topks, steps=steps, max_new_tokens=args.max_new_tokens,
-        sampling=Sampling(args.temperature), samples=args.samples,
+        sampling=Sampling(args.temperature), samples=args.samples, children="likeliest",
     )  # fmt: skip
     print(f"recorded {len(superset.texts)} texts in {time.perf_counter() - start:.1f} s")
     rows = []
@@ -167,7 +174,9 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     target, drafter = load_models(args)
     prompts = read_encoded(target, args.prompt_file, args.limit)
-    check = check_sampled if args.temperature else check_greedy
+    if args.expected and not args.temperature:
+        raise ValueError("--expected needs a --temperature above 0")
+    check = check_expected if args.expected else check_exact
     print(json.dumps({"prompts": len(prompts), **check(target, drafter, prompts, args)}))
 
 

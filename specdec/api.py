@@ -14,6 +14,7 @@ from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.target import Target
+from specdec.sampling.noise import Seed
 from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
 from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier, sample_and_match
@@ -34,7 +35,7 @@ class ModelSettings:
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "folder or hub name of its drafter; ngram; ngram:suffix (default: the demo's)"},
+        metadata={"help": "folder or hub name of a drafter; ngram; ngram:suffix (default: demo)"},
     )
     token_map: Path | None = field(
         default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
@@ -142,6 +143,7 @@ def generate(
     *,
     tree: TreePolicy | None = None,
     verifier: Verifier = sample_and_match,
+    children: str | None = None,
     graphs: bool | None = None,
     compile: bool = False,
     **request,
@@ -149,12 +151,14 @@ def generate(
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
     tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
-    the default is lossless with any tree. graphs, compile: see `Engine`. request: sampling, max_new_tokens, stop,
-    logprobs, seed, raw and observer, as `answer` takes them.
+    the default is lossless with any tree. children: which the tree takes above temperature 0, likeliest, coupled or
+    drawn; None for those that suit the verifier. graphs, compile: see `Engine`. request: sampling, max_new_tokens,
+    stop, logprobs, seed, raw and observer, as `answer` takes them.
     """
     if drafter is not None and tree is None:
         tree = make_tree()
-    return answer(Engine(target, drafter, tree, verifier, graphs=graphs, compile=compile), prompts, **request)
+    how = {"children": children, "graphs": graphs, "compile": compile}
+    return answer(Engine(target, drafter, tree, verifier, **how), prompts, **request)
 
 
 def answer(
@@ -165,7 +169,7 @@ def answer(
     max_new_tokens: int | list[int] = 128,
     stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
     logprobs: bool = False,
-    seed: int = 0,
+    seed: int | abc.Sequence[Seed | int] = 0,
     raw: bool = False,
     observer: Observer | Callable[[RoundReport], None] | None = None,
 ) -> Generation:
@@ -176,7 +180,8 @@ def answer(
     stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
     the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
     `finish` is 'stop'.
-    logprobs: see `Engine.generate`. seed: of all draws. observer: is told of every round (`RoundReport`).
+    logprobs: see `Engine.generate`. seed: of all draws; row i has the seed (seed, i), or seed[i]. observer: is told of
+    every round (`RoundReport`).
     Raises ValueError, one sentence, for what does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy

@@ -16,7 +16,7 @@ from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
 from specdec.sampling.likely import top_logprobs
-from specdec.types import DraftTree, Sampling, SamplingBatch
+from specdec.types import DraftTree
 
 
 @dataclass
@@ -60,6 +60,10 @@ class DraftState:
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
+    def first(self, count: int) -> "DraftState":
+        """The first `count` of the W positions."""
+        return DraftState(self.hidden[:, :count], self.readout[:, :count], self.head)
+
     def slot(self, level: int, width: int) -> "DraftState":
         """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""
         at = slice(level, level + 1)
@@ -76,6 +80,23 @@ class Vocabulary(Protocol):
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary ids -> target vocabulary ids, any shape."""
+
+    def select(self, logits: Tensor) -> Tensor:
+        """Columns of the draft vocabulary: [..., V] -> [..., U]."""
+
+
+class Children(Protocol):
+    """Which children a tree policy takes (`specdec.children`)."""
+
+    drawn: bool  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
+
+    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        """The best `count` children of the W nodes of tree level `level` (0: the root): log-probabilities (fp32) and
+        draft ids [B,W,count], best first."""
+
+    def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        """logits [B,W,U] -> the probabilities [B,W,U] that children are drawn from, and `count` draft ids, in order,
+        without replacement. The likeliest other tokens follow where probability is left for fewer."""
 
 
 class Drafter(nn.Module):
@@ -98,6 +119,9 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
+    # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if
+    # log q is as near the target's log p in its tails as at its peak, less where q is the sharper of the two.
+    trust: float = 0.8
     # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
     documents: Tensor | None = None  # None: one text each
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart
@@ -158,13 +182,13 @@ class Drafter(nn.Module):
             return self.step(tokens, hidden, level, ancestors)
         return first.slot(level, tokens.shape[1])
 
-    def chain(self, first: DraftState, steps: int) -> tuple[Tensor, Tensor]:
-        """What chains call: the likeliest token, and the likeliest behind it, `steps` times. Target ids, and the
+    def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
+        """What chains call: the best token, and the best behind it, `steps` times. Target ids, and the
         log-probabilities of the path so far, [B,steps] each."""
         state, tokens, gains = self.root(first), [], []
         every = first.hidden.new_ones(len(first.hidden), 1, steps, dtype=torch.bool)
         for level in range(1, steps + 1):
-            gain, draft_id = (x.squeeze(-1) for x in state.top(1))  # [B,1]
+            gain, draft_id = (x.squeeze(-1) for x in children.best(state, self.vocab, level - 1, 1))  # [B,1]
             tokens.append(self.vocab.to_target(draft_id))
             gains.append(gain)
             if level < steps:
@@ -182,7 +206,7 @@ class TreePolicy(Protocol):
     num_draft_tokens: int  # N
     steps: int  # D
     topk: int  # the most children a node can have
-    samples: bool  # children are drawn from the drafter's distribution, and the tree says which (DraftTree.q)
+    samples: bool  # children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)
 
     def shallower(self, steps: int) -> "TreePolicy":
         """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels
@@ -191,12 +215,5 @@ class TreePolicy(Protocol):
     def draft_slots(self) -> int:
         """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
 
-    def grow(
-        self,
-        drafter: Drafter,
-        root: Tensor,
-        state: DraftState,
-        sampling: Sampling | SamplingBatch | None = None,
-        generator: torch.Generator | None = None,
-    ) -> DraftTree:
-        """root [B], state with W = 1 -> a tree of N nodes. Only policies that sample need the last two."""
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
+        """root [B], state with W = 1 -> a tree of N nodes."""

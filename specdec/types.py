@@ -10,7 +10,7 @@ Ints are int64 on the device, masks are bool, scores and probabilities are fp32.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -130,8 +130,10 @@ class Verifier(Protocol):
     needs_q: bool  # works on trees of policies that sample only
     chains_only: bool
     likeliest_only: bool  # at temperature 0 it asks of logits for the likeliest tokens, and for no probabilities
+    couples: bool  # emits what the target draws at each node by the row's noise, so that drafts may know that noise
 
     def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: Any | None
     ) -> Verdict:
-        """logits [B,N,V] of the target at each node, penalties taken off -> what is emitted."""
+        """logits [B,N,V] of the target at each node, penalties taken off; noise: `sampling.noise.RoundNoise` of the
+        depths of the tree's nodes, None at temperature 0 -> what is emitted."""

@@ -114,25 +114,22 @@ class Tape:
     late = True
 
     def __init__(self):
-        self.generator = torch.Generator()
         self.captures, self.replays = 0, 0
 
     def forget(self):
         pass
 
     def capture(self, run, kept, bound):
-        before, numbers = [x.clone() for x in kept], self.generator.get_state()
+        before = [x.clone() for x in kept]
         for _ in range(WARM_UPS):
             run(bound)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        self.generator.set_state(numbers)
         with Recorder() as record:
             made = run(bound)
         # A capture only records: what running did is undone.
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        self.generator.set_state(numbers)
         self.captures += 1
         calls = let_go(record.calls)
 

@@ -32,6 +32,7 @@ ROOMS = [
     ["specdec.model"],
     ["specdec.sampling"],
     ["specdec.contracts"],
+    ["specdec.children"],
     ["specdec.verify"],
     ["specdec.text"],
     ["specdec.engine"],

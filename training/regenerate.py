@@ -12,7 +12,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -33,6 +33,7 @@ from training.data.shards import Shards
 class Prompt:
     ids: list[int]
     messages: list[Message]
+    number: int = 0  # among all prompts, by which it is seeded
 
 
 def encode(target: Target, messages: list[Message]) -> Prompt:
@@ -97,9 +98,9 @@ def regenerate(
 ) -> list[Path]:
     """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
-    Batch k draws from a generator of its own, seeded by seed + k, and a batch that was cut off is answered again. So
-    the answers do not depend on where a run was interrupted. They do depend on batch_size, which must be the same to
-    go on, as all settings must; and on the machine, as floating-point sums do.
+    Prompt number i has the seed (seed, i), and a batch that was cut off is answered again. So an answer depends on no
+    other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
+    be the same to go on, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
 
     Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
     """
@@ -107,7 +108,7 @@ def regenerate(
         raise ValueError("there is no prompt to answer")
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
-    batches = plan(prompts, batch_size, seed)
+    batches = plan([replace(prompt, number=i) for i, prompt in enumerate(prompts)], batch_size, seed)
     settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
     engine = Engine(target)
@@ -116,14 +117,14 @@ def regenerate(
         tqdm(total=len(prompts), initial=shards.done, desc="answers") as bar,
     ):
         end = 0
-        for number, batch in enumerate(batches):
+        for batch in batches:
             end += len(batch)
             missing = end - shards.done
             if missing <= 0:
                 continue
-            result = engine.generate(
-                [prompt.ids for prompt in batch], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + number
-            )
+            seeds = [(seed, prompt.number) for prompt in batch]
+            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
+            result = engine.generate([prompt.ids for prompt in batch], **how)
             texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
             rows = [answer_row(prompt.messages, text) for prompt, text in zip(batch, texts, strict=True)]
             shards.write(rows[-missing:])

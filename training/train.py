@@ -30,7 +30,7 @@ from training.features.feature_cache import FeatureCache
 from training.features.online import online_features
 from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
-from training.loop.settings import OnPolicy, TrainerConfig
+from training.loop.settings import MANY, OnPolicy, TrainerConfig
 from training.loop.state import meaning
 from training.loop.trainer import Trainer
 
@@ -81,7 +81,8 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     else:
         vocab = given.vocab
     torch.manual_seed(seed)
-    drafter = instantiate(settings, target=target, vocab=vocab)
+    start = {} if given is None or "init" not in settings else {"init": "random"}  # its weights are `given`'s, as saved
+    drafter = instantiate(settings | start, target=target, vocab=vocab)
     if not drafter.learns:
         raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
     drafter.recipe = settings  # a drafter without a published layout is saved with it
@@ -147,11 +148,13 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         pack=config.data.pack,
         lookahead=objective.steps + 1,
     )
+    data = batches(learnt)
+    trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)
     return Trainer(
         target,
         drafter,
         objective,
-        batches(learnt),
+        data,
         batches(heldout) if heldout else None,
         trainer_config,
         Path(config.out),
@@ -160,6 +163,17 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         on_policy,
         online_features if cache is None else cache.features,
     )
+
+
+def warn_of_epochs(trainer: Trainer) -> None:
+    """Say it if a run is to see its conversations more often than anybody lets them be seen."""
+    a_step = trainer.config.accumulate * trainer.processes.world
+    epochs = trainer.config.steps * a_step / len(trainer.data.epoch(0))
+    if epochs > MANY:
+        print(
+            f"warning: {trainer.config.steps} steps are {epochs:.0f} passes over {len(trainer.data.samples)} "
+            "conversations, which will be learnt by heart: let the target answer more prompts, or set trainer.epochs"
+        )
 
 
 def warn_of_servers(drafter, target: Target) -> None:
@@ -192,6 +206,7 @@ def train(config: DictConfig, out: Path, processes: Processes) -> None:
             f"{len(samples)} conversations, {sum(len(s.ids) for s in samples)} tokens an epoch; drafter of "
             f"{parameters} parameters, taps {trainer.drafter.taps}"
         )
+        warn_of_epochs(trainer)
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:

@@ -1,9 +1,10 @@
-"""A chain: the drafter's most likely token, `steps` times."""
+"""A chain: the drafter's best token, `steps` times."""
 
 import torch
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.types import DraftTree
 from trees.bounds import check_size
 
@@ -30,10 +31,10 @@ class Chain:
     def draft_slots(self) -> int:
         return self.steps - 1
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
-        tokens, logq = drafter.chain(state, self.steps)
+        tokens, logq = drafter.chain(state, self.steps, children)
         return DraftTree(
             tokens=torch.cat([root[:, None], tokens], 1),
             parents=self.parents.expand(b, n),

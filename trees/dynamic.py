@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.kernels import kernel_for
 from specdec.types import DraftTree
 from trees.ancestors import ancestors_of
@@ -61,15 +62,15 @@ class DynamicTree:
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
-        return self.select(root, self.expand(drafter, state))
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
+        return self.select(root, self.expand(drafter, state, children))
 
-    def expand(self, drafter: Drafter, state: DraftState) -> Pool:
+    def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:
         """Draft all candidates behind the state's position (W = 1)."""
         w, b = self.topk, len(state.hidden)
         self._move(state.hidden.device)
         first, state = state, drafter.root(state)
-        scores, draft_ids = state.top(w)  # [B,1,W]
+        scores, draft_ids = children.best(state, drafter.vocab, 0, w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
         pool_tokens, pool_scores, pool_parents = [tokens], [scores], [self.no_parents.expand(b, w)]
         hidden = state.hidden.expand(b, w, -1)
@@ -77,11 +78,11 @@ class DynamicTree:
         choose = (kernel_for("tree_level", scores) if w <= WIDEST else None) or partial(next_level, self.itself)
         for level in range(1, self.steps):
             state = drafter.expand(first, tokens, hidden, level, ancestors)
-            gains, draft_ids = state.top(w)
-            children = drafter.vocab.to_target(draft_ids)
+            gains, draft_ids = children.best(state, drafter.vocab, level, w)
+            below = drafter.vocab.to_target(draft_ids)
             start, last = 1 + self.candidates(w, level), level + 1 == self.steps
-            every, parents, *best = choose(scores, places, ancestors, gains, children, start, 0 if last else w)
-            pool_tokens.append(children.flatten(1))
+            every, parents, *best = choose(scores, places, ancestors, gains, below, start, 0 if last else w)
+            pool_tokens.append(below.flatten(1))
             pool_scores.append(every)
             pool_parents.append(parents)
             if not last:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from specdec.acceptance import DIGITS, NONE, AlongTexts
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST, Coupled
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.engine.engine import Engine
+from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.types import Sampling
 from trees.static import RankPath
 
@@ -57,13 +59,21 @@ def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
 
 @torch.inference_mode()
 def measure_ranks(
-    target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int
+    target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    outputs: list[list[int]],
+    steps: int,
+    topk: int,
+    sampling: Sampling | None = None,
+    seeds: Sequence[Seed] = (),
 ) -> list[str]:
     """For each text of the target, the ranks of its tokens among the `topk` children of a drafter on `steps` levels, as
     `specdec.acceptance` writes them.
 
     From every place of every output the drafter drafts along the text itself, its own output fed back as in decoding.
-    prompts and outputs are token ids, row by row; all rows run as one batch.
+    prompts and outputs are token ids, row by row; all rows run as one batch. Of texts that were sampled by
+    these seeds, the children are those that are coupled to that noise.
     """
     device = target.device
     rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
@@ -75,9 +85,10 @@ def measure_ranks(
     drafter.reset(len(texts), longest + 1 + steps)
     prompts = None if feats is None else feats[:, :first]
     state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
-    found = []
+    noise, found = None if sampling is None or sampling.greedy else _noise(target, seeds), []
     for place in range(most):  # the root is token `place` of each output
-        found.append(_ranks_behind(drafter, state, texts, start + place, end, steps, topk))
+        children = LIKELIEST if noise is None else Coupled(noise.behind(start + place, steps), sampling, drafter.trust)
+        found.append(_ranks_behind(drafter, state, texts, start + place, end, steps, topk, children))
         root = (start + place)[:, None].clamp(max=longest - 1)
         absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
         more = (start + place + 1 < end).long()
@@ -90,8 +101,19 @@ def _word(ranks: list[int]) -> str:
     return "".join(DIGITS[rank] for rank in itertools.takewhile(lambda rank: rank >= 0, ranks)) or NONE
 
 
+def _noise(target, seeds: Sequence[Seed]) -> Noise:
+    return Noise(seeds, hashes_of(torch.arange(target.vocab, device=target.device)))
+
+
 def _ranks_behind(
-    drafter: Drafter, state: DraftState, texts: Tensor, root: Tensor, end: Tensor, steps: int, topk: int
+    drafter: Drafter,
+    state: DraftState,
+    texts: Tensor,
+    root: Tensor,
+    end: Tensor,
+    steps: int,
+    topk: int,
+    children: Children,
 ) -> Tensor:
     """Draft the tokens behind root [B] of texts [B,T], which end [B] bounds: -> [B,steps] the rank of each, -1 where it
     is not among the children, or one before it was not, or the text is over."""
@@ -102,7 +124,7 @@ def _ranks_behind(
     ranks = []
     for depth in range(1, steps + 1):
         token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
-        ids = drafter.vocab.to_target(state.top(topk)[1][:, 0])
+        ids = drafter.vocab.to_target(children.best(state, drafter.vocab, depth - 1, topk)[1][:, 0])
         found = (ids == token) & (alive & (root + depth < end))[:, None]
         alive = found.any(1)
         ranks.append(torch.where(alive, found.long().argmax(1), -1))
@@ -125,23 +147,24 @@ def along_answers(
 ) -> AlongTexts:
     """Let the target answer prompts (token ids) plainly, and the drafter draft along the answers. A drafter that goes
     less deep than `steps`, or has fewer tokens than `topk`, goes as far as it can."""
-    answers = (
-        Engine(target).generate(prompts, max_new_tokens=max_new_tokens, sampling=Sampling(temperature), seed=seed).rows
-    )
+    sampling = Sampling(temperature)
+    answers = Engine(target).generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed).rows
     steps = min(steps, drafter.max_steps or steps, drafter.block or steps)
     topk = min(topk, drafter.vocab.size)
     texts = [row.prompt for row in answers], [row.tokens for row in answers]
-    return AlongTexts(temperature, topk, steps, tuple(measure_ranks(target, drafter, *texts, steps, topk)))
+    how = {"sampling": sampling, "seeds": [row.seed for row in answers]}
+    return AlongTexts(temperature, topk, steps, tuple(measure_ranks(target, drafter, *texts, steps, topk, **how)))
 
 
 def measure_acceptance(
-    target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int
+    target, drafter: Drafter, prompts: list[list[int]], outputs: list[list[int]], steps: int, topk: int, **how
 ) -> Tensor:
     """accept [steps,topk] of a drafter on texts of the target: how often the child of rank r at depth d is the text's
     token, of all places where the tokens before were among the `topk` children too.
 
     Every place counts once. Decoding begins its rounds more often where drafts fail, so where hits come in long runs,
-    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for.
+    as from repetitions, a tree falls short of `expected_tau`; the order of trees is what the table is for. how:
+    sampling and seeds, as for `measure_ranks`.
     """
-    texts = measure_ranks(target, drafter, prompts, outputs, steps, topk)
+    texts = measure_ranks(target, drafter, prompts, outputs, steps, topk, **how)
     return torch.tensor(AlongTexts(0.0, topk, steps, tuple(texts)).table())

@@ -1,4 +1,4 @@
-"""A tree of draws: every node's children are drawn from the drafter's distribution, without replacement."""
+"""A tree whose children can be drawn from the drafter's distribution, without replacement."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,10 +7,9 @@ from operator import mul
 import torch
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
-from specdec.sampling.draws import race
-from specdec.sampling.filters import filtered_probs
-from specdec.types import DraftTree, Sampling, SamplingBatch
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState, Vocabulary
+from specdec.types import DraftTree
 from trees.ancestors import ancestors_of
 from trees.bounds import check_size
 
@@ -19,10 +18,8 @@ class SampledTree:
     """`expansion` says how many children each node draws, level by level: SpecInfer's expansion configuration (arXiv
     2305.09781). (1, 1, 1) is a chain; (3, 1, 1) are three chains from different first tokens.
 
-    The request's temperature and filters apply to the drafter's logits as they do to the target's, its penalties do
-    not, as rules that know q are lossless whatever it is. At temperature 0 the children are the most likely tokens. The
-    shape never depends on what was drawn: to keep the best of the draws would change the distribution that a verifier
-    takes them to come from.
+    The shape never depends on what was drawn: to keep the best of the draws would change the distribution that a
+    verifier takes them to come from. At temperature 0 the children are the most likely tokens.
     """
 
     samples = True
@@ -50,28 +47,25 @@ class SampledTree:
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 
-    def grow(
-        self,
-        drafter: Drafter,
-        root: Tensor,
-        state: DraftState,
-        sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
-    ) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         b, n = len(root), self.num_draft_tokens
         self._move(root.device)
         vocab = drafter.vocab
-        in_target = vocab.to_target(torch.arange(vocab.size, device=root.device))
-        q = torch.zeros(b, n, vocab.target_size, device=root.device)
+        q = Proposed(b, n, vocab, root.device) if children.drawn else None
         first, state = state, drafter.root(state)
         tokens, logq = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         for level, branch in enumerate(self.expansion, 1):
             parents = slice(self.starts[level - 1], self.starts[level])
-            logits = state.logits[:, : self.sizes[level - 1]].float()
-            probs, ids = _draw_children(logits, branch, sampling, generator)
-            q[:, parents].index_copy_(2, in_target, probs)
+            here = state.first(self.sizes[level - 1])
+            if q is None:
+                gains, ids = children.best(here, vocab, level - 1, branch)
+            else:
+                logits = here.logits.float()
+                probs, ids = children.draw(logits, vocab, level - 1, branch)
+                q.put(parents, probs)
+                gains = logits.log_softmax(-1).gather(-1, ids)
             tokens.append(vocab.to_target(ids).flatten(1))
-            logq.append((logq[-1][..., None] + logits.log_softmax(-1).gather(-1, ids)).flatten(1))
+            logq.append((logq[-1][..., None] + gains).flatten(1))
             if level < self.steps:
                 frontier, ancestors = self._frontier(level, root.device)
                 hidden = state.hidden[:, frontier // branch]
@@ -83,7 +77,7 @@ class SampledTree:
             ancestors=self.ancestors.expand(b, n, n),
             steps=self.steps,
             logq=torch.cat(logq, 1),
-            q=q,
+            q=None if q is None else q.probs,
             topk=self.topk,
         )
 
@@ -103,13 +97,13 @@ class SampledTree:
         return frontier, torch.cat([place[:, None] == slots for place in [*above, slots]], 1)
 
 
-def _draw_children(
-    logits: Tensor, count: int, sampling: Sampling | SamplingBatch, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """logits [..., U] -> the filtered probabilities [..., U], and `count` draft ids drawn from them without
-    replacement in order; the most likely other tokens follow where the filters leave fewer."""
-    probs = filtered_probs(logits, sampling)
-    # What is denormal cannot be renormalised exactly once the rest is drawn, so it counts as nothing.
-    probs = probs.masked_fill(probs < torch.finfo(probs.dtype).tiny, 0.0)
-    keys = torch.where(probs > 0, race(probs, generator), logits.log_softmax(-1))
-    return probs, keys.topk(count, dim=-1).indices
+class Proposed:
+    """What the children of N nodes were drawn from, over the target's vocabulary: probs [B,N,V]."""
+
+    def __init__(self, rows: int, nodes: int, vocab: Vocabulary, device: torch.device):
+        self.places = vocab.to_target(torch.arange(vocab.size, device=device))
+        self.probs = torch.zeros(rows, nodes, vocab.target_size, device=device)
+
+    def put(self, nodes: slice, probs: Tensor) -> None:
+        """probs [B,n,U] of some nodes over the draft vocabulary."""
+        self.probs[:, nodes].index_copy_(2, self.places, probs)

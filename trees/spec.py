@@ -14,10 +14,11 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdec import registry
+from specdec.children import KINDS
 from specdec.contracts import TreePolicy
 from trees.chain import Chain
 from trees.dynamic import DynamicTree
@@ -192,26 +193,37 @@ class TreeSettings:
         default=None, metadata={"help": f"nodes that the target verifies, the root counted (default {NODES})"}
     )
     sample_draft: bool = field(
-        default=False, metadata={"help": "draw the drafts, filtered as the target's: topk chains of steps tokens"}
+        default=False, metadata={"help": "topk chains of steps tokens, whose tokens can be drawn from the drafter"}
+    )
+    children: str | None = field(
+        default=None,
+        metadata={
+            "choices": KINDS,
+            "metavar": "KIND",
+            "help": "above temperature 0: likeliest; coupled (by the noise that the target draws by; default with "
+            "match); drawn (default with rules that need it)",
+        },
     )
     tree: str | None = field(
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead of these: auto, the fastest here by the drafter's acceptance.json (default where there is "
-            f"one); {', '.join(registry.names('tree'))}; or a file with `paths` of child ranks",
+            "help": "instead: auto, the fastest here by the drafter's acceptance.json (default with one); "
+            f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )
 
     @property
     def automatic(self) -> bool:
         """The tree is to be chosen: `auto` was asked for, or nothing was."""
-        return self.tree == AUTO or self == TreeSettings()
+        return self.tree == AUTO or self == TreeSettings(children=self.children)
 
     def spec(self) -> TreeSpec:
         """What was asked for; where it is to be chosen, the default. Raises ValueError, one sentence, for settings that
         contradict each other, and for no tree."""
-        return TreeSpec() if self.automatic else TreeSpec.of(**asdict(self))
+        if self.automatic:
+            return TreeSpec()
+        return TreeSpec.of(self.topk, self.steps, self.num_draft_tokens, self.sample_draft, self.tree)
 
 
 def shape_of(tree: TreePolicy | TreeSpec) -> str:

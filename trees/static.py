@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.types import DraftTree
 from trees.bounds import check_size
 
@@ -49,14 +50,14 @@ class StaticTree:
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, sampling=None, generator=None) -> DraftTree:
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, n = len(root), self.num_draft_tokens
         tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
         first, state = state, drafter.root(state)
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, level in enumerate(self.levels, 1):
-            gains, draft_ids = state.top(self.topk)
+            gains, draft_ids = children.best(state, drafter.vocab, depth - 1, self.topk)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
             tokens.append(drafter.vocab.to_target(draft_ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:

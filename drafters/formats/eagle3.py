@@ -149,7 +149,7 @@ def dismantle(drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
     ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
     if not torch.equal(ids, ids.sort().values):
         raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
-    tensors = rows_of(parameters(drafter))
+    tensors = rows_of(parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
     own_head = isinstance(drafter.head, nn.Linear) or vocab.ids is not None
     if own_head:
         tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}

@@ -13,6 +13,7 @@ from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm, rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import bits_of, gumbel, hashes_of
 from specdec.types import Sampling
 from trees.dynamic import DynamicTree, Pool, next_level
 
@@ -161,10 +162,13 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 10) -> dict[str, Kernel
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
 
+    keys = torch.randint(2**31, (nodes, 2), dtype=torch.int32, device=logits.device)
+    hashes = hashes_of(torch.arange(s.vocab, device=logits.device))
+
     def sampled(rows: Tensor) -> KernelCase:
         return KernelCase(
-            lambda: filtered_sampling.launch(rows, *filters),
-            lambda: draw(filtered_probs(rows, sampling), None),
+            lambda: filtered_sampling.launch(rows, *filters, keys[: len(rows)]),
+            lambda: draw(filtered_probs(rows, sampling), gumbel(bits_of(keys[: len(rows)], hashes))),
             moved=size(rows),
         )
 

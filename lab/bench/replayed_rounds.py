@@ -52,11 +52,11 @@ class Scene:
     def __init__(self, target, drafter, tree, verifier, prompt: list[int]):
         self.target, self.drafter, self.tree, self.verifier, self.prompt = target, drafter, tree, verifier, prompt
         self.round, self.plain_round = Round(target, drafter, tree, verifier), Round(target, None, None, verifier)
-        generator, room = torch.Generator(target.device), len(prompt) + ROOM
-        batch = Batch(self.round, 1, room, generator, SilentClock(), overlap=True, compact=False)
+        room = len(prompt) + ROOM
+        batch = Batch(self.round, 1, room, SilentClock(), overlap=True, compact=False)
         batch.admit([Sequence(prompt, ROOM)])
         self.root, self.state, self.cache = batch.root, batch.state, batch.cache
-        self.settings = RoundSettings(Sampling(), generator, SilentClock())
+        self.settings = RoundSettings(Sampling(), self.round.noise([(0, 0)]), SilentClock())
         self.active = torch.ones(1, dtype=torch.bool, device=target.device)
         self.lens = [(cache, cache.lens.clone()) for cache in (self.cache, drafter.cache) if cache is not None]
         self.bucket = next(size for size in buckets(room) if size >= len(prompt))
@@ -90,7 +90,7 @@ class Scene:
 
     def _draft(self) -> DraftTree:
         self.reset()
-        return self.tree.grow(self.drafter, self.root, self.state, Sampling(), self.settings.generator)
+        return self.tree.grow(self.drafter, self.root, self.state)
 
     def _verify(self) -> tuple[Tensor, Tensor | None]:
         self.reset()
@@ -98,7 +98,7 @@ class Scene:
         return self.target(tree.tokens, self.cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
 
     def _rule(self) -> Verdict:
-        return self.verifier(self.grown, self.verified[0], Sampling(), self.settings.generator)
+        return self.verifier(self.grown, self.verified[0], Sampling())
 
     def _commit(self) -> None:
         self.reset()

@@ -118,7 +118,7 @@ class Launches:
 class _Counted:
     """A `Backend` of static batches that captures nothing: the round runs as often as for a graph, and is counted."""
 
-    generator, any_bound, late = None, False, False
+    any_bound, late = False, False
 
     def __init__(self, counter: "LaunchCounter"):
         self.counter = counter

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, Verdict, Verifier
 from specdec.verify import sample_and_match
 
@@ -37,7 +38,7 @@ class SimulatedTau:
         if not 1 <= self.tau < float("inf"):
             raise ValueError(f"a simulated tau must be at least 1, the bonus token, got {self.tau}")
         self.needs_q, self.chains_only = self.verifier.needs_q, self.verifier.chains_only
-        self.likeliest_only = self.verifier.likeliest_only
+        self.likeliest_only, self.couples = self.verifier.likeliest_only, self.verifier.couples
 
     def __str__(self) -> str:
         return f"{MARK} tau {self.tau:g}"
@@ -49,10 +50,8 @@ class SimulatedTau:
                 f"a simulated tau of {self.tau:g} needs trees of at least {self.tau - 1:g} levels, this one has {steps}"
             )
 
-    def __call__(
-        self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None
-    ) -> Verdict:
-        true = self.verifier(tree, logits, sampling, generator)
+    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, noise: RoundNoise | None = None) -> Verdict:
+        true = self.verifier(tree, logits, sampling, noise)
         if self.rounds is None or self.rounds.device != logits.device:
             self.check(tree.steps)
             self.rounds = torch.zeros(1, dtype=torch.float64, device=logits.device)

@@ -9,6 +9,7 @@ import argparse
 import json
 import statistics
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from rich.table import Table
@@ -39,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("models")
     add_model_flags(model, "token_map", "feedback")
     text = p.add_argument_group("what is decoded")
-    add_prompt_flags(text, limit=16, max_new_tokens=64)
+    add_prompt_flags(text, limit=16, max_new_tokens=64, settings=())
     text.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
     tries = p.add_argument_group("what is tried")
     tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="(default 1,2,4,8)")
@@ -110,7 +111,7 @@ def trees_of(args: argparse.Namespace, drafter) -> list[TreeSpec]:
 def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
     """Measure, replay, predict, try."""
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
-    trees, sampling = trees_of(args, drafter), Sampling(args.temperature)
+    trees, sampling = trees_of(args, drafter), read_flags(Sampling, args)
     dynamic = [tree for tree in trees if not tree.fixed]
     costs = measured_costs(
         target,
@@ -135,7 +136,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     """Write the settings file; returns its report."""
-    told = ("max_new_tokens", "batch_size", "temperature")
+    told = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
     report = report_of(tuned) | {
         "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
         "machine": machine(target.device),

@@ -15,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
+from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.types import DraftTree, Sampling, Verifier
 from trees.ancestors import ancestors_of
 
@@ -73,15 +75,17 @@ def three_tokens(
 
     Those that were not are drawn from the target."""
     target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
-    generator = torch.Generator().manual_seed(seed)
+    rows = Noise([(seed, row) for row in range(draws)], hashes_of(torch.arange(VOCAB)))
     root = torch.zeros(draws, dtype=torch.int64)
-    tree = policy.grow(drafter, root, drafter.state(root[:, None]), sampling, generator)
-    verdict = verifier(tree, target[tree.tokens], sampling, generator)
+    noise, later = rows.behind(root, policy.steps + 1), rows.behind(root + policy.steps + 1, 3)
+    children = children_of(kind_for(verifier, policy), sampling, noise)
+    tree = policy.grow(drafter, root, drafter.state(root[:, None]), children)
+    verdict = verifier(tree, target[tree.tokens], sampling, noise)
     tokens = torch.zeros(draws, max(4, verdict.tokens.shape[1]), dtype=torch.int64)
     tokens[:, : verdict.tokens.shape[1]] = verdict.tokens
     for i in range(3):
         before = tokens[:, i - 1] if i else root
-        fresh = draw(filtered_probs(target[before], sampling), generator)
+        fresh = draw(filtered_probs(target[before], sampling), later.whole[:, i])
         tokens[:, i] = torch.where(verdict.n > i, tokens[:, i], fresh)
     return tokens[:, :3], verdict.n
 

@@ -6,24 +6,21 @@ from math import isnan
 from rich.table import Table
 
 from lab.output import console
+from lab.proof.equality import SLACK
 from lab.proof.proof import Proof
 
 
 def verdict_line(proof: Proof) -> str:
-    greedy, statistical = proof.greedy_bugs(), proof.statistical_bugs()
+    unequal, statistical = proof.unequal(), proof.statistical_bugs()
     if proof.sound:
-        ties = sum(p.ties for *_, p in proof.greedy)
+        ties = sum(p.ties for *_, p in proof.equal)
         return f"No bug found; {ties} numerical ties."
-    return (
-        f"NOT LOSSLESS: {greedy} greedy texts differ for no numerical reason, {statistical} statistical tests failed."
-    )
+    return f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, {statistical} statistical tests failed."
 
 
 def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     """(title, columns, rows, note) of each part that has rows."""
-    greedy = [
-        [name, tree, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for name, tree, p in proof.greedy
-    ]
+    equal = [[*case, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for *case, p in proof.equal]
     laws = [
         [*case, p.draws, f"{p.emitted:.2f}", p.impossible, f"{p.pvalue:.2g}", f"{p.distance:.4f}", f"{p.noise:.4f}"]
         for *case, p in proof.laws
@@ -35,11 +32,12 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
     parts = [
         (
-            "Greedy text against plain decoding",
-            ["drafter", "tree", "tokens", "rounds", "identical", "ties", "bugs"],
-            greedy,
-            "Tie: the first differing token and plain decoding's are the target's two likeliest, and their logits, in "
-            "a finer dtype, lie within four times its largest rounding error there.",
+            "Text against plain decoding of the same seed, token for token",
+            ["drafter", "tree", "sampling", "tokens", "rounds", "identical", "ties", "bugs"],
+            equal,
+            "Tie: the first differing token and plain decoding's are those of the two largest scores (logit / "
+            "temperature + noise), which, in a finer dtype, lie within four times the largest rounding error there; or "
+            f"the edge of a filter, moved by {SLACK:g}, decides between them.",
         ),
         (
             "Every lossless rule against the exact law of three tokens, on tables",
@@ -77,9 +75,9 @@ def markdown(proof: Proof, told: str) -> str:
 
 def mismatches(proof: Proof) -> list[str]:
     return [
-        f"- {name}, {tree}, prompt {m.prompt}, token {m.position}: {m.plain} became {m.speculative}; margin "
+        f"- {name}, {tree}, {how}, prompt {m.prompt}, token {m.position}: {m.plain} became {m.speculative}; margin "
         f"{m.margin:.1e}, rounding error {m.error:.1e}: {'a tie' if m.tie else 'a BUG'}"
-        for name, tree, p in proof.greedy
+        for name, tree, how, p in proof.equal
         for m in p.mismatches
     ]
 
@@ -101,10 +99,10 @@ def print_proof(proof: Proof) -> None:
 def as_json(proof: Proof) -> dict:
     return {
         "sound": proof.sound,
-        "greedy_bugs": proof.greedy_bugs(),
+        "unequal_texts": proof.unequal(),
         "statistical_bugs": proof.statistical_bugs(),
         "threshold": proof.threshold,
-        "greedy": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.greedy],
+        "equal": [{"drafter": name, "tree": tree, "sampling": how, **asdict(p)} for name, tree, how, p in proof.equal],
         "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
         "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],
         "sampled": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.sampled],

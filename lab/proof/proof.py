@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lab.proof.greedy import GreedyProof, GreedyProver
+from lab.proof.equality import EqualityProof, EqualityProver
 from lab.proof.laws import LawProof, exact_distance, prove_law, significance
 from lab.proof.sampled import SampledProof, prove_sampled
 from specdec.contracts import Drafter, TreePolicy
@@ -17,6 +17,7 @@ from specdec.verify import VERIFIERS, make_verifier
 from trees import Chain, DynamicTree, SampledTree
 from trees.spec import TreeSpec, describe
 
+TEXTS = {"greedy": Sampling(), "temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=50, top_p=0.9)}
 SAMPLINGS = {"temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=4, top_p=0.9)}
 NUCLEUS = Sampling(1.0, top_p=0.9)
 LAW_TREES = (Chain(3), DynamicTree(3, 2, 8), SampledTree((1, 1, 1)), SampledTree((3, 2)), SampledTree((2, 1, 2)))
@@ -30,11 +31,11 @@ class OneInAThousand:
     def __init__(self, inner: Verifier, rate: float = 1e-3):
         self.inner, self.rate, self.owed = inner, rate, 0.0
         self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
-        self.likeliest_only = inner.likeliest_only
+        self.likeliest_only, self.couples = inner.likeliest_only, inner.couples
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, generator=None) -> Verdict:
-        verdict = self.inner(tree, logits, sampling, generator)
+    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, noise=None) -> Verdict:
+        verdict = self.inner(tree, logits, sampling, noise)
         refused = verdict.n == 1  # the first drafts among them
         self.owed += self.rate * verdict.n.sum().item()
         chance = max(self.owed, 0.0) / max(refused.sum().item(), 1)
@@ -48,7 +49,7 @@ class OneInAThousand:
 class Proof:
     """Everything that was tested, and what came of it."""
 
-    greedy: list[tuple[str, str, GreedyProof]] = field(default_factory=list)  # drafter, tree
+    equal: list[tuple[str, str, str, EqualityProof]] = field(default_factory=list)  # drafter, tree, sampling
     laws: list[tuple[str, str, str, LawProof]] = field(default_factory=list)  # verifier, tree, sampling
     exact: list[tuple[str, str, float]] = field(default_factory=list)  # verifier, sampling, total variation
     sampled: list[tuple[str, str, SampledProof]] = field(default_factory=list)  # drafter, tree
@@ -58,8 +59,9 @@ class Proof:
         """The p-value below which a test has failed."""
         return significance(len(self.laws) + len(self.sampled))
 
-    def greedy_bugs(self) -> int:
-        return sum(proof.bugs for *_, proof in self.greedy)
+    def unequal(self) -> int:
+        """The number of texts that differ from plain decoding for no numerical reason."""
+        return sum(proof.bugs for *_, proof in self.equal)
 
     def statistical_bugs(self) -> int:
         """The number of tests whose result is no accident."""
@@ -71,7 +73,7 @@ class Proof:
 
     @property
     def sound(self) -> bool:
-        return not self.greedy_bugs() and not self.statistical_bugs()
+        return not self.unequal() and not self.statistical_bugs()
 
 
 def fits(verifier: Verifier, tree: TreePolicy) -> bool:
@@ -105,20 +107,24 @@ def prove(
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
     pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(drafter)]
     proof = Proof()
-    with tqdm(total=2 * len(cases) + 2 * len(pairs) + 1, desc="proving", leave=False) as bar:
+    provers = {}
+    with tqdm(total=2 * len(cases) + 4 * len(pairs) + 1, desc="proving", leave=False) as bar:
+        for how, sampling in TEXTS.items():
+            provers[how] = EqualityProver(target, prompts, max_new_tokens, sampling, seed)
+        bar.update()
+        for name, tree in pairs:
+            for how, prover in provers.items():
+                proof.equal.append((name, describe(tree), how, prover.prove(drafters[name], tree, rule("match"))))
+                bar.update()
         for name, tree in cases:
             for how, sampling in SAMPLINGS.items():
                 proof.laws.append((name, describe(tree), how, prove_law(tree, rule(name), sampling, draws)))
                 bar.update()
         if not self_test:  # a rule with chances of its own has no law to enumerate
             proof.exact = [("match", how, exact_distance(rule("match"), s)) for how, s in SAMPLINGS.items()]
-        prover = GreedyProver(target, prompts, max_new_tokens)
-        bar.update()
         for name, tree in pairs:
-            drafter, match = drafters[name], rule("match")
-            proof.greedy.append((name, describe(tree), prover.prove(drafter, tree, match)))
-            bar.update()
-            sampled = prove_sampled(target, drafter, tree, rule("match"), prompts, NUCLEUS, max_new_tokens, seed)
+            match = rule("match")
+            sampled = prove_sampled(target, drafters[name], tree, match, prompts, NUCLEUS, max_new_tokens, seed)
             proof.sampled.append((name, describe(tree), sampled))
             bar.update()
     return proof

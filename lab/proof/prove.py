@@ -1,7 +1,7 @@
 """Is speculative decoding lossless here? The command:  specdec prove --out proof.md
 
-It tests greedy texts against plain decoding, the lossless rules against exact laws, and sampled texts against the
-target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
+It tests texts, greedy and sampled, against plain decoding, token for token; the lossless rules against exact laws; and
+sampled texts against the target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
 """
 
 import argparse

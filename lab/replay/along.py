@@ -14,8 +14,10 @@ from drafters.vocab import DraftVocab
 from lab.replay.acceptance import NOWHERE, follow
 from lab.replay.recording import AlongText, Candidates, RecordedText
 from lab.wrapped import WrappedDrafter
-from specdec.contracts import Drafter, DraftState
+from specdec.children import LIKELIEST, Coupled
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.types import Sampling
 from trees import DynamicTree
 from trees.dynamic import Pool
@@ -78,10 +80,13 @@ class DraftingAlong:
         steps: int,
         sampling: Sampling,
         eos: frozenset[int],
+        coupled: list[Seed] | None = None,
     ):
+        """coupled: children are, by these seeds of the texts; None: they are the likeliest."""
         self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
         self.drafter, self.topks, self.device = drafters[""], topks, target.device
         self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
+        self.seeds, self.hashes = coupled, hashes_of(torch.arange(target.vocab, device=self.device))
         roots = sum(text.roots for text in texts)
         greedy = sampling.greedy
 
@@ -94,7 +99,7 @@ class DraftingAlong:
             for topk in topks:
                 m = DynamicTree.candidates(topk, steps)
                 pool = Pool(empty(m, dtype=torch.int32), empty(m), empty(m, dtype=torch.int32))
-                self.candidates[name, topk] = Candidates(pool, None if greedy else empty(steps, topk))
+                self.candidates[name, topk] = Candidates(pool, None if greedy or coupled else empty(steps, topk))
         self.p = None if greedy else empty(steps)
         self.slots = max(topks) * (steps - 1)  # beyond the committed positions
 
@@ -130,19 +135,24 @@ class DraftingAlong:
         first = max(starts)
         prompts = None if feats is None else feats[:, :first]
         state = self.drafter.admit(0, tokens[:, 0], prompts, tokens[:, 1 : first + 1], start)
+        noise = None if self.seeds is None else Noise([self.seeds[piece.text] for piece in pieces], self.hashes)
         for n in range(int(count.max())):
             root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
             behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))
-            self._draft_roots(state, behind, [(b, p.place + n) for b, p in enumerate(pieces) if n < p.count])
+            children = LIKELIEST
+            if noise is not None:
+                children = Coupled(noise.behind(root[:, 0], self.steps), self.sampling, self.drafter.trust)
+            where = [(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]
+            self._draft_roots(state, behind, where, children)
             absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
             state = self.drafter.extend(absorbed, behind[:, :1], (n + 1 < count).long(), first + n + 1)
 
-    def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]]) -> None:
+    def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]], children: Children) -> None:
         """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
         rows, places = torch.tensor(where).T
         for name, drafter in self.drafters.items():
             seen = drafter.restrict(state) if isinstance(drafter, Restricted) else state
-            ranks, q = self._draft_along(drafter, seen, behind)
+            ranks, q = self._draft_along(drafter, seen, behind, children)
             along = self.along[name]
             along.ranks[places] = ranks.cpu()[rows]
             if along.q is not None:
@@ -152,20 +162,24 @@ class DraftingAlong:
                     along.levels = torch.zeros(len(along.ranks), dtype=torch.int32)
                 along.levels[places] = seen.levels.cpu()[rows].int()
             for topk in self.topks:
-                pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen)
+                pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen, children)
                 for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):
                     ours[places] = drafted.cpu()[rows].to(ours)
 
-    def _draft_along(self, drafter: Drafter, state: DraftState, behind: Tensor) -> tuple[Tensor, Tensor]:
+    def _draft_along(
+        self, drafter: Drafter, state: DraftState, behind: Tensor, children: Children
+    ) -> tuple[Tensor, Tensor]:
         """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D] under the
         drafter, which is fed the text itself."""
         ids, first, state = drafter.vocab.from_target(behind), state, drafter.root(state)
         ranks, probs = [], []
         for depth in range(self.steps):
-            logits, draft_id = state.logits[:, 0].float().log_softmax(-1), ids[:, depth : depth + 1]
-            own = logits.gather(1, draft_id.clamp(min=0))
-            before = torch.arange(logits.shape[1], device=logits.device) < draft_id
-            rank = ((logits > own) | ((logits == own) & before)).sum(1)
+            logits, draft_id = state.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
+            scores = logits if children is LIKELIEST else children.scores(logits, drafter.vocab, depth)
+            logits, scores = logits[:, 0], scores[:, 0]
+            own = scores.gather(1, draft_id.clamp(min=0))
+            before = torch.arange(scores.shape[1], device=scores.device) < draft_id
+            rank = ((scores > own) | ((scores == own) & before)).sum(1)
             known = draft_id[:, 0] >= 0
             ranks.append(torch.where(known, rank, NOWHERE).int())
             q = filtered_probs(logits, self.sampling).gather(1, draft_id.clamp(min=0))[:, 0]
@@ -198,6 +212,8 @@ class DraftingAlong:
             position = torch.arange(text.roots)[:, None] + depth  # from which the token of this depth is predicted
             self.p[here] = probs[position, behind]
             for (_, topk), kept in self.candidates.items():
+                if kept.p is None:
+                    continue
                 pool = Pool(*(part[here] for part in kept.pool))
                 first, _ = follow(pool, topk, behind)
                 places = first.clamp(min=0)[..., None] + torch.arange(topk)

@@ -33,6 +33,7 @@ def record(
     steps: int,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
+    children: str = "coupled",
     samples: int = 1,
     seed: int = 0,
     eos: frozenset[int] | None = None,
@@ -45,15 +46,19 @@ def record(
     Drafted are all candidates of `steps` levels for each of `topks`, and the text itself.
 
     prompts: token ids, or texts as `specdec.generate` takes them. outputs: texts of the target to take instead of
-    decoding, one for each prompt; an end-of-text token or max_new_tokens ended them. vocabularies: target ids [U'] by
-    name, for FR-Spec's restriction of the drafter (`drafters.layers.restrict`). Each is recorded beside the drafter's
-    own vocabulary, whose name is ''. batch: texts, and pieces of texts, that run at once.
+    decoding, one for each prompt; an end-of-text token or max_new_tokens ended them. seed: text number i, whether it is
+    decoded here or given, has the seed (seed, i). children: which above temperature 0, coupled or likeliest; coupled
+    ones depend on the seed that the texts were drawn by. vocabularies: target ids [U'] by name, for FR-Spec's
+    restriction of the drafter (`drafters.layers.restrict`). Each is recorded beside the drafter's own vocabulary, whose
+    name is ''. batch: texts, and pieces of texts, that run at once.
 
     Raises ValueError for what does not fit.
     """
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
     drafters = _drafters(drafter, vocabularies or {}, target.device)
     _check(target, drafters, prompts, topks, steps, sampling)
+    if children not in ("coupled", "likeliest"):
+        raise ValueError(f"what is recorded are coupled or likeliest children, not {children!r}")
     prompts = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     if outputs is None:
         questions = [q for _ in range(samples) for q in range(len(prompts))]
@@ -63,12 +68,14 @@ def record(
         if [len(outputs), *(len(o) for o in outputs if not 1 <= len(o) <= max_new_tokens)] != [len(prompts)]:
             raise ValueError(f"each of the {len(prompts)} prompts needs one output, of 1 to {max_new_tokens} tokens")
     texts = _texts(target, questions, [prompts[q] for q in questions], outputs, steps, sampling, seed, batch)
-    drafting = DraftingAlong(target, drafters, texts, sorted(set(topks)), steps, sampling, eos)
+    coupled = None if sampling.greedy or children != "coupled" else [(seed, number) for number in range(len(texts))]
+    drafting = DraftingAlong(target, drafters, texts, sorted(set(topks)), steps, sampling, eos, coupled)
     drafting.run(batch)
     settings = describe(target, None, None, None) | {
         "drafter": {"class": type(drafter).__name__} | dict(drafter.conventions),
         "vocabularies": {name: d.vocab.size for name, d in drafters.items()},
         "samples": samples,
+        "children": "likeliest" if coupled is None else children,
         "seed": seed,
         "versions": versions(),
     }
@@ -101,11 +108,13 @@ def _check(
 
 
 def _decode(target, prompts, new: int, sampling: Sampling, seed: int, eos, batch: int) -> list[list[int]]:
-    """What the target says to each prompt, without a drafter."""
+    """What the target says to each prompt, without a drafter; number i has the seed (seed, i)."""
     engine, out = Engine(target), []
     for first in range(0, len(prompts), batch):
-        how = {"max_new_tokens": new, "sampling": sampling, "seed": seed + first, "eos": eos}
-        out += [row.tokens for row in engine.generate(prompts[first : first + batch], **how).rows]
+        some = prompts[first : first + batch]
+        seeds = [(seed, first + row) for row in range(len(some))]
+        rows = engine.generate(some, max_new_tokens=new, sampling=sampling, seed=seeds, eos=eos).rows
+        out += [row.tokens for row in rows]
     return out
 
 
@@ -120,7 +129,7 @@ def _texts(
             f"a text and the {steps} tokens drafted behind it take {longest} places, the target's context has "
             f"{target.config.context}: decode fewer new tokens"
         )
-    beyond = _decode(target, whole, steps, sampling, seed + len(whole), frozenset(), batch)
+    beyond = _decode(target, whole, steps, sampling, seed, frozenset(), batch)  # by the noise of these positions
     texts = [RecordedText(*parts) for parts in zip(questions, prompts, outputs, beyond, strict=True)]
     if not any(text.roots for text in texts):
         raise ValueError("there is no round to replay: every text ends with its first token")

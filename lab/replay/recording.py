@@ -49,7 +49,8 @@ class Candidates:
 
     pool: Pool  # [R,M] int32, fp32, int32
     # [R,D,W] the target's filtered probability of the candidates for depth d behind the text's token of depth d-1.
-    # 0 for those that end a text and where there are none; None for greedy texts, where one of them is certain.
+    # 0 for those that end a text and where there are none; None for greedy texts, where one of them is certain, and for
+    # coupled children, which know the noise: given that, the text itself is certain.
     p: Tensor | None
 
 

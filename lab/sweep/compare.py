@@ -36,7 +36,8 @@ class Score:
     tokens_per_second: float
     ratio_to_plain: float
     milliseconds_a_round: dict[str, float]  # draft, verify, commit
-    same_as_plain: int  # prompts whose text is that of plain decoding; says something of greedy texts only
+    same_as_plain: int  # prompts whose text is that of plain decoding
+    settled: bool  # it has to be so, but for rounding: the texts are greedy, or the rule draws as plain decoding does
     prompts: int
     num_draft_tokens: int
     draft_vocab: int
@@ -86,22 +87,22 @@ def compare(
     engines |= {name: Engine(target, way.drafter, way.tree, way.verifier) for name, way in ways.items()}
     tallies = {name: _Tally() for name in engines}
 
-    def run(prompt: str, engine: Engine) -> Result:
-        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
-        return answer(engine, prompt, **how).result
+    def run(number: int, engine: Engine) -> Result:
+        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": [(seed, number)], "raw": raw}
+        return answer(engine, prompts[number], **how).result
 
     for engine in engines.values():
-        run(prompts[0], engine)
+        run(0, engine)
     for _ in range(trials):
-        for prompt in prompts:
+        for number in range(len(prompts)):
             for name, engine in engines.items():
-                tallies[name].add(run(prompt, engine))
+                tallies[name].add(run(number, engine))
             progress()
-    plain = tallies.pop("")
-    return plain.rate, [score(name, ways[name], tally, plain) for name, tally in tallies.items()]
+    plain, greedy = tallies.pop(""), sampling is None or sampling.greedy
+    return plain.rate, [score(name, ways[name], tally, plain, greedy) for name, tally in tallies.items()]
 
 
-def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally) -> Score:
+def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally, greedy: bool = True) -> Score:
     traces = [row.trace for row in tally.rows]
     rounds = max(sum(trace.rounds for trace in traces), 1)
     return Score(
@@ -116,6 +117,7 @@ def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally) -> Score:
         ratio_to_plain=tally.rate / plain.rate if plain.rate else 0.0,
         milliseconds_a_round={p: 1e3 * tally.parts.get(p, 0.0) / rounds for p in ("draft", "verify", "commit")},
         same_as_plain=sum(a == b for a, b in zip(tally.texts, plain.texts, strict=True)),
+        settled=greedy or way.verifier.couples,
         prompts=len(tally.texts),
         num_draft_tokens=way.tree.num_draft_tokens,
         draft_vocab=way.drafter.vocab.size,

@@ -68,7 +68,7 @@ def run(config: DictConfig) -> None:
             trials=config.trials,
             progress=bar.update,
         )
-    print_scores(scores, rate, sampling.greedy)
+    print_scores(scores, rate)
     write_csv(out / "table.csv", as_rows(scores))
     how = "greedy" if sampling.greedy else sampling
     title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"

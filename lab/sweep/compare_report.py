@@ -8,7 +8,7 @@ from lab.output import console, write_figure
 from lab.sweep.compare import Score
 
 
-def print_scores(scores: list[Score], plain_rate: float, greedy: bool) -> None:
+def print_scores(scores: list[Score], plain_rate: float) -> None:
     table = Table(title=f"plain decoding: {plain_rate:.0f} tokens/s")
     for column in ("", "tree (topk/steps/tokens)", "tau", "accepted to depth", "tokens/s", "to plain"):
         table.add_column(column, justify="left" if column in ("", "tree (topk/steps/tokens)") else "right")
@@ -25,7 +25,7 @@ def print_scores(scores: list[Score], plain_rate: float, greedy: bool) -> None:
             f"{s.tokens_per_second:.0f}",
             f"{s.ratio_to_plain:.2f}",
             f"{parts['draft']:.2f}, {parts['verify']:.2f}",
-            f"{claim}, {s.same_as_plain} of {s.prompts} identical" if greedy else claim,
+            f"{claim}, {s.same_as_plain} of {s.prompts} identical" if s.settled else claim,
         )
     console(160).print(table)
 

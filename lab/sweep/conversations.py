@@ -90,16 +90,18 @@ def converse(
 
     `batch_size` questions are decoded together, turn by turn. A conversation ends early where its next prompt and
     max_new_tokens do not fit into the target's context. name: told before each call of the engine which questions it
-    decodes (`Recorder.name`). progress: called after each batch.
+    decodes (`Recorder.name`). Conversation number i has the seed (seed, i). progress: called after each batch.
 
     Returns the engine's results in order, and the number of turns that were left out.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    results, left_out = [], 0
+    results, left_out, first = [], 0, 0
     remaining = iter(questions)
     while batch := list(islice(remaining, batch_size)):
         dialogues = [Dialogue(engine.target, question, raw, template or {}) for question in batch]
+        numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues, first)}
+        first += len(batch)
         while dialogues:
             prompts = [(d, d.ask()) for d in dialogues]
             fitting = [(d, ids) for d, ids in prompts if len(ids) + max_new_tokens <= engine.target.config.context]
@@ -113,7 +115,7 @@ def converse(
                 [ids for _, ids in fitting],
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
-                seed=seed,
+                seed=[(seed, numbers[id(d)]) for d, _ in fitting],
                 observer=observer,
             )
             results.append(result)

@@ -18,6 +18,7 @@ from specdec.cli.files import replace_folder, write_text
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.model.checkpoint import read_json
+from specdec.verify import sample_and_match
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
@@ -46,8 +47,9 @@ def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder:
 def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     """All points in a sweep's folder: (results in a fixed order, times by key, number of points left out).
 
-    Points that another version of the code made do not compare, and are left out. A greedy result gets an entry
-    `identical` if there is plain decoding of the same questions: how many answers are the same."""
+    Points that another version of the code made do not compare, and are left out. A result gets an entry
+    `identical` if there is plain decoding of the same questions and the rule draws as that does: how many answers are
+    the same."""
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
     results = [read_json(folder / RESULT) for folder in folders]
     now = code_version()
@@ -56,11 +58,15 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     for r in current:
         answers = r.pop("answers", None)
         base = plain.get(_conditions(r))
-        if answers is not None and base is not None and r["settings"]["sampling"]["temperature"] == 0:
+        if answers is not None and base is not None and _settled(r["settings"]):
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
     current.sort(key=_order)
     timings = {r["key"]: read_json(point_folder(out, r["key"]) / TIMES) for r in current}
     return current, timings, len(results) - len(current)
+
+
+def _settled(settings: dict) -> bool:
+    return settings["sampling"]["temperature"] == 0 or settings.get("tree", {}).get("verifier") == str(sample_and_match)
 
 
 def _conditions(result: dict) -> str:

@@ -205,7 +205,14 @@ class Sweep:
         steps = min(wanted["steps"], drafter.max_steps or wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
         accept = measure_acceptance(
-            self.target, drafter, [row.prompt for row in rows], [row.tokens for row in rows], steps, topk
+            self.target,
+            drafter,
+            [row.prompt for row in rows],
+            [row.tokens for row in rows],
+            steps,
+            topk,
+            sampling=self.sampling,
+            seeds=[row.seed for row in rows],
         ).tolist()
         most = sum(topk**depth for depth in range(steps + 1))
         trees = {n: optimal_paths(accept, n) for n in wanted["num_draft_tokens"] if 2 <= n <= most}

@@ -43,7 +43,7 @@ def _answer(session: Session, history: list[dict[str, str]]) -> Sequence:
         max_new_tokens=args.max_new_tokens,
         sampling=session.sampling,
         stop=[StopStrings(session.target.tokenizer, session.stops) if session.stops else None],
-        seed=args.seed + len(history),
+        seed=[(args.seed, len(history) // 2)],
         observer=session.observer(screen),
     )
     row = result.rows[0]

@@ -53,7 +53,7 @@ def _take(lock: Path, out: Path, wait: bool) -> int:
             os.close(file)  # its owner was done with it between the two calls
         _sign(file, out)
     except OSError as error:
-        raise ValueError(f"cannot write to {out}: {error.strerror}") from None
+        raise ValueError(f"cannot write {out}: {error.strerror}") from None
     return file
 
 

@@ -41,7 +41,7 @@ class Session:
         if self.drafter is not None and trees.automatic:
             self._choose_tree(asked=trees.tree is not None)
         how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, children=args.children, **how)
         self.plain = Engine(self.target, **how)
         self.recorder = None
         if args.trace is not None:
@@ -84,8 +84,10 @@ class Session:
         *,
         plain: bool = False,
         max_new_tokens: int | None = None,
+        first: int = 0,
     ) -> Generation:
-        """Decode the prompts as one batch, with the flags' settings."""
+        """Decode the prompts as one batch, with the flags' settings. first: the number of the first of them among all
+        prompts, by which they are seeded."""
         args = self.args
         return answer(
             self.plain if plain else self.engine,
@@ -94,7 +96,7 @@ class Session:
             max_new_tokens=max_new_tokens or args.max_new_tokens,
             stop=self.stops,
             logprobs=args.logprobs,
-            seed=args.seed,
+            seed=[(args.seed, first + row) for row in range(len(prompts))],
             raw=args.raw,
             observer=screen and self.observer(screen),
         )
@@ -124,10 +126,10 @@ def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation],
         if len(prompts) > 1:
             print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
         screen = Screen(session.target, quiet=not single, trees=args.show_trees, stops=session.stops)
-        done.append(session.run(batch, screen))
+        done.append(session.run(batch, screen, first=start))
         screen.end()
         if not single:
             print("\n".join(done[-1].text))
         if args.compare:
-            baseline.append(session.run(batch, plain=True))
+            baseline.append(session.run(batch, plain=True, first=start))
     return done, baseline

@@ -55,7 +55,8 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         # Nor is there a ratio where plain decoding was chosen: it would be the noise between two equal runs.
         summary["speedup"] = total.tokens_per_second / rate if rate and session.drafter is not None else None
         same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
-        summary["identical"] = all(same) if session.sampling.greedy else None
+        asked = session.sampling.greedy or session.verifier.couples
+        summary["identical"] = all(same) if asked else None
         summary["identical_rows"] = sum(same)
     return summary
 
@@ -80,7 +81,7 @@ def print_summary(session: Session, s: dict) -> None:
     if "speedup" in s:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
-        if session.sampling.greedy:
+        if s["identical"] is not None:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
         else:
             same = "the same distribution" if s["lossless"] else "two distributions, for the verifier is lossy"

@@ -6,8 +6,7 @@ dynamic acknowledgment delay", STOC 1998): carry ended rows until that has cost 
 most about twice as much as the best choice in hindsight.
 
 The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as a
-loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds, and draw the
-same numbers for the others.
+loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds.
 """
 
 from collections import abc
@@ -70,7 +69,6 @@ class Batch:
         round_: Round,
         rows: int,
         room: int,
-        generator: torch.Generator,
         clock: Clock,
         *,
         overlap: bool = False,
@@ -82,7 +80,7 @@ class Batch:
         the drafter has something to propose for."""
         self.round, self.rows, self.room = round_, rows, room
         self.overlap, self.compact, self.abstain = overlap, compact, abstain
-        self.generator, self.clock = generator, clock
+        self.clock = clock
         self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
         if round_.drafter is not None:
             round_.drafter.reset(rows, round_.draft_slots(room))
@@ -144,7 +142,7 @@ class Batch:
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
         return RoundSettings(
             settings_of([s.sampling for s in sequences], self.device),
-            self.generator,
+            self.round.noise([s.seed for s in sequences]),
             self.clock,
             penalties_of(sequences, self.round.target.config.vocab, self.device),
             any(s.logprobs is not None for s in sequences),
@@ -215,6 +213,7 @@ class Batch:
             self.state = self.state.compact(index)
             self.round.drafter.compact(index)
         self.progress.compact(index)
+        self.settings.noise.compact(index)
         penalties = self.settings.penalties
         if penalties is not None:
             penalties.compact(index)

@@ -18,6 +18,7 @@ from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences
 from specdec.model.target import Target
 from specdec.sampling.filters import settings_of
+from specdec.sampling.noise import Seed
 from specdec.types import Sampling, Verifier
 from specdec.verify import sample_and_match
 
@@ -57,13 +58,14 @@ class Engine:
         policy: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
         *,
+        children: str | None = None,
         graphs: bool | Backend | None = None,
         compile: bool = False,
         overlap: bool | None = None,
         compact: bool = True,
         abstain: bool = True,
     ):
-        self.round = Round(target, drafter, policy, verifier)
+        self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.device = target.device
         self.graphs = make_graphs(graphs, self.round, compile)
@@ -75,17 +77,20 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
+        self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     # Sequences that come and go
 
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
-        before is dropped. reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
+        before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
+        reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
-        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads), seed)
+        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads))
+        self.seed, self.added = seed, 0
 
     def add(
         self,
@@ -93,6 +98,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
+        seed: Seed | int | None = None,
         eos: frozenset[int] | None = None,
         stop: Stop | None = None,
         logprobs: bool = False,
@@ -109,8 +115,17 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, room was reserved for {self.room}, new ones included"
             )
         sequence = make_sequence(
-            prompt, max_new_tokens, sampling, stop, eos, logprobs, vocab=config.vocab, context=self.room
+            prompt,
+            max_new_tokens,
+            sampling,
+            (self.seed, self.added) if seed is None else seed,
+            stop,
+            eos,
+            logprobs,
+            vocab=config.vocab,
+            context=self.room,
         )
+        self.added += 1
         self.waiting.append(sequence)
         return sequence
 
@@ -182,7 +197,7 @@ class Engine:
         *,
         max_new_tokens: int | abc.Sequence[int] = 128,
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
-        seed: int = 0,
+        seed: int | abc.Sequence[Seed | int] = 0,
         eos: frozenset[int] | None = None,
         stop: abc.Sequence[Stop | None] | None = None,
         logprobs: bool = False,
@@ -193,13 +208,15 @@ class Engine:
         its `stop` is satisfied, after max_new_tokens, or where the target's context ends. What was reserved before is
         dropped, with the sequences in it, and nothing is reserved afterwards.
 
+        seed: of all draws. Row i has the seed (seed, i), or, of a list, the i-th; a number s stands for (s, 0). A row's
+        draws depend on its seed alone, and on nothing beside it (`specdec.sampling.noise`).
         logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
         filters (`Sequence.logprobs`). observer: is told of every step; what it is told of rounds that are replayed
         costs a copy, so an `Observer` says what it reads."""
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
         size = {"vocab": config.vocab, "context": config.context}
-        rows = make_sequences(prompts, max_new_tokens, sampling, stop, eos, logprobs, **size)
+        rows = make_sequences(prompts, max_new_tokens, sampling, seed, stop, eos, logprobs, **size)
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),
@@ -208,7 +225,7 @@ class Engine:
             penalised=any(row.sampling.penalised for row in rows),
             reads=reads_of(observer),
         )
-        self._reserve(request, seed)
+        self._reserve(request)
         self.waiting = list(rows)
         clock, prefill_seconds = self.loop.batch.clock, 0.0
         try:
@@ -223,20 +240,18 @@ class Engine:
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
-    def _reserve(self, request: Request, seed: int) -> None:
+    def _reserve(self, request: Request) -> None:
         self._clear()  # before memory is taken
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
             self._check_memory(request)
-            generator = torch.Generator(self.device)
             how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
-            batch = Batch(self.round, rows, room, generator, clock, **how)
+            batch = Batch(self.round, rows, room, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
             batch = self.graphs.begin(rows, room, clock)
-        batch.generator.manual_seed(seed)
         batch.reads = request.reads
         self.loop = Loop(batch, int(self.overlap))
 

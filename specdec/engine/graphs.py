@@ -59,7 +59,6 @@ class CudaGraphs:
     def __init__(self, device: torch.device, compiles: bool = False):
         """compiles: let Inductor compile a round before it is captured."""
         self.device, self.compiles = device, compiles
-        self.generator = torch.Generator(device)
         self.stream = capture_stream(device)
         self.forget()
 
@@ -70,26 +69,24 @@ class CudaGraphs:
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         with torch.cuda.device(self.device):
             if self.compiles:
-                run = compiled_run(run, kept, self.generator, [bound], compile_now)
+                run = compiled_run(run, kept, [bound], compile_now)
             self._warm_up(run, kept, bound)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may go on using the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
             # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
             # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
-            with own_workspaces(), torch.inference_mode(False):
-                # A replay then draws what the generator would give next, and moves it on as the round itself does.
-                graph.register_generator_state(self.generator)
-                with torch.cuda.graph(graph, **how), torch.inference_mode():
-                    made = run(bound)
+            outside = torch.inference_mode(False)
+            with own_workspaces(), outside, torch.cuda.graph(graph, **how), torch.inference_mode():
+                made = run(bound)
 
-        # What was compiled has tensors of its own that the graph reads, such as the numbers drawn for a round.
+        # What was compiled may have tensors of its own that the graph reads.
         return partial(_replay, graph, made, run if self.compiles else None)
 
     def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
         """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
         wrote into caches lies behind the committed slots, where it is void."""
-        before, numbers = [x.clone() for x in kept], self.generator.get_state()
+        before = [x.clone() for x in kept]
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -98,7 +95,6 @@ class CudaGraphs:
         current.wait_stream(self.stream)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        self.generator.set_state(numbers)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:

@@ -16,6 +16,7 @@ from specdec.engine.static_batch import buckets
 from specdec.model.attention import shares_key_heads
 
 GIB = 2**30
+NOISE = 12  # bytes
 # Bytes per logit that filters, draws and the rules of verification hold at most. A top-p filter holds the most at a
 # time, some ten tensors of four or eight bytes (`sampling.filters.filtered_probs`).
 VERIFY = 56
@@ -76,6 +77,8 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
     # A mask for each query head and slot, and once more as what is added to scores.
     masks = batch * nodes * slots * target.query_heads * (1 + width)
     likeliest = request.greedy and (drafter is None or round_.verifier.likeliest_only)
+    # Of every position of a round and token of the vocabulary, as bits, what is made of them, and a draft vocabulary's.
+    noise = 0 if request.greedy else batch * round_.path * vocab * NOISE
     each = width + (0 if likeliest else VERIFY) + (PENALTIES if request.penalised else 0)
     drafting, read = 0, 0
     if policy is not None:
@@ -84,7 +87,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
         if request.reads >= Reads.LOGITS:  # of one round by whoever reads it, while the next one runs
             read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
     round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
-    round_bytes += 2 * read
+    round_bytes += noise + 2 * read
     target_cache = target.cache_bytes(batch, slots)
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)

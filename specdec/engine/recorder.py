@@ -16,6 +16,7 @@ from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import RowTrace
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Seed
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
 from specdec.verify.walk import of_parent
 
@@ -67,6 +68,7 @@ class TracedRow:
     first: int  # the token that came from the prefill
     finish: str | None  # as `specdec.engine.sequence.Sequence` has it; None if the decoding was interrupted
     prefill_seconds: float  # of the whole batch
+    seed: Seed = (0, 0)  # of all that was drawn for it
     rounds: list[TracedRound] = field(default_factory=list)
 
     @property
@@ -146,7 +148,8 @@ class Recorder(Observer):
         seconds = report.clock.intervals(report.clock.position - 2)[0][1]  # between the last two marks
         self._names = None
         for (question, category), row in zip(names, report.rows, strict=True):
-            ours = TracedRow(question, category, call, 0, row.sampling, row.prompt, row.tokens[0], None, seconds)
+            own = row.sampling, row.prompt, row.tokens[0], None, seconds, row.seed
+            ours = TracedRow(question, category, call, 0, *own)
             self._rows[row] = ours
             rows.append(ours)
 

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.report import Reads
@@ -17,6 +18,7 @@ from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
 from specdec.sampling.likely import logprobs_of
+from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 
@@ -26,7 +28,7 @@ class RoundSettings:
     """What rounds are played with beside the pieces themselves."""
 
     sampling: Sampling | SamplingBatch
-    generator: torch.Generator
+    noise: Noise
     clock: Clock | SilentClock
     penalties: Penalties | None = None
     logprobs: bool = False  # compute those of the emitted tokens
@@ -62,16 +64,36 @@ class Round:
 
     Raises ValueError, one sentence, for pieces that do not."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, policy: TreePolicy | None, verifier: Verifier):
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        policy: TreePolicy | None,
+        verifier: Verifier,
+        children: str | None = None,
+    ):
+        """children: which the tree takes above temperature 0, one of `specdec.children.KINDS`; None for those that suit
+        the rule best."""
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
             _check_steps(drafter, policy)
             _check_verifier(verifier, policy)
+            children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
+        self.children = children
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
+
+    @cached_property
+    def hashes(self) -> Tensor:
+        """[V] of the target's tokens, for `Noise`."""
+        return hashes_of(torch.arange(self.target.vocab, device=self.target.device))
+
+    def noise(self, seeds: Sequence[Seed]) -> Noise:
+        """The noise of rows of these seeds."""
+        return Noise(seeds, self.hashes)
 
     @cached_property
     def _policies(self) -> list[TreePolicy]:
@@ -105,7 +127,7 @@ class Round:
         part = cache.admit(row, len(prompts), longest)
         taps = self.drafter.taps if self.drafter else ()
         logits, feats = self.target(tokens, part, taps=taps, last=lens - 1, prefill=True)
-        root = self._draw(logits, torch.ones_like(lens), settings)
+        root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
         logprobs = logprobs_of(logits[:, 0], root) if settings.logprobs else None
         part.advance(lens, longest)
         if self.drafter is None:
@@ -133,11 +155,15 @@ class Round:
             return self._plain(root, cache, active, settings, itself, levels)
         clock, penalties = settings.clock, settings.penalties
         policy = self.policy if most is None else self._policies[most - 1]
-        tree = policy.grow(self.drafter, root, state, settings.sampling, settings.generator)
+        sampling, noise = settings.sampling, None
+        if isinstance(sampling, SamplingBatch) or not sampling.greedy:
+            noise = settings.noise.behind(cache.lens, policy.steps + 1)
+        children = children_of(self.children, sampling, noise, self.drafter.trust)
+        tree = policy.grow(self.drafter, root, state, children)
         clock.mark("draft")
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         logits = own if penalties is None else penalties(own, tree)
-        verdict = self.verifier(tree, logits, settings.sampling, settings.generator)
+        verdict = self.verifier(tree, logits, sampling, noise)
         if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
             verdict.n = torch.minimum(verdict.n, levels + 1)
         n = verdict.n * active
@@ -171,7 +197,7 @@ class Round:
             root[:, None], cache, ancestors=itself, taps=self.drafter.taps if self.drafter else ()
         )
         n, max_len = active.long(), cache.max_len + 1
-        token = self._draw(logits, n, settings)
+        token = self._draw(logits, n, settings, cache.lens)
         cache.advance(n, max_len)
         settings.clock.mark("verify")
         logprobs = logprobs_of(logits[:, 0], token)[:, None] if settings.logprobs else None
@@ -183,14 +209,15 @@ class Round:
         return token, state, output
 
     @staticmethod
-    def _draw(logits: Tensor, n: Tensor, settings: RoundSettings) -> Tensor:
-        """The next token [B] from logits [B,1,V]; the rows of which n [B] is 1, and not 0, count it."""
-        penalties = settings.penalties
+    def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:
+        """The next token [B] from logits [B,1,V] behind the position last [B]; the rows of which n [B] is 1, and not 0,
+        count it."""
+        penalties, noise = settings.penalties, settings.noise.behind(last)
         if penalties is None:
-            return sample(logits[:, 0], settings.sampling, settings.generator)
-        token = sample(penalties(logits)[:, 0], settings.sampling, settings.generator)
-        penalties.add(token[:, None], n)
-        return token
+            return sample(logits, settings.sampling, noise)[:, 0]
+        token = sample(penalties(logits), settings.sampling, noise)
+        penalties.add(token, n)
+        return token[:, 0]
 
 
 def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
@@ -202,11 +229,6 @@ def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
 
 
 def _check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
-    if verifier.needs_q and not policy.samples:
-        raise ValueError(
-            f"{verifier} needs to know what the children of a node were drawn from, and {type(policy).__name__} does "
-            "not draw them: use a tree that samples (trees.SampledTree, or --sample-draft)"
-        )
     if verifier.chains_only and policy.topk > 1:
         raise ValueError(
             f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.engine.trace import RowTrace
+from specdec.sampling.noise import Seed
 from specdec.types import Sampling
 
 
@@ -27,6 +28,7 @@ class Sequence:
     limit: int
     at_limit: str = "length"
     sampling: Sampling = field(default_factory=Sampling)
+    seed: Seed = (0, 0)  # of all that is drawn for it
     stop: Stop | None = None
     eos: frozenset[int] = frozenset()
     tokens: list[int] = field(default_factory=list)
@@ -72,6 +74,7 @@ def make_sequence(
     prompt: list[int],
     max_new_tokens: int,
     sampling: Sampling | None,
+    seed: Seed | int,
     stop: Stop | None,
     eos: frozenset[int],
     logprobs: bool,
@@ -90,6 +93,7 @@ def make_sequence(
         min(max_new_tokens, room),
         "length" if max_new_tokens <= room else "context",
         sampling or Sampling(),
+        (seed, 0) if isinstance(seed, int) else (seed[0], seed[1]),
         stop,
         eos,
         logprobs=[] if logprobs else None,
@@ -100,19 +104,22 @@ def make_sequences(
     prompts: abc.Sequence[list[int]],
     max_new_tokens: int | abc.Sequence[int] = 128,
     sampling: Sampling | abc.Sequence[Sampling] | None = None,
+    seed: int | abc.Sequence[Seed | int] = 0,
     stop: abc.Sequence[Stop | None] | None = None,
     eos: frozenset[int] = frozenset(),
     logprobs: bool = False,
     **target: int,
 ) -> list[Sequence]:
-    """A sequence for each prompt; what is a list or tuple has one value for each. target: as for `make_sequence`."""
+    """A sequence for each prompt; what is a list or tuple has one value for each. A seed s for all gives row i the seed
+    (s, i); s for one row is (s, 0). target: as for `make_sequence`."""
     if not prompts:
         raise ValueError("no prompt was given")
     count = len(prompts)
     limits, samplings = per_row(max_new_tokens, count, "max_new_tokens"), per_row(sampling, count, "sampling")
+    seeds = [(seed, row) for row in range(count)] if isinstance(seed, int) else per_row(seed, count, "seed")
     return [
         make_sequence(*own, eos, logprobs, **target)
-        for own in zip(prompts, limits, samplings, per_row(stop, count, "stop"), strict=True)
+        for own in zip(prompts, limits, samplings, seeds, per_row(stop, count, "stop"), strict=True)
     ]
 
 

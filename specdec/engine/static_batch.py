@@ -23,7 +23,6 @@ MOST = 64  # graphs of one engine; the oldest goes first
 class Backend(Protocol):
     """Something that can record a function of static tensors, and run the record."""
 
-    generator: torch.Generator  # whose numbers the record draws anew in each run
     any_bound: bool  # a record serves all bounds, and returns new tensors; else one, and the same tensors each time
     late: bool  # a record may still be running on the device when it returns
 
@@ -33,7 +32,7 @@ class Backend(Protocol):
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         """A function that does again what `run` does with this bound of the committed length, or, with `any_bound`,
         with any up to it, and returns what that returned. kept: all tensors that `run` changes and that live on;
-        capturing leaves them, and the generator, as they are."""
+        capturing leaves them as they are."""
 
 
 def buckets(room: int) -> list[int]:
@@ -61,7 +60,7 @@ class StaticBatch(Batch):
     signature: tuple = ()
 
     def __init__(self, round_: Round, rows: int, room: int, backend: Backend, clock: Clock):
-        super().__init__(round_, rows, room, backend.generator, clock, overlap=True, compact=False)
+        super().__init__(round_, rows, room, clock, overlap=True, compact=False)
         self.backend, self.buckets = backend, buckets(room)
         self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
         self.root = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -120,6 +119,7 @@ class StaticBatch(Batch):
             kept = self.kinds[self.kind]
             _refill(kept.sampling, settings.sampling)
             _refill(kept.penalties, settings.penalties)
+            _refill(kept.noise, settings.noise)
         self.settings = self.kinds[self.kind]
         self._forget_settings()
 

@@ -72,11 +72,16 @@ def read_trace(folder: Path) -> Trace:
     nodes = load_file(folder / NODES)
     lines = _read_lines(folder / ROUNDS)
     trees = zip(*(nodes[name].split([line["nodes"] for line in lines]) for name in NODE_FIELDS), strict=True)
-    rows = [TracedRow(**line | {"sampling": Sampling(**line["sampling"])}) for line in _read_lines(folder / ROWS)]
+    rows = [_row(line) for line in _read_lines(folder / ROWS)]
     for line, parts in zip(lines, trees, strict=True):
         row, count = line.pop("row"), line.pop("nodes")
         rows[row].rounds.append(TracedRound(**line, tree=TracedTree(*parts) if count else None))
     return Trace(header["settings"], header["versions"], rows)
+
+
+def _row(line: dict) -> TracedRow:
+    """Of a file's line; one that is older than the seeds of rows has none."""
+    return TracedRow(**line | {"sampling": Sampling(**line["sampling"]), "seed": tuple(line.get("seed", (0, 0)))})
 
 
 def _row_line(row: TracedRow) -> dict:

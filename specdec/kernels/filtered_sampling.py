@@ -4,7 +4,7 @@
     t_k = the top_k-th largest x                                                          top-k, ties kept
     t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, ties kept
     t_m = max x + temperature * log min_p                                                 min-p
-    token = argmax over the survivors of x / temperature - log e,  e ~ Exp(1)             an exponential race
+    token = argmax over the survivors of x / temperature - log e                        an exponential race
 
 In torch: `sampling.draws.sample`. It differs only in ties at t_p, of which it keeps as many as its sort puts first.
 
@@ -21,8 +21,8 @@ where p = (1 - top_p) / V, below which all tokens have at most 1 - top_p togethe
 which is slower and as exact. Without top-k and top-p there are no lists: `list` holds the race of its part, and `draw`
 takes the best part. Then only min-p needs the scan.
 
-The numbers e come from Philox, keyed by a seed that is drawn from the generator on the device, and by row and token.
-How a row is cut does not change them.
+The numbers e are the noise of `sampling.noise`, by the key that comes with each row and by token. How a row is cut does
+not change them.
 """
 
 import math
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec.kernels.noise import exponential
 from specdec.kernels.parts import part_count, processors
 
 LANES = 2048  # sets of tokens of a row whose largest bound its top-k-th largest; tokens of a tile of `scan`
@@ -123,12 +124,9 @@ def _read(logits, start, first, vocab, size, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _race(x, survives, inverse, seed, number, token, best, winner, WIDTH: tl.constexpr):
+def _race(x, survives, inverse, a, b, token, best, winner, WIDTH: tl.constexpr):
     """Best score and winner so far, after the tokens of one more tile."""
-    u = tl.rand(seed, number.to(tl.int32))
-    # -log(1 - u), by its series where the subtraction would lose digits
-    e = tl.where(u < 0.004, u * (1.0 + u * (0.5 + u * 0.3333333)), -tl.log(1.0 - u))
-    score = tl.where(survives, x * inverse - tl.log(tl.maximum(e, 1e-30)), -float("inf"))
+    score = tl.where(survives, x * inverse - tl.log(exponential(token, a, b)), -float("inf"))
     value, place = tl.max(score, 0, return_indices=True)
     here = tl.sum(tl.where(tl.arange(0, WIDTH) == place, token, 0), 0)
     return tl.maximum(best, value), tl.where(value > best, here, winner)
@@ -161,7 +159,7 @@ def _whole(peaks, masses, inverse, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["top_k"])
 def _list(
-    logits, seeds, lanes, peaks, masses, scores, ids, counts, least, stride, vocab, size, inverse, top_k, log_tail, gap,
+    logits, keys, lanes, peaks, masses, scores, ids, counts, least, stride, vocab, size, inverse, top_k, log_tail, gap,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -189,10 +187,10 @@ def _list(
     else:
         if MIN_P:
             low = peak + gap
-        best, winner, seed = -float("inf"), 0, tl.load(seeds)
+        best, winner, a, b = -float("inf"), 0, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
         for first in range(0, size, WIDTH):
             x, token, real = _read(logits, part * size, first, vocab, size, WIDTH)
-            best, winner = _race(x, real & (x >= low), inverse, seed, row * vocab + token, token, best, winner, WIDTH)
+            best, winner = _race(x, real & (x >= low), inverse, a, b, token, best, winner, WIDTH)
         tl.store(scores + place, best)
         tl.store(ids + place, winner)
     tl.store(least + row, low)  # the same from every part
@@ -221,7 +219,7 @@ def _gather(scores, ids, counts, size, PARTS: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit(do_not_specialize=["top_k"])
 def _draw(
-    seeds, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, top_p, gap,
+    keys, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, top_p, gap,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -238,13 +236,13 @@ def _draw(
             cut = _threshold(scores, held, peak, inverse, top_p * mass, cut, True, WIDTH)
         if MIN_P:
             cut = tl.maximum(cut, peak + gap)
-        best, winner, seed = -float("inf"), 0, tl.load(seeds)
+        best, winner, a, b = -float("inf"), 0, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
         for first in range(0, held, WIDTH):
             place = first + tl.arange(0, WIDTH)
             x = tl.load(scores + place, mask=place < held, other=-float("inf"))
             token = tl.load(ids + place, mask=place < held, other=0)
-            survives, number = (place < held) & (x >= cut), row * vocab + token
-            best, winner = _race(x, survives, inverse, seed, number, token, best, winner, WIDTH)
+            survives = (place < held) & (x >= cut)
+            best, winner = _race(x, survives, inverse, a, b, token, best, winner, WIDTH)
         tl.store(least + row, cut)
     else:
         _, place = tl.max(tl.load(scores + row * PARTS + tl.arange(0, PARTS)), 0, return_indices=True)
@@ -255,15 +253,16 @@ def _draw(
 def launch(
     logits: Tensor,
     temperature: float,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    generator: torch.Generator | None = None,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    keys: Tensor,
     parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32, in units of the logits.
 
-    temperature must be above 0; the filters are those of `types.Sampling`. parts: of a row, a power of two; None for so
+    temperature must be above 0; the filters are those of `types.Sampling`. keys [R,2] int32: as `RoundNoise.keys_at`
+    gives them. parts: of a row, a power of two; None for so
     many that RESIDENT programs run on each multiprocessor."""
     rows, vocab = logits.shape
     assert temperature > 0
@@ -278,7 +277,7 @@ def launch(
     def empty(dtype: torch.dtype, *columns: int) -> Tensor:
         return torch.empty(rows, *columns, dtype=dtype, device=logits.device)
 
-    seed = torch.randint(2**62, (1,), device=logits.device, generator=generator)
+    keys = keys.contiguous()
     peaks, masses, lanes = (empty(torch.float32, columns) for columns in (parts, parts, parts * kept))
     listed = vocab if by_k or by_p else parts
     scores, ids, counts = empty(torch.float32, listed), empty(torch.int32, listed), empty(torch.int32, parts)
@@ -291,10 +290,10 @@ def launch(
             logits, lanes, peaks, masses, logits.stride(0), vocab, size, inverse, KEPT=kept, WIDTH=width, num_warps=4
         )
     _list[(rows, parts)](
-        logits, seed, lanes, peaks, masses, scores, ids, counts, least, logits.stride(0), vocab, size, inverse, top_k,
+        logits, keys, lanes, peaks, masses, scores, ids, counts, least, logits.stride(0), vocab, size, inverse, top_k,
         log_tail, gap, KEPT=kept, **how,
     )  # fmt: skip
     _draw[(rows,)](
-        seed, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, float(top_p), gap, **how
+        keys, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, float(top_p), gap, **how
     )
     return tokens, least

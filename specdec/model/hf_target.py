@@ -144,6 +144,11 @@ class TransformersTarget(nn.Module):
         """Root mean square of the last hidden state, measured once on a few tokens."""
         return self._final_scale
 
+    def final_gain(self) -> Tensor:
+        """[H], about what the final norm multiplies a normalised state by: the same for all dimensions, as the norm
+        itself is the model's own affair."""
+        return self._final_scale.expand(self.config.hidden)
+
     @torch.inference_mode()
     def _probe(self, text: PretrainedConfig) -> None:
         """Read the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""

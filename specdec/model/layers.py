@@ -156,7 +156,7 @@ class LinearMap(Freezable):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
-        return (self.frozen or self.bind())(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+        return (self.frozen or self.bind())(x.flatten(0, -2)).view(*x.shape[:-1], len(self.weight))
 
 
 class Linear(LinearMap, nn.Linear):

@@ -188,6 +188,10 @@ class Target(nn.Module):
         """Root mean square of a hidden state behind the final norm, as its weights set it."""
         return self.norm.gain().square().mean().sqrt()
 
+    def final_gain(self) -> Tensor:
+        """[H], what the final norm multiplies a normalised state by."""
+        return self.norm.gain()
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""
         self.bind()

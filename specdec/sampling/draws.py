@@ -1,37 +1,39 @@
-"""Draws from a distribution without synchronisation."""
+"""Draws from a distribution, by a row's noise and without synchronisation."""
 
-import torch
 from torch import Tensor
 
 from specdec.kernels import kernel_for
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import filtered_scores
+from specdec.sampling.noise import RoundNoise
 from specdec.types import PENALTIES, Sampling, SamplingBatch
 
 # What the kernel knows; penalties are in the logits already.
 IN_KERNEL = {"temperature", "top_k", "top_p", "min_p", *PENALTIES}
 
 
-def race(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """probs [..., V], not necessarily normalised -> p / e with e ~ Exp(1), of the same shape.
+def draw(probs: Tensor, gumbel: Tensor) -> Tensor:
+    """One token per row: probs [...,V], not necessarily normalised, and Gumbel noise of that shape -> [...] int64.
 
-    An exponential race: the largest is a draw from p, the k largest are k draws without replacement in order. Unlike
-    `multinomial` it does not synchronise.
-    """
-    return probs / torch.empty_like(probs).exponential_(generator=generator)
+    The largest log p + G is a draw from p (Gumbel 1954), the k largest are k draws without replacement in order."""
+    return (probs.log() + gumbel).max(-1).indices
 
 
-def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One token per row: probs [..., V], not necessarily normalised -> [...] int64."""
-    return race(probs, generator).max(-1).indices
-
-
-def sample(logits: Tensor, sampling: Sampling | SamplingBatch, generator: torch.Generator | None) -> Tensor:
-    """One token per row: logits [..., V] -> [...] int64."""
-    if isinstance(sampling, SamplingBatch):
-        return draw(filtered_probs(logits, sampling), generator)
-    if sampling.greedy:
+def sample(
+    logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, depth: Tensor | None = None
+) -> Tensor:
+    """The token behind each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, one node of
+    each depth. noise: not needed at temperature 0."""
+    if isinstance(sampling, Sampling) and sampling.greedy:
         return logits.max(-1).indices  # the first of equals, as `argmax`, in a third of its time on the CPU
-    if sampling.active <= IN_KERNEL and (kernel := kernel_for("filtered_sampling", logits)):
+    shared = isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL
+    if shared and (kernel := kernel_for("filtered_sampling", logits)):
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        return kernel(logits.flatten(0, -2), *filters, generator)[0].view(logits.shape[:-1])
-    return draw(filtered_probs(logits, sampling), generator)
+        return kernel(logits.flatten(0, 1), *filters, noise.keys_at(depth).flatten(0, 1))[0].view(logits.shape[:-1])
+    return perturbed(filtered_scores(logits, sampling), sampling, noise.at(depth)).max(-1).indices
+
+
+def perturbed(scores: Tensor, sampling: Sampling | SamplingBatch, gumbel: Tensor) -> Tensor:
+    """scores [B,...,V] with noise that broadcasts with them, but without any in rows of temperature 0."""
+    if isinstance(sampling, SamplingBatch):
+        gumbel = gumbel.masked_fill(sampling.greedy.view(-1, *[1] * (gumbel.ndim - 1)), 0.0)
+    return scores + gumbel

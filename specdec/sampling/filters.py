@@ -21,11 +21,30 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
     likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's probability.
     At temperature 0 the most likely token has all the probability.
     """
-    if isinstance(sampling, SamplingBatch):
-        return _filtered_by_row(logits, sampling)
-    if sampling.greedy:
+    if isinstance(sampling, Sampling) and sampling.greedy:
         return _certain(logits)
-    scores = logits.float() / sampling.temperature
+    probs = filtered_scores(logits, sampling).softmax(-1)
+    if isinstance(sampling, SamplingBatch):
+        probs = torch.where(_column(sampling.greedy, logits), _certain(logits), probs)
+    return probs
+
+
+def warmed(logits: Tensor, sampling: Sampling | SamplingBatch, share: float = 1.0) -> Tensor:
+    """logits [..., V] times share over the temperature, in fp32; at temperature 0 as they are."""
+    if isinstance(sampling, SamplingBatch):
+        divisor = torch.where(sampling.greedy, 1.0, sampling.temperature / share)
+        return logits.float() / _column(divisor, logits)
+    return logits.float() if sampling.greedy else logits.float() / (sampling.temperature / share)
+
+
+def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
+    """The same in logarithms and up to a constant of each row: -inf for what the filters drop. At temperature 0 the
+    logits as they are."""
+    if isinstance(sampling, SamplingBatch):
+        return _scores_by_row(logits, sampling)
+    scores = warmed(logits, sampling)
+    if sampling.greedy:
+        return scores
     if 0 < sampling.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[..., -1:], -torch.inf)
     if sampling.top_p < 1:
@@ -33,34 +52,34 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
         drop = ascending.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
         drop[..., -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    probs = scores.softmax(-1)
     if sampling.min_p > 0:
-        probs = probs.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
+    return scores
 
 
-def _filtered_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """values [B] as they broadcast with [B, ..., V]."""
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def _scores_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """The same for rows that differ, logits [B, ..., V]. A filter that is off in a row drops nothing there."""
-
-    def column(values: Tensor) -> Tensor:
-        return values.view(-1, *[1] * (logits.ndim - 1))
-
     vocab = logits.shape[-1]
-    scores = logits.float() / column(sampling.temperature)
+    scores = warmed(logits, sampling)
     if sampling.any_cut:
         ascending, order = scores.sort(dim=-1)
         top_k = torch.where(sampling.top_k == 0, vocab, sampling.top_k.clamp(max=vocab))
-        least = ascending.gather(-1, column(vocab - top_k).expand(*scores.shape[:-1], 1))
+        least = ascending.gather(-1, _column(vocab - top_k, logits).expand(*scores.shape[:-1], 1))
         ascending = ascending.masked_fill(ascending < least, -torch.inf)
-        drop = ascending.softmax(-1).cumsum(-1) <= column(sampling.tail)
+        drop = ascending.softmax(-1).cumsum(-1) <= _column(sampling.tail, logits)
         drop[..., -1] = False
         scores = scores.masked_fill(drop.scatter(-1, order, drop), -torch.inf)
-    probs = scores.softmax(-1)
     if sampling.any_min_p:
-        probs = probs.masked_fill(probs < column(sampling.min_p) * probs.amax(-1, keepdim=True), 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return torch.where(column(sampling.greedy), _certain(logits), probs)
+        probs = scores.softmax(-1)
+        least = _column(sampling.min_p, logits) * probs.amax(-1, keepdim=True)
+        scores = scores.masked_fill(probs < least, -torch.inf)
+    return scores
 
 
 def _certain(logits: Tensor) -> Tensor:

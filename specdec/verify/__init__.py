@@ -37,8 +37,7 @@ class VerifierSettings:
         metadata={
             "help": f"{', '.join(VERIFIERS)} (default match); "
             f"{' and '.join(name for name, rule in VERIFIERS.items() if rule.needs_q)} need --sample-draft; lossy: "
-            f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, and sglang with a threshold "
-            "below 1"
+            f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, sglang with a threshold"
         },
     )
     verifier_args: str | None = field(

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, of_parent, residual
+from specdec.verify.walk import accept, at, bonus_of, coins_of, of_parent, residual
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,14 @@ class BlockVerification:
     needs_q: ClassVar[bool] = True
     chains_only: ClassVar[bool] = True
     likeliest_only: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
 
     def __call__(
         self,
         tree: DraftTree,
         logits: Tensor,
         sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
+        noise: RoundNoise | None = None,
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]
@@ -48,9 +49,9 @@ class BlockVerification:
         # Both terms vanish where p equals q, and then a later token is accepted for certain.
         h = torch.where(left + (1 - reach) > 0, left / (left + (1 - reach)), 1.0)
         h = torch.cat([h[:, :-1], reach[:, -1:]], 1)
-        success = torch.rand(h.shape, device=h.device, generator=generator) < h
+        success = coins_of(tree, noise) < h
         success = F.pad(success[:, 1:], (1, 0), value=True)
         winner = torch.where(success, tree.depth, -1).max(1).indices
         at_end = (winner == tree.steps)[:, None]
         bonus = torch.where(at_end, at(winner, p), residual(at(winner, scaled), at(winner, q)))
-        return accept(tree, winner, draw(bonus, generator))
+        return accept(tree, winner, bonus_of(tree, winner, bonus, noise))

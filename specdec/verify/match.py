@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from specdec.sampling.draws import sample
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import alive, path_of
 
@@ -25,15 +25,16 @@ class SampleAndMatch:
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
     likeliest_only: ClassVar[bool] = True
+    couples: ClassVar[bool] = True
 
     def __call__(
         self,
         tree: DraftTree,
         logits: Tensor,
         sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
+        noise: RoundNoise | None = None,
     ) -> Verdict:
-        drawn = sample(logits, sampling, generator)  # [B,N]
+        drawn = sample(logits, sampling, noise, tree.depth)  # [B,N]
         # Siblings carry different tokens, so what is alive is one path, and behind each node of it comes its draw.
         path, n = path_of(tree, alive(tree, tree.tokens == drawn.gather(1, tree.parents)))
         return Verdict(path=path, n=n, tokens=drawn.gather(1, path))

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, deepest, residual
+from specdec.verify.walk import accept, at, bonus_of, coins_of, deepest, residual
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,18 @@ class MultiRoundRejection:
     needs_q: ClassVar[bool] = True
     chains_only: ClassVar[bool] = False
     likeliest_only: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
 
     def __call__(
         self,
         tree: DraftTree,
         logits: Tensor,
         sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
+        noise: RoundNoise | None = None,
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q
         children = children_by_rank(tree)
-        coins = torch.rand(children.shape, device=p.device, generator=generator)
+        coins = coins_of(tree, noise).gather(1, children.flatten(1)).view(children.shape)
         hit = torch.zeros_like(tree.tokens, dtype=torch.bool)
         undecided = torch.ones_like(hit)
         for child, coin in zip(children.unbind(-1), coins.unbind(-1), strict=True):
@@ -50,7 +51,7 @@ class MultiRoundRejection:
             p = torch.where(exists[..., None], residual(p, q), p)
             q = _without(q, token)
         winner = deepest(tree, hit)
-        return accept(tree, winner, draw(at(winner, p), generator))
+        return accept(tree, winner, bonus_of(tree, winner, at(winner, p), noise))
 
 
 def children_by_rank(tree: DraftTree) -> Tensor:

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, deepest, of_parent
+from specdec.verify.walk import accept, at, bonus_of, coins_of, deepest, of_parent
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class TwoThresholds:
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
     likeliest_only: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
 
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
@@ -43,18 +44,19 @@ class TwoThresholds:
         tree: DraftTree,
         logits: Tensor,
         sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
+        noise: RoundNoise | None = None,
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         single = of_parent(tree, p)
         single[:, 0] = 0  # the root is its own parent, and no child
         siblings = tree.parents[:, :, None] == tree.parents[:, None]
         total = torch.where(siblings.tril(), single[:, None], 0.0).sum(-1)
-        coins = torch.rand(single.shape, device=p.device, generator=generator).gather(1, tree.parents)
+        coins = coins_of(tree, noise, of_parents=True)
         willing = (coins < total / self.threshold_acc) | (single >= self.threshold_single)
         first = ~(siblings & willing[:, None]).tril(-1).any(-1)
         winner = deepest(tree, willing & first)
-        return accept(tree, winner, draw(self._bonus(tree, at(winner, p), winner), generator))
+        rest = self._bonus(tree, at(winner, p), winner)
+        return accept(tree, winner, bonus_of(tree, winner, rest, noise))
 
     @staticmethod
     def _bonus(tree: DraftTree, p: Tensor, winner: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, alive, at, of_parent
+from specdec.verify.walk import accept, alive, at, bonus_of, of_parent
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class TypicalAcceptance:
     needs_q: ClassVar[bool] = False
     chains_only: ClassVar[bool] = False
     likeliest_only: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
 
     epsilon: float = 0.09
     alpha: float = 0.3
@@ -41,7 +42,7 @@ class TypicalAcceptance:
         tree: DraftTree,
         logits: Tensor,
         sampling: Sampling | SamplingBatch,
-        generator: torch.Generator | None = None,
+        noise: RoundNoise | None = None,
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         entropy = torch.special.entr(p).sum(-1)  # [B,N]
@@ -54,4 +55,4 @@ class TypicalAcceptance:
         score = torch.where(tree.ancestors, log[:, None], 0.0).sum(-1)
         longest = depth == depth.amax(1, keepdim=True)
         winner = torch.where(longest, score, -torch.inf).max(1).indices
-        return accept(tree, winner, draw(at(winner, p), generator))
+        return accept(tree, winner, bonus_of(tree, winner, at(winner, p), noise))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from specdec.sampling.draws import draw
+from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Verdict
 
 
@@ -32,6 +34,23 @@ def accept(tree: DraftTree, winner: Tensor, bonus: Tensor) -> Verdict:
     path, n = path_of(tree, on_path)
     tokens = tree.tokens.gather(1, path).roll(-1, 1).scatter_(1, (n - 1)[:, None], bonus[:, None])
     return Verdict(path=path, n=n, tokens=tokens)
+
+
+def coins_of(tree: DraftTree, noise: RoundNoise | None, of_parents: bool = False) -> Tensor:
+    """[B,N] a number of (0, 1) for each node, by which it is taken or refused; void at the root. of_parents: siblings
+    have the same. Without noise, at temperature 0, it decides nothing."""
+    if noise is None:
+        return torch.full(tree.tokens.shape, 0.5, device=tree.tokens.device)
+    if of_parents:
+        return noise.coins(tree.depth, tree.tokens).gather(1, tree.parents)
+    return noise.coins((tree.depth - 1).clamp(min=0), tree.tokens)
+
+
+def bonus_of(tree: DraftTree, winner: Tensor, probs: Tensor, noise: RoundNoise | None) -> Tensor:
+    """The token [B] that is drawn from probs [B,V] behind the nodes winner [B]; without noise the likeliest."""
+    if noise is None:
+        return probs.max(-1).indices
+    return draw(probs, noise.at(tree.depth.gather(1, winner[:, None]).squeeze(1)))
 
 
 def at(nodes: Tensor, values: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def test_where_nothing_was_written_nothing_is_left(tmp_path):
 
 
 def test_a_place_without_permission_is_told():
-    with pytest.raises(ValueError, match="cannot write to /proc/none/out"), only_writer(Path("/proc/none/out")):
+    with pytest.raises(ValueError, match="cannot write /proc/none/out"), only_writer(Path("/proc/none/out")):
         pass
 
 

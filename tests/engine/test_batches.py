@@ -15,6 +15,7 @@ from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.text import StopStrings, TextStream
 from specdec.types import DraftTree, Sampling, SamplingBatch
@@ -85,13 +86,14 @@ def test_one_table_of_settings_filters_as_each_setting_does():
     g = torch.Generator().manual_seed(0)
     settings = [*SETTINGS, Sampling(0.5, top_k=3), Sampling(1.5, top_p=0.3), Sampling(0.9, min_p=0.3), Sampling(1.0)]
     settings.append(Sampling(1.0, top_k=500))  # more than there are
-    for shape in ((29,), (4, 29)):
+    rows = Noise([(0, row) for row in range(len(settings))], hashes_of(torch.arange(29)))
+    for shape in ((1, 29), (4, 29)):
         logits = torch.randn(len(settings), *shape, generator=g) * 3
         batched = filtered_probs(logits, SamplingBatch(settings, CPU))
         alone = torch.stack([filtered_probs(x, s) for x, s in zip(logits, settings, strict=True)])
         assert torch.equal(batched > 0, alone > 0)
         torch.testing.assert_close(batched, alone, rtol=0, atol=1e-6)
-        drawn = sample(logits, SamplingBatch(settings, CPU), g)
+        drawn = sample(logits, SamplingBatch(settings, CPU), rows.behind(torch.zeros(len(settings)).long(), shape[0]))
         assert drawn.shape == logits.shape[:-1]
         assert torch.equal(drawn[0], logits[0].argmax(-1)), "the first row is greedy"
         assert (batched.gather(-1, drawn[..., None]) > 0).all()

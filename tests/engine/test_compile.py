@@ -78,7 +78,7 @@ def test_products_with_packed_weights(dtype):
         graphs.append(graph)
         return lambda inputs: list(graph.module(*inputs))
 
-    compiled_run(multiply, [], torch.Generator(), [8, 4], interpret)(8)
+    compiled_run(multiply, [], [8, 4], interpret)(8)
     assert torch.equal(out, expected)
     used = {str(node.target).split(".")[0] for node in graphs[0].module.graph.nodes if node.op == "call_function"}
     assert used & {"quantized", "mkldnn"} == set()

@@ -79,8 +79,8 @@ def test_rules_that_know_q_follow_the_target(tree, verifier, sampling):
 class Credulous(SampleAndMatch):
     """Takes the first drafted token whatever the target says."""
 
-    def __call__(self, tree, logits, sampling, generator=None):
-        verdict = super().__call__(tree, logits, sampling, generator)
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
         first = tree.tokens[:, 1:2].expand_as(verdict.tokens)
         return Verdict(verdict.path, verdict.n, torch.where(verdict.n[:, None] == 1, first, verdict.tokens))
 

@@ -67,9 +67,6 @@ class Again:
 
     any_bound, late = False, False
 
-    def __init__(self):
-        self.generator = torch.Generator()
-
     def forget(self) -> None:
         pass
 

@@ -4,12 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from helpers import merge_rare_cells
 from kernel_cases import close, in_dtypes, on_devices, sums
 from scipy import stats
 
 from specdec.kernels import filtered_sampling, head_topk
-from specdec.sampling.filters import filtered_probs
+from specdec.kernels.noise import noise_bits
+from specdec.sampling.filters import filtered_probs, filtered_scores
+from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
 from specdec.types import Sampling
 
 pytestmark = on_devices
@@ -17,13 +21,13 @@ pytestmark = on_devices
 
 def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    logits, hidden = bf16(60, 128256), bf16(10, 4096)
+    logits, hidden, keys = bf16(60, 128256), bf16(10, 4096), ints(60, 2).int()
     return {
         "10 of 32,000": lambda: head_topk.launch(hidden, bf16(32000, 4096), 10),
         "1 of 128,256": lambda: head_topk.launch(hidden[:1], bf16(128256, 4096), 1),
-        "all filters, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 50, 0.9, 0.01, parts=8),
-        "top-p, 64 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 0.9, parts=64),
-        "no filter, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, parts=8),
+        "all filters, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 50, 0.9, 0.01, keys, parts=8),
+        "top-p, 64 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 0.9, 0.0, keys, parts=64),
+        "no filter, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 1.0, 0.0, keys, parts=8),
     }
 
 
@@ -55,6 +59,11 @@ def test_head_topk_of_nan_stays_in_the_vocabulary(device):
     assert ((ids >= 0) & (ids < 130)).all()
 
 
+def keys_of(rows: int, device, seed: int = 3) -> torch.Tensor:
+    noise = Noise([(seed, row) for row in range(rows)], hashes_of(torch.arange(1)))
+    return noise.behind(torch.zeros(rows, dtype=torch.int64)).keys[:, 0].to(device)
+
+
 FILTERS = [
     (0.7, 20, 1.0, 0.0),
     (1.0, 0, 0.9, 0.0),
@@ -74,7 +83,8 @@ FILTERS = [
 def test_filters_keep_what_sorting_keeps(device, vocab, parts, filters):
     torch.manual_seed(0)
     logits = torch.randn(2, vocab) * 3
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=parts))
+    found = filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=parts)
+    tokens, least = (x.cpu() for x in found)
     kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert torch.equal(kept, filtered_probs(logits, Sampling(*filters)) > 0)
@@ -88,7 +98,8 @@ def test_parts_may_hold_nothing(device, filters, order):
     logits = torch.randn(2, 900, generator=torch.Generator().manual_seed(0)).sort(descending=True).values * 2
     if order == "few":
         logits[:, 300:] = -torch.inf
-    tokens, least = (x.cpu() for x in filtered_sampling.launch(logits.to(device), *filters, parts=8))
+    found = filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device), parts=8)
+    tokens, least = (x.cpu() for x in found)
     kept = logits >= least[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
     assert kept.gather(1, tokens[:, None]).all()
@@ -98,9 +109,7 @@ def test_parts_may_hold_nothing(device, filters, order):
 def test_parts_do_not_change_the_draw(device, filters):
     torch.manual_seed(0)
     logits = torch.randn(8, 300, device=device)
-    draws = [
-        filtered_sampling.launch(logits, *filters, torch.Generator(device).manual_seed(3), parts)[0] for parts in (1, 4)
-    ]
+    draws = [filtered_sampling.launch(logits, *filters, keys_of(8, device), parts)[0] for parts in (1, 4)]
     assert torch.equal(*draws)
 
 
@@ -109,7 +118,7 @@ def test_filters_keep_ties(device, filters):
     """bf16 logits have many ties. All that equal the threshold are kept, as transformers' top-k keeps them."""
     torch.manual_seed(0)
     logits = torch.randn(2, 3000).bfloat16()
-    _, least = filtered_sampling.launch(logits.to(device), *filters)
+    _, least = filtered_sampling.launch(logits.to(device), *filters, keys_of(2, device))
     kept = logits >= least.cpu()[:, None]
     assert torch.equal(kept, filtered_sampling.reference(logits.double(), *filters))
 
@@ -123,18 +132,36 @@ def test_draws_have_the_filtered_distribution(device, filters, draws):
     torch.manual_seed(0)
     logits, draws = torch.randn(11) * 1.5, draws if device == "cpu" else 20_000
     rows = logits.expand(draws, -1).contiguous().to(device)
-    tokens, _ = filtered_sampling.launch(rows, *filters, torch.Generator(device).manual_seed(3))
+    tokens, _ = filtered_sampling.launch(rows, *filters, keys_of(draws, device))
     seen, expected = tokens.cpu().bincount(minlength=11).double(), filtered_probs(logits, Sampling(*filters)).double()
     assert (seen[expected == 0] == 0).all()
     seen, expected = merge_rare_cells(seen[expected > 0], expected[expected > 0] * draws)
     assert stats.chisquare(seen, expected * (seen.sum() / expected.sum())).pvalue > 1e-3
 
 
-def test_draws_follow_the_generator(device):
-    logits = torch.zeros(4, 300, device=device)
-    draws = [
-        filtered_sampling.launch(logits, 1.0, generator=torch.Generator(device).manual_seed(seed))[0].tolist()
-        for seed in (0, 0, 1)
-    ]
-    assert draws[0] == draws[1] != draws[2]
-    assert len(set(draws[0])) > 1, "rows share their noise"
+@triton.jit
+def _bits(out, keys, vocab, WIDTH: tl.constexpr):
+    row, token = tl.program_id(0), tl.arange(0, WIDTH)
+    bits = noise_bits(token, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1))
+    tl.store(out + row * vocab + token, bits.to(tl.int32, bitcast=True), mask=token < vocab)
+
+
+def test_the_bits_of_the_noise_are_those_of_torch(device):
+    """And those of the CPU, where the keys are made too."""
+    noise = Noise([(0, 0), (-1, 2**63), (12345678901234567890123, 7)], hashes_of(torch.arange(1000)))
+    keys = noise.behind(torch.tensor([0, 5, 10**6]), 4).keys.flatten(0, 1)
+    out = torch.zeros(12, 1000, dtype=torch.int32, device=device)
+    _bits[(12,)](out, keys.to(device), 1000, WIDTH=1024)
+    assert torch.equal(out.cpu(), bits_of(keys, noise.hashes))
+    hashes = hashes_of(torch.arange(1000, device=device))
+    assert torch.equal(bits_of(keys.to(device), hashes).cpu(), out.cpu())
+
+
+@pytest.mark.parametrize("filters", [(1.0, 0, 1.0, 0.0), (0.8, 20, 0.9, 0.0), (1.2, 0, 1.0, 0.05)], ids=str)
+def test_the_kernel_draws_what_torch_draws(device, filters):
+    logits, keys = torch.randn(60, 700, generator=torch.Generator().manual_seed(1)) * 2, keys_of(60, device)
+    tokens, _ = filtered_sampling.launch(logits.to(device), *filters, keys)
+    noise = gumbel(bits_of(keys.cpu(), hashes_of(torch.arange(700))))
+    expected = (filtered_scores(logits, Sampling(*filters)) + noise).argmax(-1)
+    assert torch.equal(tokens.cpu(), expected)
+    assert len(set(expected.tolist())) > 20

@@ -7,7 +7,7 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from scipy import stats
 
-from lab.proof.greedy import GreedyProver, Mismatch
+from lab.proof.equality import EqualityProver, Mismatch
 from lab.proof.laws import chi_square, exact_distance, prove_law
 from lab.proof.proof import LAW_TREES, OneInAThousand, fits
 from lab.proof.prove import main
@@ -48,8 +48,8 @@ def test_one_wrong_token_in_a_thousand_breaks_the_law(name):
 class Credulous(SampleAndMatch):
     """Emits the first draft where the target refused it."""
 
-    def __call__(self, tree, logits, sampling, generator=None):
-        verdict = super().__call__(tree, logits, sampling, generator)
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
         verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
         return verdict
 
@@ -60,10 +60,11 @@ def test_enumeration():
     assert exact_distance(Credulous(), WARM) > 0.05
 
 
-def test_greedy_texts_are_compared_token_for_token():
+@pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+def test_texts_are_compared_token_for_token(sampling):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    prover = GreedyProver(target, PROMPTS, 40)
+    prover = EqualityProver(target, PROMPTS, 40, sampling, seed=3)
     tree = DynamicTree(3, 3, 9)
     proof = prover.prove(drafter, tree, SampleAndMatch())
     assert (proof.same, proof.texts, proof.bugs, proof.ties) == (3, 3, 0, 0)

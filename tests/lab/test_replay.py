@@ -11,6 +11,7 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 
 from drafters.layers import restrict
 from lab.replay import Superset, along, likely, record, while_likely
+from specdec.children import LIKELIEST
 from specdec.engine.engine import Engine
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling
@@ -82,8 +83,8 @@ def test_fewer_steps_are_the_first_part_of_more(target, drafter):
     pools = []
 
     class Keeping(DynamicTree):
-        def expand(self, drafter, state) -> Pool:
-            pools.append(super().expand(drafter, state))
+        def expand(self, drafter, state, children) -> Pool:
+            pools.append(super().expand(drafter, state, children))
             return pools[-1]
 
     for steps in (4, 2):
@@ -114,7 +115,7 @@ class Truncated(DynamicTree):
         super().__init__(*setting)
         self.rule, self.sizes = rule, []
 
-    def grow(self, drafter, root, state, sampling=None, generator=None) -> DraftTree:
+    def grow(self, drafter, root, state, children=LIKELIEST) -> DraftTree:
         pool = self.expand(drafter, state)
         sizes = [self.topk] + [self.topk**2] * (self.steps - 1)
         levels, nodes = (int(x) for x in self.rule(pool.scores.split(sizes, 1)))
@@ -137,12 +138,33 @@ def test_truncation_rules(target, drafter, rule):
     assert replayed.rows != superset.replay(DynamicTree(3, 3, 12)).rows
 
 
+@pytest.mark.parametrize("children", ["coupled", "likeliest"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp-two-heads-pre-norm", "suffix"])
+@pytest.mark.parametrize("sampling", [Sampling(0.8), Sampling(0.8, 7, 0.95)], ids=["plain", "filtered"])
+def test_sampled_rounds_are_those_of_real_runs(target, kind, sampling, children):
+    """What the target draws is settled by seed and position, so one recording holds the rounds of every tree."""
+    drafter = DRAFTERS[kind](target)
+    how = {"sampling": sampling, "seed": 5, "children": children} | HOW
+    superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, **how)
+    trees = [*(DynamicTree(*setting) for setting in SETTINGS), Chain(3)]
+    if kind != "suffix":  # whose children tie if they are the likeliest
+        trees.append(STATIC)
+    accepted = 0
+    for tree, replayed in zip(trees, superset.replay_many(trees), strict=True):
+        rows = Engine(target, drafter, tree, children=children).generate(PROMPTS, sampling=sampling, seed=5, **HOW).rows
+        assert [text.tokens for text in superset.texts] == [row.tokens for row in rows]
+        assert replayed.rows == [row.trace for row in rows]
+        accepted += sum(map(sum, (row.accepted for row in replayed.rows)))
+    assert accepted > 0, "nothing was accepted: the test shows nothing"
+
+
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, 7, 0.95)], ids=["plain", "filtered"])
 @pytest.mark.parametrize("tree", [DynamicTree(3, 3, 9), Chain(3), STATIC], ids=["dynamic", "chain", "static"])
 def test_sampled_rounds_are_those_of_the_run_that_wrote_the_text(target, drafter, sampling, tree):
     rows = real(target, drafter, tree, sampling=sampling, prompts=PROMPTS * 4, seed=5)
     outputs = [row.tokens for row in rows]
-    superset = record(target, drafter, PROMPTS * 4, topks=(3,), steps=3, sampling=sampling, outputs=outputs, **HOW)
+    how = {"topks": (3,), "steps": 3, "sampling": sampling, "seed": 5}
+    superset = record(target, drafter, PROMPTS * 4, outputs=outputs, **how, **HOW)
     replayed = superset.replay_many([tree])[0]
     assert replayed.emitted == [row.trace.emitted for row in rows]
     assert replayed.tau > 1, "nothing was accepted: the test shows nothing"
@@ -163,7 +185,7 @@ def every_text():
         probability.append(probs[range(1, 1 + len(text)), text].double().prod())
     superset = record(
         target, drafter, [prompt] * len(outputs), topks=(1, 2, 3), steps=3, max_new_tokens=4, sampling=sampling,
-        eos=frozenset({eos}), outputs=outputs, batch=256,
+        eos=frozenset({eos}), outputs=outputs, batch=256, children="likeliest",
     )  # fmt: skip
     assert sum(probability) == pytest.approx(1, abs=1e-5)
     return superset, torch.stack(probability)
@@ -194,7 +216,16 @@ def test_drawn_chains_under_rejection(target):
     outputs = [row.tokens for row in rows]
     how = HOW | {"max_new_tokens": 12}
     superset = record(
-        target, drafter, prompts, topks=(1,), steps=3, sampling=sampling, outputs=outputs, batch=300, **how
+        target,
+        drafter,
+        prompts,
+        topks=(1,),
+        steps=3,
+        sampling=sampling,
+        outputs=outputs,
+        batch=300,
+        children="likeliest",
+        **how,
     )
     rounds = torch.tensor([float(row.trace.rounds) for row in rows])
 
@@ -244,7 +275,7 @@ def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
     """Of n-grams: in files, in sampled texts, and in drawn chains."""
     drafter, how = DRAFTERS["suffix"](target), {"topks": (1,), "steps": 3, "sampling": Sampling(0.7)}
     rows = real(target, drafter, Chain(3), sampling=how["sampling"], prompts=PROMPTS * 4, seed=5)
-    superset = record(target, drafter, PROMPTS * 4, outputs=[row.tokens for row in rows], **how, **HOW)
+    superset = record(target, drafter, PROMPTS * 4, outputs=[row.tokens for row in rows], seed=5, **how, **HOW)
     superset.save(tmp_path / "superset")
     again = Superset.load(tmp_path / "superset")
     for kept in (superset, again):

@@ -38,6 +38,7 @@ KINDS = ["eagle3", "eagle", "mtp-three-heads", "medusa"]
 SETTINGS = [
     "drafter.draft_vocab_size=200", "data.heldout=8", "trainer.batch_tokens=256", "trainer.steps=4",
     "trainer.log_every=1", "trainer.save_every=2", "trainer.eval_batches=2", "objective.steps=3",
+    "trainer=small", "objective=eagle3", "drafter=eagle3",
 ]  # fmt: skip
 
 

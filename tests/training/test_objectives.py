@@ -82,6 +82,8 @@ def test_a_batch_with_nothing_to_learn_is_harmless():
     assert loss == 0
     assert metrics["counted"] == 0
     assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+    with torch.no_grad():  # as evaluation runs it
+        assert Eagle3Objective(steps=3)(drafter, **data | {"loss_mask": torch.zeros(4, 12)})[0] == 0
 
 
 @pytest.mark.parametrize(("length", "width"), [(None, 0.1), (6, 0.05)])

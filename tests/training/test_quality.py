@@ -91,6 +91,7 @@ def test_learnt_tokens_are_those_of_answers_and_other_settings_refused(command, 
         (["demo_nothing"], "demo_nothing is neither the folder of a run nor an experiment; of these there are demo, "),
         (["demo", "--out", "OUT"], "to train demo give --data"),
         (["demo_mtp", "COMMAND", "trainer.stepps=3"], "Could not override 'trainer.stepps'."),
+        (["demo_mtp", "COMMAND", "trainer.steps=null"], "demo_mtp says no number of steps: give --set"),
         (["FOLDER", "--out", "OUT"], "has no measured tau: train with trainer.prompts=FILE"),
     ],
 )

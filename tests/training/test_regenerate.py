@@ -244,7 +244,7 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
         (("--batch-size", "0"), "--batch-size must be at least 1"),
         (("--shard-size", "0"), "--shard-size must be at least 1"),
         (("--top-p", "0.5"), "need a temperature above 0"),
-        (("--limit", "0"), "there is no prompt to answer"),
+        (("--limit", "0"), "--limit must be at least 1"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
     ],
 )

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_drafter
+from helpers import tiny_drafter, tiny_target
 from omegaconf import OmegaConf
 
-from drafters.eagle3 import look_at_itself
+from drafters.eagle3 import look_at_itself, scale_of
 from drafters.formats import load_drafter, save_drafter
+from drafters.formats.convert import without_a_form
 from drafters.layers import DraftAttention, DraftShape
 from specdec.model.layers import Rope, RopeTable
 from specdec.model.loader import load_target
@@ -94,3 +95,35 @@ def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target_path):
     torch.testing.assert_close(heard.square().mean().sqrt(), 0.5 * target.final_scale())
     passed = head.fc(torch.cat([torch.zeros_like(feature), feature], dim=-1)) - head.fc.bias
     torch.testing.assert_close(passed, feature)
+
+
+def test_divided_features_end_up_in_a_saved_fc(tmp_path):
+    """A head that SGLang loads too: it starts with the deepest tap behind the target's final norm, and what is saved
+    takes features as they are and says the same."""
+    target, config = tiny_target(layers=6), settings("eagle3", draft_vocab_size=None)
+    drafter = build_drafter(config, target, [], 0)
+    assert drafter.taps == (1, 3, 5)
+    with torch.no_grad():
+        drafter.tap_scale[: target.config.hidden] *= 4  # as if that tap were small
+        feats = target(torch.arange(17)[None], None, taps=drafter.taps)[1]
+        behind_the_norm = target.norm(feats.chunk(3, dim=-1)[-1])
+        torch.testing.assert_close(drafter.norm(drafter.fuse(feats)), behind_the_norm, rtol=1e-4, atol=1e-4)
+        drafter.fc.weight.add_(torch.randn_like(drafter.fc.weight))
+        assert "sglang" not in without_a_form(drafter, target)
+        save_drafter(drafter, tmp_path / "draft", target)
+        loaded = load_drafter(tmp_path / "draft", target)
+        torch.testing.assert_close(loaded.fc(feats), drafter.fuse(feats), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(drafter.fc(feats), drafter.fuse(feats), rtol=0.1)
+    further = build_drafter(config, target, [], 0, str(tmp_path / "draft"))
+    assert torch.equal(further.scaled_fc(), loaded.fc.weight)
+
+
+def test_features_are_divided_by_their_size():
+    target = tiny_target(layers=6)
+    target.blocks[3].mlp.down.weight.data.mul_(1000)
+    scale = scale_of(target, (1, 3, 5)).unflatten(0, (3, -1))
+    feats = target(torch.arange(17)[None], None, taps=(1, 3, 5))[1].unflatten(-1, (3, -1))
+    sizes = (feats * scale).square().mean((0, 1, 3)).sqrt()
+    assert ((sizes > 0.5) & (sizes < 2)).all()
+    assert scale[2, 0] < scale[1, 0] / 8
+    assert torch.equal(scale.log2(), scale.log2().round())

@@ -56,6 +56,7 @@ def settings(target_path, data) -> list[str]:
         f"target.path={target_path}", f"data.path={data}", "drafter.draft_vocab_size=200", "objective.steps=3",
         "data.heldout=8", "trainer.batch_tokens=100", "trainer.steps=6", "trainer.save_every=3", "trainer.log_every=1",
         "trainer.eval_batches=2", "trainer.ema=0.5", "trainer.recompute=true",
+        "trainer=small", "objective=eagle3", "drafter=eagle3",
     ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def train(target_path, data, out, *overrides):
     command = [
         sys.executable, "-m", "training.train", f"target.path={target_path}", f"data.path={data}", f"out={out}",
         "drafter.draft_vocab_size=200", "data.heldout=8", "trainer.batch_tokens=256", "trainer.steps=20",
-        "trainer.log_every=5", "objective.steps=3", *overrides,
+        "trainer.log_every=5", "objective.steps=3", "trainer.prompts=null", *overrides,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -130,7 +130,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(target_path, data, t
     command = [
         sys.executable, "-c", script, f"target.path={target_path}", f"data.path={data}", f"out={out}",
         "drafter.draft_vocab_size=200", "data.heldout=8", "trainer.batch_tokens=256", "trainer.steps=20",
-        "trainer.log_every=5", "objective.steps=3", "trainer.save_every=9", "hydra.run.dir=.", optimizer,
+        "trainer.log_every=5", "objective.steps=3", "trainer.prompts=null", "trainer.save_every=9", optimizer,
+        "hydra.run.dir=.",
         "hydra/job_logging=none", "--config-path", str(CONF), "--config-name", "train",
     ]  # fmt: skip
     assert subprocess.run(command, capture_output=True, check=False).returncode == 9

@@ -5,10 +5,12 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from test_trees import check_invariants
 
+from drafters.vocab import DraftVocab
+from specdec.children import LIKELIEST, Drawn, children_of
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.types import Sampling
 from trees import Chain, SampledTree
-from trees.sampled import _draw_children
 
 EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 
@@ -24,7 +26,9 @@ def start(drafter, target, b=2):
 
 def grow(policy, drafter, target, sampling, b=2):
     root = torch.full((b,), 3)
-    return policy.grow(drafter, root, start(drafter, target, b), sampling, torch.Generator().manual_seed(0))
+    noise = Noise([(0, row) for row in range(b)], hashes_of(torch.arange(17))).behind(root, policy.steps + 1)
+    children = children_of("drawn", sampling, noise) if policy.samples else LIKELIEST
+    return policy.grow(drafter, root, start(drafter, target, b), children)
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
@@ -64,7 +68,8 @@ def test_q_is_what_the_drafter_says_after_each_path(expansion, sampling):
 
 def test_children_are_drawn_from_q_without_replacement_in_order():
     rows, logits = 100_000, torch.randn(5, generator=torch.Generator().manual_seed(2))
-    q, pairs = _draw_children(logits.expand(rows, 5), 2, Sampling(1.0), torch.Generator().manual_seed(3))
+    noise = Noise([(3, row) for row in range(rows)], hashes_of(torch.arange(5))).behind(torch.zeros(rows).long())
+    q, pairs = (x[:, 0] for x in Drawn(noise, Sampling(1.0)).draw(logits.expand(rows, 1, 5), DraftVocab(5), 0, 2))
     seen = (pairs[:, 0] * 5 + pairs[:, 1]).bincount(minlength=25).view(5, 5)
     expected = q[0, :, None] * q[0] / (1 - q[0, :, None])
     expected.fill_diagonal_(0)

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
 
 from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.types import DraftTree, Sampling
 from specdec.verify import sample_and_match
 from trees.ancestors import ancestors_of
@@ -88,14 +89,16 @@ def test_filters_match_transformers(sampling):
     torch.testing.assert_close(filtered_probs(logits, sampling), scores.softmax(-1), rtol=1e-6, atol=1e-7)
 
 
-def test_draws_follow_the_distribution_and_the_generator():
-    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(200_000, 9)
-    sampling = Sampling(temperature=0.7)
-    drawn = sample(logits, sampling, torch.Generator().manual_seed(1))
+def test_draws_follow_the_distribution_and_the_seeds():
+    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(200_000, 1, 9)
+    sampling, hashes = Sampling(temperature=0.7), hashes_of(torch.arange(9))
+    noise = Noise([(1, row) for row in range(200_000)], hashes).behind(torch.zeros(200_000, dtype=torch.int64))
+    drawn = sample(logits, sampling, noise)[:, 0]
     share = drawn.bincount(minlength=9) / len(drawn)
     # Five standard deviations of a share estimated from 200,000 draws are at most 5 * sqrt(.25 / 200000) = .0056
-    torch.testing.assert_close(share, filtered_probs(logits[0], sampling), rtol=0, atol=0.0056)
-    assert torch.equal(drawn, sample(logits, sampling, torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(share, filtered_probs(logits[0, 0], sampling), rtol=0, atol=0.0056)
+    again = Noise([(1, 5)], hashes).behind(torch.zeros(1, dtype=torch.int64))
+    assert sample(logits[:1], sampling, again) == drawn[5]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from scipy import stats
 from test_verify import random_tree
 
 from lab.proof.laws import TableDrafter
+from specdec.children import Drawn, children_of
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.types import DraftTree, Sampling
 from specdec.verify import (
     VERIFIERS,
@@ -25,7 +27,6 @@ from specdec.verify import (
 )
 from trees import SampledTree
 from trees.ancestors import ancestors_of
-from trees.sampled import _draw_children
 
 V, ROWS = 6, 40_000
 G = torch.Generator().manual_seed(11)
@@ -47,22 +48,29 @@ class CheckedDrafter(TableDrafter):
         return super().step(tokens, hidden, level, ancestors)
 
 
-def verify(verifier, tree: DraftTree, sampling: Sampling, generator):
-    return verifier(tree, TARGET[tree.tokens], sampling, generator)
+def noise_of(rows: int, steps: int, seed: int = 0):
+    """The noise of the positions behind token 0 of so many rows, and of three positions beyond these."""
+    noise, root = Noise([(seed, row) for row in range(rows)], hashes_of(torch.arange(V))), torch.zeros(rows).long()
+    return noise.behind(root, steps + 1), noise.behind(root + steps + 1, 3)
 
 
-def three_tokens(verifier, expansion, sampling, ids=None, rows=ROWS, seed=0):
+def verify(verifier, tree: DraftTree, sampling: Sampling, noise):
+    return verifier(tree, TARGET[tree.tokens], sampling, noise)
+
+
+def three_tokens(verifier, expansion, sampling, ids=None, rows=ROWS, seed=0, kind="drawn"):
     """The first three tokens after token 0 [rows,3]: the emitted ones, and draws from the target where they are fewer;
     and the numbers emitted [rows]."""
-    generator = torch.Generator().manual_seed(seed)
     drafter, root = CheckedDrafter(ids), torch.zeros(rows, dtype=torch.int64)
-    tree = SampledTree(expansion).grow(drafter, root, drafter.state(root[:, None]), sampling, generator)
-    verdict = verify(verifier, tree, sampling, generator)
+    noise, later = noise_of(rows, len(expansion), seed)
+    children = children_of(kind, sampling, noise)
+    tree = SampledTree(expansion).grow(drafter, root, drafter.state(root[:, None]), children)
+    verdict = verify(verifier, tree, sampling, noise)
     tokens = torch.zeros(rows, 4, dtype=torch.int64)
     tokens[:, : verdict.tokens.shape[1]] = verdict.tokens[:, :4]
     for i in range(3):
         before = tokens[:, i - 1] if i else root
-        fresh = draw(filtered_probs(TARGET[before], sampling), generator)
+        fresh = draw(filtered_probs(TARGET[before], sampling), later.whole[:, i])
         tokens[:, i] = torch.where(verdict.n > i, tokens[:, i], fresh)
     return tokens[:, :3], verdict.n
 
@@ -92,6 +100,16 @@ CASES = [
 
 @pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["warm", "filtered"])
 @pytest.mark.parametrize("ids", [None, [0, 1, 3, 4]], ids=["all", "some"])
+@pytest.mark.parametrize("expansion", [(1, 1, 1), (3, 2)], ids=str)
+def test_children_that_are_coupled_leave_the_law_as_it_is(expansion, sampling, ids):
+    tokens, n = three_tokens(SampleAndMatch(), expansion, sampling, ids, kind="coupled")
+    assert pvalue(tokens, target_law(sampling)) > 1e-3
+    drawn = three_tokens(SampleAndMatch(), expansion, sampling, ids)[1]
+    assert n.double().mean() > drawn.double().mean()
+
+
+@pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["warm", "filtered"])
+@pytest.mark.parametrize("ids", [None, [0, 1, 3, 4]], ids=["all", "some"])
 @pytest.mark.parametrize(("verifier", "expansion"), CASES, ids=str)
 def test_lossless(verifier, expansion, sampling, ids):
     """With a draft vocabulary of four, and top-k and top-p beside, q is often used up before the children are."""
@@ -101,14 +119,14 @@ def test_lossless(verifier, expansion, sampling, ids):
 
 
 class Credulous(SampleAndMatch):
-    def __call__(self, tree, logits, sampling, generator=None):
-        verdict = super().__call__(tree, logits, sampling, generator)
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
         verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
         return verdict
 
 
-def sorted_children(logits, count, sampling, generator):
-    probs, ids = _draw_children(logits, count, sampling, generator)
+def sorted_children(self, logits, vocab, level, count, drawn=Drawn.draw):
+    probs, ids = drawn(self, logits, vocab, level, count)
     return probs, ids.gather(-1, probs.gather(-1, ids).argsort(-1, descending=True))
 
 
@@ -123,7 +141,7 @@ BROKEN = {
     "rejection: q stays whole": (MultiRoundRejection(), (f"{REJECTION}._without", first_of)),
     "rejection: the order of the draws is lost": (
         MultiRoundRejection(),
-        ("trees.sampled._draw_children", sorted_children),
+        ("specdec.children.Drawn.draw", sorted_children),
     ),
     "block: the bonus comes from p": (BlockVerification(), (f"{BLOCK}.residual", first_of)),
     "sglang: the bonus comes from p": (
@@ -166,7 +184,7 @@ def close(share, expected, rows, spread=0.5):
 def test_a_node_is_left_with_the_probability_of_its_children(verifier, children):
     """Whatever their order. Multi-round rejection of children that nobody drew is the walk of EAGLE-2: accept x with
     p(x), or drop x from p and renormalise."""
-    verdict = verify(verifier, flat_tree(children, ROWS), WARM, torch.Generator().manual_seed(1))
+    verdict = verify(verifier, flat_tree(children, ROWS), WARM, noise_of(ROWS, 1, seed=1)[0])
     p = filtered_probs(TARGET[0], WARM)
     close((verdict.n == 2).float().mean(), p[children].sum().item(), ROWS)
 
@@ -216,9 +234,10 @@ def test_at_temperature_0_every_rule_is_greedy_matching(name, seed):
     verifier, greedy = make_verifier(name), Sampling()
     root = torch.randint(V, (50,), generator=torch.Generator().manual_seed(seed))
     drafter = CheckedDrafter()
-    trees = [SampledTree((1, 1, 1, 1)).grow(drafter, root, drafter.state(root[:, None]), greedy)]
+    start = drafter, root, drafter.state(root[:, None]), children_of("drawn", greedy, None)
+    trees = [SampledTree((1, 1, 1, 1)).grow(*start)]
     if not verifier.chains_only:
-        trees.append(SampledTree((3, 2, 1)).grow(drafter, root, drafter.state(root[:, None]), greedy))
+        trees.append(SampledTree((3, 2, 1)).grow(*start))
         trees.append(random_tree(seed))
         trees[-1].q, trees[-1].topk = torch.zeros(5, 12, 18), 11
     for tree in trees:
@@ -311,7 +330,7 @@ def two_tokens(verifier, rows):
     tokens = torch.tensor([0, *FIRST, *SECOND * len(FIRST)]).expand(rows, -1)
     depth = torch.tensor([0] + [1] * len(FIRST) + [2] * len(SECOND) * len(FIRST)).expand(rows, -1)
     tree = DraftTree(tokens, parents, depth, ancestors_of(parents, 2), 2)
-    generator = torch.Generator().manual_seed(2)
-    verdict = verify(verifier, tree, WARM, generator)
-    fresh = draw(filtered_probs(TARGET[verdict.tokens[:, 0]], WARM), generator)
+    noise, later = noise_of(rows, 2, seed=2)
+    verdict = verify(verifier, tree, WARM, noise)
+    fresh = draw(filtered_probs(TARGET[verdict.tokens[:, 0]], WARM), later.whole[:, 0])
     return torch.stack([verdict.tokens[:, 0], torch.where(verdict.n > 1, verdict.tokens[:, 1], fresh)], 1)

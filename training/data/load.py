@@ -13,6 +13,8 @@ from specdec.model.target import Target
 from training.data.render import Sample, check_tokenizer, render
 from training.data.sources import Message, Record, read_records
 
+MOST = 256  # conversations that are held out where data.heldout is a share
+
 
 @dataclass
 class Tally:
@@ -150,9 +152,16 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
     return samples
 
 
-def hold_out(samples: list[Sample], heldout: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples; the last `heldout` are held out."""
-    if len(samples) <= heldout:
-        raise ValueError(f"the data hold {len(samples)} conversations, of which data.heldout={heldout} are held out")
-    cut = len(samples) - heldout
+def hold_out(samples: list[Sample], heldout: float) -> tuple[list[Sample], list[Sample]]:
+    """(training, held-out) samples; the last `heldout` are held out: so many, or a share below 1, of which at least one
+    and at most `MOST` are taken."""
+    if not 0 <= heldout < float("inf"):
+        raise ValueError(f"data.heldout must be a number of conversations or a share below 1, got {heldout}")
+    count = min(max(round(heldout * len(samples)), 1), MOST) if 0 < heldout < 1 else int(heldout)
+    if len(samples) <= count:
+        raise ValueError(
+            f"the data hold {len(samples)} conversations, of which data.heldout={heldout} are held out: hold out "
+            "fewer, or a share such as 0.05"
+        )
+    cut = len(samples) - count
     return samples[:cut], samples[cut:]

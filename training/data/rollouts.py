@@ -121,9 +121,10 @@ class Rollouts:
         return sorted(prompts, key=len)
 
     def _decode(self, prompts: list[list[int]], step: int, number: int) -> list[Sequence]:
-        seed = int(np.random.SeedSequence([self.seed, step, number]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        seeds = [(seed, number * self.settings.batch_size + row) for row in range(len(prompts))]
         settings = {"max_new_tokens": self.settings.max_new_tokens, "sampling": self.sampling}
-        return self.engine.generate(prompts, seed=seed, **settings).rows
+        return self.engine.generate(prompts, seed=seeds, **settings).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
         """Which of a row's tokens the target put in the place of a draft: the last token of each round that accepted

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,13 +13,17 @@ from specdec.acceptance import FILE, Acceptance
 from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau
+from specdec.engine.trace import RowTrace, tau
 from specdec.text import encode_prompt, read_prompts
+from training.data import Batches, Sample
+from training.loop.settings import TrainerConfig
 from training.objectives.losses import pieces
 from training.objectives.student import Student
 from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
 from trees import Chain
 from trees.optimal import KEPT, along_answers
+
+HELDOUT = "heldout"  # as trainer.prompts: the prompts of the held-out conversations
 
 
 @torch.no_grad()
@@ -75,22 +80,68 @@ def _one_by_one(
 class Decoding:
     """Real decoding of a run's held-out prompts."""
 
-    def __init__(self, target, prompts: Path, count: int, steps: int, max_new_tokens: int):
-        """prompts: a file for `read_prompts`, of which the first `count` are taken. steps: the length of chains."""
-        self.target, self.steps, self.max_new_tokens, self.file = target, steps, max_new_tokens, prompts
-        self.prompts = [encode_prompt(target, prompt) for prompt in read_prompts(prompts)[:count]]
+    def __init__(self, target, prompts: list[list[int]], about: str, steps: int, max_new_tokens: int):
+        """prompts: token ids. about: where they are from, in words. steps: the length of chains."""
+        self.target, self.prompts, self.about = target, prompts, about
+        self.steps, self.max_new_tokens = steps, max_new_tokens
 
-    def tau(self, folder: Path) -> float:
-        """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it."""
+    def tau(self, folder: Path) -> dict[str, float]:
+        """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
         drafter = load_drafter(folder, self.target)
         steps = min(self.steps, drafter.max_steps or self.steps)
         result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
-        return tau([row.trace for row in result.rows])
+        traces = [row.trace for row in result.rows]
+        return {"tau": tau(traces)} | tau_interval(traces)
 
     def keep_acceptance(self, folder: Path) -> None:
         """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`."""
         drafter = load_drafter(folder, self.target)
         how = {"max_new_tokens": self.max_new_tokens}
         found = tuple(along_answers(self.target, drafter, self.prompts, temperature, **how) for temperature in KEPT)
-        about = f"{len(self.prompts)} prompts of {self.file.name}, {self.max_new_tokens} tokens"
+        about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
         write_text(folder / FILE, Acceptance(found, about).as_text())
+
+
+def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: Batches) -> Decoding | None:
+    """What `trainer.prompts` asks for: a file's prompts, those of the held-out conversations, or None."""
+    if config.prompts is None:
+        return None
+    if config.prompts == HELDOUT:
+        held = heldout.samples if heldout else []
+        prompts, about = beginnings(held, train.samples, target.config.context // 2), "held-out prompts"
+    else:
+        asked = read_prompts(Path(config.prompts))[: config.decode_prompts]
+        prompts = [encode_prompt(target, prompt) for prompt in asked]
+        about = f"prompts of {Path(config.prompts).name}"
+    prompts = prompts[: config.decode_prompts]
+    return Decoding(target, prompts, about, config.decode_steps, config.decode_tokens) if prompts else None
+
+
+def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list[list[int]]:
+    """What stands before the first learnt token of each sample, once each, of at most `longest` tokens. Those that a
+    `known` sample begins with too are left out: a drafter may have learnt their answers. So are plain texts, which are
+    learnt from their first token."""
+
+    def beginning(sample: Sample) -> bytes:
+        return sample.ids[: int(sample.mask.argmax())].tobytes()
+
+    found = {}
+    for sample in samples:
+        length = int(sample.mask.argmax())
+        if 0 < length <= longest:
+            found.setdefault(beginning(sample), sample.ids[:length].tolist())
+    for sample in known:
+        found.pop(beginning(sample), None)
+    return list(found.values())
+
+
+def tau_interval(traces: list[RowTrace], resamples: int = 1000) -> dict[str, float]:
+    """The 95 % interval of tau by drawing prompts anew with replacement (a percentile bootstrap): tau_low and tau_high.
+    Empty for fewer than two prompts, of which nothing can be said."""
+    if len(traces) < 2:
+        return {}
+    emitted, rounds = (np.array(column) for column in zip(*((sum(t.emitted), t.rounds) for t in traces), strict=True))
+    drawn = np.random.default_rng(0).integers(len(traces), size=(resamples, len(traces)))
+    taus = emitted[drawn].sum(1) / np.maximum(rounds[drawn].sum(1), 1)
+    low, high = np.quantile(taus, [0.025, 0.975])
+    return {"tau_low": round(float(low), 4), "tau_high": round(float(high), 4)}

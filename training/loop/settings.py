@@ -1,5 +1,7 @@
 """Settings of the training loop, and of on-policy data."""
 
+import dataclasses
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -7,12 +9,16 @@ import torch
 
 from training.loop.optim import schedule
 
+EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
+MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
+
 
 @dataclass
 class TrainerConfig:
     """conf/trainer/*.yaml says what each is for."""
 
-    steps: int = 1000
+    steps: int | None = None
+    epochs: float | None = None
     batch_tokens: int = 4096
     accumulate: int = 1
     lr: float = 1e-3
@@ -32,7 +38,7 @@ class TrainerConfig:
     keep: int = 2
     eval_batches: int = 8
     prompts: str | None = None
-    decode_every: int = 200
+    decode_every: int | None = 200
     decode_prompts: int = 16
     decode_tokens: int = 64
     decode_steps: int = 5
@@ -41,8 +47,13 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         at_least_one = ("steps", "batch_tokens", "accumulate", "log_every", "save_every", "keep")
         for name in (*at_least_one, "decode_every", "decode_prompts", "decode_tokens", "decode_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"trainer.{name} must be at least 1, got {value}")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
+        if self.epochs is not None and not 0 < self.epochs < math.inf:
+            raise ValueError(f"trainer.epochs must be positive, got {self.epochs}")
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -50,6 +61,15 @@ class TrainerConfig:
         if self.wandb not in (False, "online", "offline"):
             raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
         schedule(0, 1, 0, self.schedule)
+
+    def over(self, batches: float) -> "TrainerConfig":
+        """The same with `steps`, for data of so many batches an epoch in each process.
+
+        What sets neither steps nor epochs takes `EPOCHS`."""
+        if self.steps is not None:
+            return self
+        steps = math.ceil((self.epochs or EPOCHS) * batches / self.accumulate)
+        return dataclasses.replace(self, steps=steps, epochs=None)
 
     def autocasting(self, device: torch.device) -> AbstractContextManager:
         """The precision in which the target and the drafter run."""

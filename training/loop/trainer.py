@@ -22,7 +22,7 @@ from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves
-from training.loop.evaluate import Decoding, expected_tau
+from training.loop.evaluate import decoding_of, expected_tau
 from training.loop.log import RunLog
 from training.loop.optim import Optimizers, schedule
 from training.loop.parallel import Processes, Sums
@@ -94,11 +94,7 @@ class Trainer:
             weight_decay=config.weight_decay,
             muon_lr=config.muon_lr,
         )
-        self.decoding = None
-        if config.prompts is not None:
-            self.decoding = Decoding(
-                target, Path(config.prompts), config.decode_prompts, config.decode_steps, config.decode_tokens
-            )
+        self.decoding = decoding_of(target, config, heldout, train)
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.signals = StopSignals()
@@ -148,13 +144,15 @@ class Trainer:
         self.save()
         if self.decoding is not None and self.main and not asked:
             for name in ("draft", "best"):
-                self.decoding.keep_acceptance(self.out / name)
+                if (self.out / name).is_dir():
+                    self.decoding.keep_acceptance(self.out / name)
         if self.step < config.steps and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
 
-    def _due(self, every: int) -> bool:
-        return self.step % every == 0 or self.step == self.config.steps
+    def _due(self, every: int | None) -> bool:
+        """Whether something is to be done after this step: every so many, and after the last one."""
+        return self.step == self.config.steps or (every is not None and self.step % every == 0)
 
     def _groups(self) -> Iterator[list[Batch]]:
         """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
@@ -167,6 +165,7 @@ class Trainer:
         """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
         asked to stop, and what else is logged."""
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
+        self.objective.progress = self.step / config.steps
         for i, batch in enumerate(group):
             torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
             with self.processes.accumulating(self.learner, last=i == len(group) - 1):
@@ -253,11 +252,12 @@ class Trainer:
         if not self.main:
             return {}
         save_drafter(self.published, self.out / "draft", self.target)
-        tau = self.decoding.tau(self.out / "draft")
-        if tau > self.best:
-            self.best = tau
+        found = self.decoding.tau(self.out / "draft")
+        if self.config.decode_every is not None and found["tau"] > self.best:
             save_drafter(self.published, self.out / "best", self.target)
-        return {"tau": self._log("decode", {}, tau=tau, best=self.best)["tau"]}
+        self.best = max(self.best, found["tau"])
+        self._log("decode", {}, **found, best=self.best)
+        return found
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
         when = {"step": self.step, "tokens": self.tokens, "learnt": self.learnt, "seconds": round(self.seconds, 3)}

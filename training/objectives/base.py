@@ -10,13 +10,15 @@ from specdec.contracts import Drafter, DraftState
 from training.objectives.losses import head_loss, pieces
 from training.objectives.student import Student
 from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
-from training.objectives.terms import Value, Weight, read_terms
+from training.objectives.terms import Term, Value, Weight, read_terms
 
 
 class Objective:
     """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
 
     - terms: names and weights, as `read_terms` takes them.
+    - then: terms that take their place from the share `switch` of the run on. The trainer sets `progress`, the share of
+      the run that is done, before each step.
     - mean: 'masked' divides by the number of positions that count, each with its weight. 'all' divides by the number of
       all positions, as EAGLE does; the loss then depends on padding.
     - renormalise: p sums to 1 over the draft vocabulary.
@@ -31,6 +33,8 @@ class Objective:
         *,
         steps: int,
         decay: float,
+        then: Mapping[str, Weight] | None = None,
+        switch: float = 0.6,
         mean: str = "masked",
         renormalise: bool = True,
         known_only: bool = True,
@@ -41,7 +45,10 @@ class Objective:
             raise ValueError(f"objective.steps must be at least 1, got {steps}")
         if mean not in ("masked", "all"):
             raise ValueError(f"mean must be 'masked' or 'all', got {mean!r}")
-        self.terms = read_terms(terms)
+        if not 0 <= switch <= 1:
+            raise ValueError(f"objective.switch is a share of the run, from 0 to 1, got {switch}")
+        self.parts = [read_terms(terms)] + ([read_terms(then)] if then else [])
+        self.switch, self.progress = switch, 0.0
         self.step_weights = [decay**j for j in range(steps)]
         self.mean, self.renormalise, self.known_only = mean, renormalise, known_only
         self.noise, self.noise_length = noise, noise_length
@@ -49,6 +56,11 @@ class Objective:
     @property
     def steps(self) -> int:
         return len(self.step_weights)
+
+    @property
+    def terms(self) -> list[tuple[float, Term]]:
+        """Those of the part of the run that has come."""
+        return self.parts[-1 if self.progress >= self.switch else 0]
 
     def __call__(
         self,

@@ -6,7 +6,6 @@ from collections import abc
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.engine.compiled import build
@@ -28,13 +27,12 @@ class CompiledRounds:
 
     def __init__(self):
         native.load()
-        self.generator = torch.Generator()
 
     def forget(self) -> None:
         pass
 
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        return compiled_run(run, kept, self.generator, [bound, max(bound // 2, 1)], self.compile)
+        return compiled_run(run, kept, [bound, max(bound // 2, 1)], self.compile)
 
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
@@ -55,12 +53,11 @@ class CompiledRounds:
 def compiled_run(
     run: Callable[[int], Any],
     kept: abc.Sequence[Tensor],
-    generator: torch.Generator,
     bounds: list[int],
     compile: Callable[[RoundGraph], build.Compiled],
 ) -> Callable[[int], Any]:
     """What `run` does, compiled, for all bounds up to the first of two, or for the only one. kept: as for a capture."""
-    before, numbers = [x.clone() for x in kept], generator.get_state()
+    before = [x.clone() for x in kept]
 
     def undone(bound: int) -> Record:
         try:
@@ -68,7 +65,6 @@ def compiled_run(
         finally:
             for x, old in zip(kept, before, strict=True):
                 x.copy_(old)
-            generator.set_state(numbers)
 
     undone(bounds[0])  # what is made once and kept is made now
     one, *other = [undone(bound) for bound in bounds]
@@ -81,11 +77,6 @@ def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], An
     ruler, *inputs = graph.inputs
 
     def replay(bound: int) -> Any:
-        for drawn, call in graph.draws:
-            if call.op._schema.is_mutable:
-                call.op(drawn, *call.args[1:], **call.kwargs)
-            else:
-                drawn.copy_(call.op(*call.args, **call.kwargs))
         return graph.returned(compiled([ruler[: max(bound, LEAST)], *inputs]))
 
     return replay

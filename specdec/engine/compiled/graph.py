@@ -25,7 +25,6 @@ class RoundGraph:
 
     module: fx.GraphModule
     inputs: list[Tensor]  # the first is a stand-in whose length is the bound
-    draws: list[tuple[Tensor, Call]]  # which of the inputs are drawn anew before each run, in this order, and how
     new: list[Tensor]  # what was made in the record and returned, one for each output
     made: Any  # all that the record returned
 
@@ -41,6 +40,9 @@ def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
     other = other or one
     if [call.op for call in one.calls] != [call.op for call in other.calls]:
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
+    for call in one.calls:
+        if call.kwargs.get("generator") is not None:  # what rounds draw they draw by `sampling.noise`
+            raise ValueError(f"a round cannot be compiled that draws by {call.op}, which is another number each time")
     return GraphBuilder(one, other).build()
 
 
@@ -53,7 +55,6 @@ class GraphBuilder:
         self.emit = self.graph.call_function
         self.nodes: dict[int, fx.Node] = {}  # by identity of the recorded tensor
         self.inputs: list[Tensor] = []
-        self.draws: list[tuple[Tensor, Call]] = []
         self.written = {storage_of(x) for call in one.calls for x in call.written()}
         self.widths = rewrite.row_widths(one.calls)
         self.bases: dict[int, tuple[fx.Node, Tensor]] = {}  # by storage: all of its memory, for those that are written
@@ -66,20 +67,18 @@ class GraphBuilder:
         for call in self.one.calls:
             for packed in (x for x in call.args if isinstance(x, torch.ScriptObject)):
                 self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fp16(packed))
-        self._place_draws()
         for x in found:
             self.nodes.setdefault(id(x), self._view(x))
         self.bound = self.emit(aten.sym_size.int, (ruler, 0))
-        drawn = {id(call.out) for _, call in self.draws}  # also what made the memory for them is left out
         for call, same in zip(self.one.calls, self.other.calls, strict=True):
-            if id(call.out) not in drawn and not rewrite.rewritten(self, call):
+            if not rewrite.rewritten(self, call):
                 self._copy(call, same)
         outside = {id(x) for x in found}
         new = [x for x in tensors_in(self.one.made) if id(x) in self.nodes and id(x) not in outside]
         # Copies: a result may be a view of what the round found.
         self.graph.output(tuple(self.emit(aten.clone.default, (self.nodes[id(x)],)) for x in new))
         module = fx.GraphModule(torch.nn.Module(), self.graph)
-        return RoundGraph(module, self.inputs, self.draws, new, self.one.made)
+        return RoundGraph(module, self.inputs, new, self.one.made)
 
     def base(self, x: Tensor) -> tuple[fx.Node, Tensor] | None:
         """All memory of the storage that x lies in, as node and tensor; None if the round does not write there."""
@@ -116,19 +115,6 @@ class GraphBuilder:
         if (x.shape, x.stride(), x.storage_offset()) == (whole.shape, whole.stride(), 0):
             return node
         return self.emit(aten.as_strided.default, (node, list(x.shape), list(x.stride()), x.storage_offset()))
-
-    def _place_draws(self) -> None:
-        """Random numbers come in from outside. Their generator is none of the graph's, and nothing decides on them but
-        their number."""
-        for call in self.one.calls:
-            if not call.draws:
-                continue
-            given = [x for x in call.args if isinstance(x, Tensor) and x is not call.out]
-            if given or not isinstance(call.out, Tensor):
-                raise ValueError(f"a round cannot be compiled that draws by {call.op}")
-            drawn = torch.empty_like(call.out)
-            self.draws.append((drawn, call))
-            self.nodes[id(call.out)] = self._input(drawn)
 
     # What the round does
 

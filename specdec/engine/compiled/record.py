@@ -24,11 +24,6 @@ class Call:
         writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
         return [given[name] for name in writes if isinstance(given.get(name), Tensor)]
 
-    @property
-    def draws(self) -> bool:
-        """Whether it takes numbers from a generator."""
-        return self.kwargs.get("generator") is not None
-
 
 @dataclass
 class Record:

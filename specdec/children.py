@@ -1,0 +1,106 @@
+"""Which children of a node a tree takes: the likeliest, the likeliest given the noise, or drawn ones.
+
+Above temperature 0 the target's token is the v with the largest log p(v) + G(v) (`sampling.noise`), and the rule
+`match` asks whether it was drafted. A drafter that sees the same noise G proposes the v with the largest log q(v) +
+G(v). Were q the target's p, the first would be the target's token for certain, and not with probability p(v). Siblings
+stay distinct.
+"""
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
+from specdec.sampling.draws import perturbed
+from specdec.sampling.filters import filtered_probs, warmed
+from specdec.sampling.likely import top
+from specdec.sampling.noise import RoundNoise
+from specdec.types import Sampling, SamplingBatch, Verifier
+
+KINDS = ("likeliest", "coupled", "drawn")
+
+
+def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) -> str:
+    """Which children trees take above temperature 0: what is wanted, or else what suits the rule best.
+
+    Raises ValueError, one sentence, for what does not fit the rule or the tree."""
+    if wanted is not None and wanted not in KINDS:
+        raise ValueError(f"children must be one of {', '.join(KINDS)}, got {wanted!r}")
+    other = "drawn" if policy.samples or verifier.needs_q else "likeliest"
+    kind = wanted or ("coupled" if verifier.couples else other)
+    if verifier.needs_q and kind != "drawn":
+        raise ValueError(f"{verifier} verifies children that were drawn from the drafter, not {kind} ones")
+    if kind == "drawn" and not policy.samples:
+        needs = f"{verifier} needs to know" if verifier.needs_q else "drawn children need a tree that knows"
+        raise ValueError(
+            f"{needs} what the children of a node were drawn from, and {type(policy).__name__} does not draw them: "
+            "use a tree that samples (trees.SampledTree, or --sample-draft)"
+        )
+    if kind == "coupled" and not verifier.couples:
+        raise ValueError(
+            f"{verifier} draws by other noise than the target's, so children that are coupled to that do not fit it"
+        )
+    return kind
+
+
+class Likeliest:
+    """The drafter's likeliest tokens, without temperature, filters or noise."""
+
+    drawn = False
+
+    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        return state.top(count)
+
+
+LIKELIEST = Likeliest()
+
+
+class Coupled:
+    """The drafter's tokens that the target is likeliest to draw, given the noise that it draws by.
+
+    The best have the largest s = trust * log q + G, q at the target's temperature and not filtered. `log softmax(s)`
+    estimates what a child's log-probability is given the noise: it would be exact if log p - trust * log q were Gumbel
+    noise of scale 1. docs/log.md compares this with other estimates, and has what filters cost."""
+
+    drawn = False
+
+    def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
+        """trust: `Drafter.trust`."""
+        self.noise, self.sampling, self.trust = noise, sampling, trust
+        self.of: tuple[Vocabulary, Tensor] | None = None
+
+    def best(self, state: DraftState, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        return top(self.scores(state.logits, vocab, level), count)
+
+    def scores(self, logits: Tensor, vocab: Vocabulary, level: int) -> Tensor:
+        """logits [B,W,U] of nodes of tree level `level` -> log-probabilities [B,W,U] given the noise."""
+        if self.of is None or self.of[0] is not vocab:
+            self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
+        scores = warmed(logits, self.sampling, self.trust)
+        return perturbed(scores, self.sampling, self.of[1][:, level : level + 1]).log_softmax(-1)
+
+
+class Drawn:
+    """Drawn from the drafter's distribution, filtered as the target's, by noise that the target does not draw by."""
+
+    drawn = True
+
+    def __init__(self, noise: RoundNoise | None, sampling: Sampling | SamplingBatch):
+        """noise None: temperature 0, at which the likeliest are drawn."""
+        self.noise, self.sampling = noise, sampling
+
+    def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+        probs = filtered_probs(logits, self.sampling)
+        # What is denormal cannot be renormalised exactly once the rest is drawn, so it counts as nothing.
+        probs = probs.masked_fill(probs < torch.finfo(probs.dtype).tiny, 0.0)
+        weight = probs if self.noise is None else probs * vocab.select(self.noise.drafts)[:, level : level + 1].exp()
+        keys = torch.where(probs > 0, weight, logits.log_softmax(-1))
+        return probs, keys.topk(count, dim=-1).indices
+
+
+def children_of(
+    kind: str, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, trust: float = 1.0
+) -> Children:
+    """The children of one round. noise None: temperature 0, at which none are coupled. trust: `Drafter.trust`."""
+    if kind == "drawn":
+        return Drawn(noise, sampling)
+    return Coupled(noise, sampling, trust) if kind == "coupled" and noise is not None else LIKELIEST

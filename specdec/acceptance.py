@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from specdec.cli.reading import parse_json, read_text
+
 FILE = "acceptance.json"
 FORMAT = "specdec acceptance 1"
 DIGITS = string.digits + string.ascii_lowercase
@@ -113,10 +115,10 @@ class Acceptance:
 def read_acceptance(folder: Path) -> Acceptance | None:
     """What a drafter's folder says; None if it says nothing. ValueError, one sentence, if the file is damaged."""
     file = folder / FILE
-    if not file.is_file():
+    if not file.exists() and not file.is_symlink():
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(read_text(file, "JSON"), FILE)
         if content["format"] != FORMAT or not content["measured"]:
             raise ValueError(f"its format is not {FORMAT!r}")
         rows = [AlongTexts(**row | {"texts": tuple(row["texts"])}) for row in content["measured"]]

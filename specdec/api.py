@@ -56,6 +56,11 @@ class ModelSettings:
     dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
     device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
 
+    def __post_init__(self) -> None:
+        for name in ("target", "draft"):
+            if getattr(self, name) is not None and not str(getattr(self, name)).strip():
+                raise ValueError(f"{name} is empty: is a variable not set? Give a folder, a hub name, or None")
+
     def check_pair(self, otherwise: str = "") -> None:
         """Raise ValueError for a target without a drafter: the demo's fits no other. otherwise: what else helps."""
         if self.target is not None and self.draft is None:

@@ -1,5 +1,6 @@
 """What conf/ registers: a file conf/GROUP/NAME.yaml is the only place where a name is tied to a class."""
 
+import io
 import os
 from copy import deepcopy
 from functools import cache
@@ -7,7 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
+
+from specdec.cli.reading import check_yaml, read_text
 
 CONF = Path(__file__).parents[1] / "conf"  # beside specdec in a checkout and where pip installs both
 
@@ -51,10 +55,10 @@ def read_yaml(path: str | os.PathLike, what: str):
 
     what: names the kind of file in errors. Raises ValueError, one sentence, if the file is not there or is no YAML."""
     file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"no such {what} file: {path}")
+    text = read_text(file, what)
+    check_yaml(text, str(path))
     try:
-        content = OmegaConf.load(file)
-    except (YAMLError, UnicodeDecodeError, OSError) as error:
+        content = OmegaConf.load(io.StringIO(text))
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a YAML file: {str(error).splitlines()[0]}") from None
     return OmegaConf.to_container(content)

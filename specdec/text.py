@@ -1,11 +1,11 @@
 """Between text and token ids: prompts in, streamed text out."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateError
 
+from specdec.cli.reading import parse_json, read_text
 from specdec.model.target import Target
 
 
@@ -40,12 +40,7 @@ def encode_prompt(target: Target, prompt: str, raw: bool = False) -> list[int]:
 
 def read_prompts(path: Path) -> list[str]:
     """One prompt a line; or JSON lines with `prompt`, or with `turns`, of which the first is taken."""
-    if not path.is_file():
-        raise ValueError(f"no such prompt file: {path}")
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    lines = [line for line in read_text(path, "prompt", most=None).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompt")
     if path.suffix not in (".jsonl", ".json"):
@@ -54,10 +49,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _prompt_of(line: str, where: str) -> str:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+    row = parse_json(line, where)
     fields = row if isinstance(row, dict) else {}
     turns = fields.get("turns")
     prompt = fields.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)

@@ -13,6 +13,8 @@ PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
+    ["specdec.schema", "specdec.cli.reading"],
+    ["specdec.cli.limits"],
     [
         "specdec.types",
         "specdec.acceptance",
@@ -21,8 +23,10 @@ ROOMS = [
         "specdec.cli.errors",
         "specdec.cli.flags",
         "specdec.cli.files",
+        "specdec.cli.lock",
         "specdec.cli.revision",
     ],
+    ["specdec.cli.hydra_settings"],
     ["specdec.cli.hydra_entry"],
     ["specdec.kernels"],
     ["specdec.model"],

@@ -23,6 +23,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.lock import only_writer
 from specdec.model.checkpoint import read_json
 from specdec.model.loader import load_target
 from specdec.model.target import Target
@@ -186,11 +187,12 @@ def run(config: DictConfig) -> None:
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
     autocast = settings.autocasting(target.device)
-    writer = FeatureCacheWriter(
-        out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
-    )
     start = time.monotonic()
-    written = writer.write()
+    with only_writer(out, inside=True):
+        writer = FeatureCacheWriter(
+            out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
+        )
+        written = writer.write()
     report = {
         "cache": str(out),
         "conversations": len(samples),

@@ -17,8 +17,9 @@ import torch
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_whole
+from specdec.cli.files import check_writable, write_whole
 from specdec.cli.flags import command_parser
+from specdec.cli.reading import read_text
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import count_tokens, read_conversations, tokenise
@@ -33,10 +34,7 @@ def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tenso
         conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
         counts += count_tokens(tokenise(target.tokenizer, conversations, target.config.context), vocab)
     for path in text:
-        try:
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {path} as text: {error}") from None
+        content = read_text(path, "text", most=None)
         ids = target.tokenizer(content, add_special_tokens=False)["input_ids"]
         counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
     return counts
@@ -79,6 +77,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError("nothing to count: give --data with conversations or --text with text files")
     if args.out.suffix not in (".json", ".pt"):
         raise ValueError(f"--out must end in .json or .pt, got {args.out}")
+    check_writable(args.out)
     target = load_target(args.target)
     if not len(target.eos) < args.size <= target.vocab:
         raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.cli.lock import only_writer
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from specdec.text import encode_chat, read_prompts
@@ -162,6 +163,12 @@ def main(argv: list[str] | None = None) -> None:
     sampling = read_flags(Sampling, args)
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
+    with only_writer(args.out):
+        answer_all(args, sampling)
+
+
+def answer_all(args: argparse.Namespace, sampling: Sampling) -> None:
+    """Read the prompts, and answer them into --out, which nobody else writes to meanwhile."""
     target = read_flags(ModelSettings, args).load_target()
     tally = Tally(args.bad)
     prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))

@@ -4,6 +4,7 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 """
 
 import json
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
 from specdec.model.loader import load_target
 from specdec.model.target import Target
@@ -134,8 +136,8 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
-    train, heldout = hold_out(samples, config.data.heldout)
-    drafter = build_drafter(config.drafter, target, train, trainer_config.seed, config.init_from)
+    learnt, heldout = hold_out(samples, config.data.heldout)
+    drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed, config.init_from)
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective)
@@ -146,7 +148,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         pack=config.data.pack,
         lookahead=objective.steps + 1,
     )
-    data = batches(train)
+    data = batches(learnt)
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)
     return Trainer(
         target,
@@ -188,15 +190,21 @@ def run(config: DictConfig) -> None:
     out = Path(config.out)
     check_folder(out, config.resume)
     processes = join_processes(config.device)
+    with only_writer(out, inside=True) if processes.main else nullcontext():
+        train(config, out, processes)
+
+
+def train(config: DictConfig, out: Path, processes: Processes) -> None:
+    """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
     if config.resume:
         trainer.resume()
     if processes.main:
         record(config, out, config.resume)
-        train, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
+        samples, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
         print(
-            f"{len(train)} conversations, {sum(len(s.ids) for s in train)} tokens an epoch; drafter of {parameters} "
-            f"parameters, taps {trainer.drafter.taps}"
+            f"{len(samples)} conversations, {sum(len(s.ids) for s in samples)} tokens an epoch; drafter of "
+            f"{parameters} parameters, taps {trainer.drafter.taps}"
         )
         warn_of_epochs(trainer)
         warn_of_servers(trainer.published, trainer.target)

@@ -6,6 +6,7 @@ from torch import Tensor
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.types import DraftTree
+from trees.bounds import check_size
 
 
 class Chain:
@@ -18,6 +19,7 @@ class Chain:
     def __init__(self, steps: int = 5):
         if steps < 1:
             raise ValueError(f"steps must be at least 1, got {steps}")
+        check_size(steps=steps)
         self.steps, self.num_draft_tokens = steps, steps + 1
         self.nodes = torch.arange(steps + 1)
         self.parents = (self.nodes - 1).clamp(min=0)

@@ -12,6 +12,7 @@ from specdec.contracts import Children, Drafter, DraftState
 from specdec.kernels import kernel_for
 from specdec.types import DraftTree
 from trees.ancestors import ancestors_of
+from trees.bounds import check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
@@ -41,6 +42,7 @@ class DynamicTree:
         if topk < 1 or steps < 1:
             raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
         candidates = self.candidates(topk, steps)
+        check_size(topk, steps, num_draft_tokens, candidates)
         if not 2 <= num_draft_tokens <= candidates + 1:
             raise ValueError(
                 f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "

@@ -11,6 +11,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
 from specdec.types import DraftTree
 from trees.ancestors import ancestors_of
+from trees.bounds import check_size
 
 
 class SampledTree:
@@ -32,6 +33,7 @@ class SampledTree:
         self.sizes = list(accumulate(self.expansion, mul, initial=1))  # nodes of level 0, 1, ... D
         self.starts = list(accumulate(self.sizes, initial=0))
         self.num_draft_tokens = self.starts[-1]
+        check_size(self.topk, self.steps, self.num_draft_tokens)
         self.width = self.sizes[-2]  # nodes that the drafter expands on every level: shorter ones repeat their last
         self.depth = torch.arange(self.steps + 1).repeat_interleave(torch.tensor(self.sizes))
         parents = [torch.zeros(1, dtype=torch.int64)]

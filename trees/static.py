@@ -9,6 +9,7 @@ from torch import Tensor
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.types import DraftTree
+from trees.bounds import check_size
 
 RankPath = tuple[int, ...]
 
@@ -37,6 +38,7 @@ class StaticTree:
         self.paths = nodes[1:]
         self.num_draft_tokens, self.steps = len(nodes), len(nodes[-1])
         self.topk = 1 + max(path[-1] for path in nodes[1:])
+        check_size(self.topk, self.steps, self.num_draft_tokens)
         self.levels = _levels(nodes, self.steps, self.topk)
         self.width = len(self.levels[0].inner)
         self.parents = torch.tensor([nodes.index(path[:-1]) for path in nodes])

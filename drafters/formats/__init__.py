@@ -33,6 +33,7 @@ from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
 from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve, write_folder
+from specdec.model.config_fields import DIAGNOSED, check_config
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
@@ -92,6 +93,7 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     looked at one by one for NaN and Inf."""
     folder = resolve(path)
     config = read_json(folder / "config.json")
+    check_config(config, f"{path}: config.json", any_range=DIAGNOSED)
     held = read_headers(folder)
     family, layout = recognise(config, held, str(path))
     tensors = {name: tensor for name, tensor in held.items() if layout.wants(config, name)}

@@ -45,7 +45,7 @@ from drafters.formats.fields import (
 from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
 
 TITLE = "EAGLE-1/2"
 EMBEDDING = "embed_tokens.weight"
@@ -73,6 +73,7 @@ def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eag
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
     check_faults(faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
+    check_shapes(name, tensors, expected(meaning, tensors))
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
     with target.device:

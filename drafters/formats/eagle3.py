@@ -28,7 +28,7 @@ from drafters.formats.fields import fill, layer_parameters, rows_of
 from drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
 from drafters.layers import DraftShape, SharedHead
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
 from specdec.model.target import check_taps
 
 ASIDE = ("d2t", "t2d", "embed_tokens.weight")
@@ -83,6 +83,7 @@ def construct(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Ea
             f"{name}: fc.weight takes {width} features, {len(taps)} taps of the target give {len(taps) * wanted.hidden}"
         )
     check_taps(taps, wanted.layers)
+    check_shapes(name, tensors, expected(meaning, tensors))
     vocab = read_vocab(tensors, wanted.vocab, name)
     if vocab.size != meaning.draft_vocab:
         raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {meaning.draft_vocab}")

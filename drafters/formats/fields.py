@@ -11,6 +11,7 @@ from drafters.moe import MoE
 from drafters.vocab import DraftVocab
 from specdec.model.archs import read_rope, rope_fields
 from specdec.model.checkpoint import StrictFill, fused, whole
+from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
 from specdec.model.layers import GatedMLP
 
 
@@ -22,17 +23,12 @@ def read_shape(config: dict, name: str) -> DraftShape:
     """
     if config.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{name}: activation {config['hidden_act']!r} is not supported; supported is 'silu'")
+    check_config(config, f"{name}: config.json", any_range=DIAGNOSED)
     try:
-        for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
-            if not isinstance(config[key], int) or config[key] < 1:
-                raise ValueError(f"config.json gives {config[key]!r} for {key}")
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
         return DraftShape(
-            hidden=hidden,
+            hidden=config["hidden_size"],
             intermediate=config["intermediate_size"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or hidden // heads,
+            **head_shape(config),
             eps=config.get("rms_norm_eps", 1e-6),
             rope=read_rope(config),
             context=config.get("max_position_embeddings", 2048),

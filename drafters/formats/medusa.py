@@ -23,7 +23,7 @@ from drafters.formats.base import (
 from drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
 from drafters.medusa import Medusa, MedusaShape
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Me
     """Heads, refused unless every tensor fits the meaning and the meaning the target."""
     check_faults(ids_faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
+    check_shapes(name, tensors, expected(meaning, tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
     vocab = DraftVocab(target.vocab, read_ids(tensors))
     with target.device:

@@ -38,7 +38,8 @@ from drafters.formats.fields import (
 from drafters.layers import DraftShape
 from drafters.mtp import Mtp, MtpForward
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
+from specdec.schema import check
 
 PREFIX = "model.mtp_layers"
 
@@ -74,6 +75,7 @@ def construct(meaning: MtpMeaning, tensors: Tensors, target, name: str) -> Mtp:
     """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
     check_faults(faults(meaning, tensors), name)
     check_target(meaning.shape.hidden, meaning.vocab, target, name)
+    check_shapes(name, tensors, expected(meaning, tensors))
     vocab = DraftVocab(meaning.vocab, read_ids(tensors))
     tap = target.config.layers if meaning.tap is None else meaning.tap
     with target.device:
@@ -110,6 +112,7 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors]:
     """What a checkpoint means. A config without `mtp` is MiMo's own, where the hidden state comes first."""
+    check(MtpForward, config.get("mtp", {}), f"{name}: config.json: mtp")
     try:
         how = MtpForward(**config.get("mtp", {"hidden_first": True}))
     except TypeError as error:

@@ -29,7 +29,7 @@ from drafters.layers import DraftShape
 from drafters.moe import Experts, MoE
 from drafters.mtp import Mtp, MtpForward, MtpLayer
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
+from specdec.model.checkpoint import check_shapes, whole
 
 MIMO, QWEN = "model.mtp_layers.", "mtp."
 EMBEDDING = "model.embed_tokens.weight"
@@ -109,6 +109,8 @@ def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedd
         rotary_dim=_rotary_dim(config, shape),
     )
     experts = _experts(config, tensors, layer)
+    if experts is None:
+        check_shapes(name, tensors, {f"{layer}.mlp.up_proj.weight": (shape.intermediate, shape.hidden)})
     mlp = (lambda: MoE(shape.hidden, experts)) if experts else None
     return Mtp(shape, tap, DraftVocab(config["vocab_size"]), embedding, head, forward=how, mlp=mlp)
 

@@ -37,7 +37,10 @@ def construct(meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Dr
         create = pkgutil.resolve_name(f"{module}:{function}")
     except (ImportError, AttributeError):
         raise ValueError(f"{name}: there is no {module}.{function} in this version") from None
-    drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
+    try:
+        drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"{name}: config.json: recipe does not fit {module}: {str(error).splitlines()[0]}") from None
     fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, aside=(IDS,))
     drafter.recipe = config["recipe"]
     return drafter

@@ -37,8 +37,9 @@ def nested_config(config: dict, name: str) -> dict:
     kind = nested.get("model_type", "qwen3" if kind_of(config) == "eagle3" else "llama")
     try:
         return AutoConfig.for_model(kind, **fields).to_dict()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: transformer_layer_config is not one of transformers': {error}") from None
+    except Exception as error:  # transformers' checks of fields raise errors of their own types
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{name}: transformer_layer_config is not one of transformers': {reason}") from None
 
 
 def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | None) -> dict:

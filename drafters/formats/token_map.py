@@ -1,12 +1,12 @@
 """FR-Spec token maps (arXiv 2502.14856): which tokens a drafter may propose."""
 
-import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from drafters.vocab import DraftVocab
+from specdec.cli.reading import parse_json, read_text
 from specdec.model.checkpoint import read_pickle
 
 
@@ -18,15 +18,10 @@ def read_token_map(path: Path, target_size: int) -> DraftVocab:
     ids of the target.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"no such token map: {path}")
-    if path.suffix == ".json":
-        try:
-            ids = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
-    else:
-        ids = read_pickle(path)
+    text = path.suffix == ".json"
+    ids = parse_json(read_text(path, "token map"), str(path)) if text else read_pickle(path)
     if isinstance(ids, Tensor):
         ids = ids.flatten().tolist()
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):

@@ -27,6 +27,7 @@ from lab.models import bundled
 from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import check_writable
 from specdec.cli.hydra_entry import hydra_command
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.text import encode_prompt, read_prompts
@@ -111,8 +112,7 @@ def title_of(settings: dict, target) -> str:
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
-    if not out.parent.is_dir():
-        raise ValueError(f"cannot write {out}: there is no folder {out.parent}")
+    check_writable(out)
     configurations = read_configurations(settings["configurations"], suite["configurations"])
     device = check_device(settings["device"])
     target, make_drafter = load_pair(settings, device)

@@ -24,7 +24,9 @@ from lab.output import console, progress_bar
 from lab.replay import record
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import check_writable
 from specdec.cli.flags import command_parser, read_flags, whole_numbers
+from specdec.cli.lock import only_writer
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -63,8 +65,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.max_new_tokens < 2:
         raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
     read_flags(ModelSettings, args).check_pair()
-    if not args.out.absolute().parent.is_dir():
-        raise ValueError(f"cannot write {args.out}: there is no folder {args.out.absolute().parent}")
+    check_writable(args.out)
 
 
 def print_tables(tuned: Tuned, costs: CostModel) -> None:
@@ -154,6 +155,12 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_flags(args)
+    with only_writer(args.out):
+        tune_and_write(args)
+
+
+def tune_and_write(args: argparse.Namespace) -> None:
+    """Find the fastest setting, and write it to --out, which nobody else writes to meanwhile."""
     target, drafter = load_models(args)
     costs, tuned = find(args, target, drafter)
     print_tables(tuned, costs)

@@ -14,7 +14,7 @@ from lab.proof.page import as_json, markdown, print_proof
 from lab.proof.proof import prove
 from specdec.api import DEMO_DRAFTER, ModelSettings, load_drafter
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_text
+from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.text import encode_prompt, read_prompts
 
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     check_counts(args, "max_new_tokens", "draws", "limit")
     if args.target is not None and args.draft is None:
         raise ValueError("a target of your own needs its drafters: give --draft")
-    if args.out is not None and not args.out.parent.is_dir():
-        raise ValueError(f"there is no folder {args.out.parent} for the page")
+    if args.out is not None:
+        check_writable(args.out)
     target = read_flags(ModelSettings, args).load_target()
     drafts = args.draft or [*DEMO_DRAFTERS, "ngram", "ngram:suffix"]
     drafters = {Path(str(draft)).name: load_drafter(draft, target) for draft in drafts}

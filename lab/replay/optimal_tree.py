@@ -15,7 +15,7 @@ from pathlib import Path
 from lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.acceptance import DIGITS, FILE, Acceptance, AlongTexts
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_text
+from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import command_parser
 from trees.optimal import KEPT, along_answers, expected_tau, optimal_paths
 
@@ -41,6 +41,9 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(f"--topk must be {len(DIGITS)} at most, got {args.topk}")
     if args.keep and not (args.draft and Path(args.draft).is_dir()):
         raise ValueError("--keep writes into the drafter's folder: give it as --draft FOLDER")
+    for file in (args.out, Path(args.draft) / FILE if args.keep else None):
+        if file is not None:
+            check_writable(file)
 
 
 def show(along: AlongTexts) -> None:

@@ -18,9 +18,10 @@ from lab.machine import processor
 from lab.sweep.benchmarks import Benchmark
 from lab.sweep.conversations import converse, template_settings
 from lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
-from lab.sweep.store import done, write_point
+from lab.sweep.store import done, point_folder, write_point
 from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
 from lab.trace.summary import summary
+from specdec.cli.lock import only_writer
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
@@ -107,19 +108,23 @@ class Sweep:
         skipped, and why."""
         loaded, drafter = None, None
         for point in points:
-            if done(self.out, point):
-                progress(point, "reused")
-                continue
-            if point.draft is not None and point.draft != loaded:
-                loaded, drafter = point.draft, point.draft.load(self.target)
-            try:
-                engine = self.engine(point, drafter)
-            except ValueError as error:
-                write_point(self.out, point, {"skipped": str(error)}, {})
-                progress(point, f"skipped: {error}")
-                continue
-            self._measure(point, engine) if point.kind == "decode" else self._best_tree(point, engine)
-            progress(point, "measured")
+            with only_writer(point_folder(self.out, point.key), wait=True):  # another process may be at this point
+                if done(self.out, point):
+                    progress(point, "reused")
+                    continue
+                if point.draft is not None and point.draft != loaded:
+                    loaded, drafter = point.draft, point.draft.load(self.target)
+                progress(point, self._make(point, drafter))
+
+    def _make(self, point: SweepPoint, drafter: Drafter | None) -> str:
+        """Write the point, and say what became of it: 'measured' or 'skipped: why'."""
+        try:
+            engine = self.engine(point, drafter)
+        except ValueError as error:
+            write_point(self.out, point, {"skipped": str(error)}, {})
+            return f"skipped: {error}"
+        self._measure(point, engine) if point.kind == "decode" else self._best_tree(point, engine)
+        return "measured"
 
     def engine(self, point: SweepPoint, drafter: Drafter | None) -> Engine:
         if point.draft is None or point.kind == "best_tree":

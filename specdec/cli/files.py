@@ -32,6 +32,29 @@ def kept_folder(name: str) -> Path:
     return output_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / name)
 
 
+def check_writable(path: Path) -> None:
+    """Try, before the work whose result it is, whether a file can be written at `path`; nothing is left there.
+
+    Raises ValueError if it cannot."""
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    aside = partial_path(path)
+    with _one_sentence(path):
+        there = aside.exists()
+        aside.open("ab").close()
+        if not there:
+            aside.unlink()
+
+
+def check_makeable(folder: Path) -> None:
+    """Try, before the work, whether `replace_folder` can put a folder there; nothing is left. ValueError if not."""
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    with _one_sentence(folder), tempfile.TemporaryDirectory(suffix=".partial", dir=above):
+        pass
+
+
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write a file beside `path`, and put it in place when it is whole.
 

@@ -4,6 +4,7 @@ A field says its help as `field(default=..., metadata={"help": "..."})`; `choice
 """
 
 import argparse
+import math
 import shutil
 import textwrap
 import types
@@ -12,7 +13,11 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin
 
+from specdec.cli.limits import LIMITS
+from specdec.schema import check_value
+
 Settings = TypeVar("Settings")
+FREE_TEXT = ("prompt", "stop")  # flags that check themselves what a text may be
 
 
 def help_width() -> int:
@@ -41,10 +46,34 @@ class HelpFormatter(argparse.HelpFormatter):
         return kinds.get(action.type) or super()._get_default_metavar_for_optional(action)
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, which refuses what no flag takes: an empty text, as a variable of the shell that is not set leaves
+    behind, a number that is none, and one outside of `Limits`."""
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
+        if action.option_strings and arg_strings == ["--"]:  # argparse would take it for no value at all
+            raise ValueError(f"{action.option_strings[-1]} takes a value, and '--' is none")
+        return super()._get_values(action, arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str):
+        flag = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
+        if not arg_string.strip() and action.dest not in FREE_TEXT:
+            raise ValueError(
+                f"{flag} is empty: is a variable of the shell not set? Leave the flag out, or give a value"
+            )
+        value = super()._get_value(action, arg_string)
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{flag} must be a finite number, got {number}")
+            if isinstance(number, int | float) and action.dest in LIMITS:
+                check_value(LIMITS[action.dest], number, flag)
+        return value
+
+
 def command_parser(name: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
     """The parser of `specdec NAME`. description: a module's docstring will do. usage: what follows the name."""
     prog = f"specdec {name}"
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         usage=f"{prog} {usage}",
         description=description,

@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from specdec.api import ModelSettings, Sampling
 from specdec.cli.chat import chat
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.cli.lock import only_writer
 from specdec.cli.session import Session, run_prompts
 from specdec.cli.settings import DRAFTING, NOT_A_TREE, parse_with_settings
 from specdec.cli.summary import print_summary, summarise
@@ -85,12 +87,19 @@ def check_flags(args: argparse.Namespace) -> None:
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
-    sys.stdout.reconfigure(errors="replace")
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     args = parse_with_settings(parser(), argv)
     check_flags(args)
     prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
+    with nullcontext() if args.trace is None else only_writer(args.trace):
+        decode(args, prompts)
+
+
+def decode(args: argparse.Namespace, prompts: list[str]) -> None:
+    """Load what the flags name, and answer the prompts, or chat."""
     session = Session(args)
     if session.choice is not None:
         print(session.choice, file=sys.stderr)

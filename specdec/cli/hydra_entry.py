@@ -1,5 +1,6 @@
 """Commands whose settings are Hydra's: their `main`, and a short `--help`."""
 
+import functools
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import help_width, reflow
+from specdec.cli.hydra_settings import check_folders, check_settings
 from specdec.registry import CONF
 
 
@@ -25,11 +27,29 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
             return
         import hydra
 
+        check_folders(sys.argv[1:])
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
         with settings_errors():
-            hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(run)()
+            hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(checked(run, config))()
 
     return main
+
+
+def checked(run: Callable, config: str) -> Callable:
+    """`run`, with settings that `check_settings` has seen."""
+
+    @functools.wraps(run)
+    def wrapped(settings):
+        from omegaconf import OmegaConf
+
+        try:
+            plain = OmegaConf.to_container(settings, resolve=True)
+        except RecursionError:
+            raise ValueError("the settings refer to each other in a circle") from None
+        check_settings(plain, config)
+        return run(settings)
+
+    return wrapped
 
 
 def help_text(program: str, config: str, description: str) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.cli.files import check_replaceable, replace_folder
+from specdec.cli.files import check_makeable, check_replaceable, replace_folder
+from specdec.cli.reading import parse_json
 from specdec.engine.recorder import NODE_FIELDS, Trace, TracedRound, TracedRow, TracedTree
 from specdec.model.checkpoint import read_json
 from specdec.types import Sampling
@@ -25,6 +26,7 @@ FILES = ROWS, ROUNDS, NODES = "rows.jsonl", "rounds.jsonl", "nodes.safetensors"
 def check_trace_folder(folder: Path) -> None:
     """Raise ValueError if no trace can be written there for what it holds."""
     check_replaceable(Path(folder), (HEADER, *FILES), "a trace")
+    check_makeable(Path(folder))
 
 
 def write_trace(trace: Trace, folder: Path) -> None:
@@ -102,7 +104,7 @@ def _write_lines(file: Path, lines: list[dict]) -> None:
 
 
 def _read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [parse_json(line, str(file)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _digest(file: Path) -> str:

@@ -7,7 +7,7 @@ torch's restricted unpickler only, which makes tensors and plain values, and run
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from specdec.acceptance import FILE as ACCEPTANCE
 from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
+from specdec.cli.reading import parse_json, read_text
 from specdec.model.finite import ALLOWED, nonfinite
+from specdec.schema import shown
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -27,6 +29,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def resolve(path: str | os.PathLike) -> Path:
     """The folder of a checkpoint: a local folder itself, or the snapshot of a hub name `owner/model`, downloaded if it
     is not in the hub's cache. Raises ValueError if there is neither."""
+    if not str(path).strip():
+        raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
     folder = Path(path)
     if folder.is_dir():
         return folder
@@ -56,12 +60,9 @@ def _download(name: str, patterns: list[str]) -> Path:
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file of a checkpoint folder; ValueError if it is missing or no JSON object."""
-    if not path.is_file():
+    if not path.exists() and not path.is_symlink():
         raise ValueError(f"{path.parent} is not a checkpoint: it has no {path.name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    content = parse_json(read_text(path, "JSON"), str(path))
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return content
@@ -130,17 +131,32 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that hold a checkpoint's tensors: those that an index names, or all of the first kind in `WEIGHTS` that
     the folder has. Raises ValueError if one is missing or there is none."""
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).is_file():
-            names = sorted(set(read_json(folder / index).get("weight_map", {}).values()))
-            missing = [name for name in names if not (folder / name).is_file()]
-            if missing:
-                raise ValueError(f"{folder} lacks the shard {missing[0]} that its index names")
-            return [folder / name for name in names]
+        if (folder / index).exists() or (folder / index).is_symlink():
+            return _indexed_files(folder / index)
     for pattern in WEIGHTS:
         files = sorted(file for file in folder.glob(pattern) if not file.name.startswith(NO_WEIGHTS))
+        for file in files:
+            if not file.is_file():
+                raise ValueError(
+                    f"{file} is {'a folder' if file.is_dir() else 'a link to what is not there'}, no weights"
+                )
         if files:
             return files
     raise ValueError(f"{folder} is not a checkpoint: it has no safetensors, .bin or .pt")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files beside an index that it names."""
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index} is no index: weight_map must map names of tensors to names of files")
+    names = sorted(set(named.values()))
+    for name in names:
+        if Path(name).name != name:
+            raise ValueError(f"{index}: weight_map must name files beside it, got {shown(name)}")
+        if not (index.parent / name).is_file():
+            raise ValueError(f"{index.parent} lacks the shard {name} that its index names")
+    return [index.parent / name for name in names]
 
 
 @contextmanager
@@ -150,6 +166,8 @@ def _safe_open(file: Path):
             yield reader
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or not safetensors: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
 
 
 def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
@@ -167,6 +185,18 @@ def read_pickle(file: Path, device: str = "cpu"):
         raise ValueError(f"{file} is damaged, or holds more than tensors, and pickles can run code: refused") from None
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def check_shapes(source: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> None:
+    """Raise ValueError for the first tensor whose shape is not the one that the config asks for: before anything is
+    allocated. Tensors that are missing or left over are `StrictFill`'s."""
+    for name, shape in wanted.items():
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
+            raise _misfit(source, name, tensors[name].shape, shape)
+
+
+def _misfit(source: str, name: str, found: Sequence[int], wanted: Sequence[int]) -> ValueError:
+    return ValueError(f"{source}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
 
 
 class StrictFill:
@@ -189,9 +219,7 @@ class StrictFill:
         tensor, start, rows = self.parameters[name]
         slot = tensor.detach()[start : start + rows]
         if slot.shape != value.shape:
-            raise ValueError(
-                f"{self.source}: tensor {name} has shape {list(value.shape)}, the config asks for {list(slot.shape)}"
-            )
+            raise _misfit(self.source, name, value.shape, slot.shape)
         if not value.is_floating_point():  # quantised: it means nothing without scales, which are not read
             raise ValueError(f"{self.source}: tensor {name} holds whole numbers, and no weights")
         slot.copy_(value)
@@ -233,7 +261,8 @@ def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
     if device.type == "cpu":
         return torch.float32
     stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return getattr(torch, stated, torch.bfloat16)
+    found = getattr(torch, stated, None)
+    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def check_device(device: str) -> torch.device:

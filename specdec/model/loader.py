@@ -1,7 +1,9 @@
 """Load a target from Hugging Face files: a folder or a hub name, one safetensors file or shards."""
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +15,20 @@ from specdec.model.archs.tensors import set_aside, text_name
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,
+    check_shapes,
     choose_dtype,
     fused,
+    read_headers,
     read_json,
     read_tensors,
     resolve,
     whole,
 )
+from specdec.model.config_fields import ConfigFields
 from specdec.model.target import Target
+from specdec.schema import check
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 if TYPE_CHECKING:
     from specdec.model.hf_target import TransformersTarget
@@ -110,8 +118,12 @@ def load_native(
     """Our own decoder, filled with every tensor of the folder that is the target's.
 
     Raises ValueError for a tensor that is missing, left over, of another shape, or not finite in this dtype."""
+    headers = {text_name(tensor, raw): value for tensor, value in read_headers(folder).items()}
+    check_sizes(name, config, headers)
     with torch.device("meta"):
         target = Target(config).to(dtype)
+    places = target_parameters(target)
+    check_shapes(name, headers, {key: (rows, *tensor.shape[1:]) for key, (tensor, _, rows) in places.items()})
     target.to_empty(device=device)
     fill = StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
     spare_head = None
@@ -133,12 +145,36 @@ def load_native(
     return target
 
 
+def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError, with the field's name, for a size that is not the one of the tensors, which may be on the meta
+    device. Nothing is built before this."""
+    layers = 1 + max((int(m[1]) for m in map(LAYER.match, tensors) if m), default=-1)
+    if 0 < layers < config.layers:
+        raise ValueError(f"{name}: num_hidden_layers is {config.layers}, but the files hold {layers} layers")
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    first = "model.layers.0"
+    for field, tensor, axis, size in (
+        ("vocab_size", "model.embed_tokens.weight", 0, config.vocab),
+        ("hidden_size", "model.embed_tokens.weight", 1, config.hidden),
+        ("intermediate_size", f"{first}.mlp.up_proj.weight", 0, config.intermediate),
+        ("num_attention_heads times head_dim", f"{first}.self_attn.q_proj.weight", 0, q),
+        ("num_key_value_heads times head_dim", f"{first}.self_attn.k_proj.weight", 0, kv),
+    ):
+        shape = tensors[tensor].shape if tensor in tensors else ()
+        if len(shape) == 2 and shape[axis] != size:
+            raise ValueError(
+                f"{name}: tensor {tensor} has shape {list(shape)}, but config.json gives {size} for {field}"
+            )
+
+
 def read_eos(folder: Path, config: dict) -> frozenset[int]:
     """End-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
     generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    stated = read_json(generation) if generation.exists() or generation.is_symlink() else {}
+    check(ConfigFields, stated, str(generation))
+    eos = stated.get("eos_token_id")
     if eos is None:
-        eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 

@@ -278,7 +278,7 @@ def _stop(lines):
         (["--prompt", "x", "--topk", "1", "--num-draft-tokens", "9"], "a chain of steps + 1 = 6 tokens"),
         (["--prompt", "x", "--topk", "500"], "but the draft vocabulary has"),
         (["--prompt", "x", "--steps", "0"], "must be at least 1"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", "x", "--prompt-file", "y"], "exactly one of"),
         ([], "exactly one of"),
         (["--prompt", "x", "--no-draft"], "--draft contradicts --no-draft"),
@@ -348,7 +348,7 @@ BROKEN = {
 BROKEN_TARGET = BROKEN | {
     "missing tensor": (edit_tensors(lambda t: t.pop("model.norm.weight")), "lacks the tensor model.norm.weight"),
     "extra tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(1))), "holds the tensor extra"),
-    "wrong shape": (edit_config(intermediate_size=88), "has shape [48, 80], the config asks for [48, 88]"),
+    "wrong shape": (edit_config(intermediate_size=88), "but config.json gives 88 for intermediate_size"),
 }
 BROKEN_DRAFT = BROKEN | {
     "missing tensor": (edit_tensors(lambda t: t.pop("norm.weight")), "lacks the tensor norm.weight"),

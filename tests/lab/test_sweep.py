@@ -311,7 +311,7 @@ def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch
         (["Q", "draft={drafts: x}"], "an entry of draft has the unknown field drafts"),
         (["Q", "draft=[ngram,ngram]"], "two entries of draft have the same name"),
         (["Q", "draft={draft: ngram, token_map: nowhere.json}"], "cannot read nowhere.json"),
-        (["Q", "topk=[1,0]"], "topk must be a positive whole number or a list of such, got 0"),
+        (["Q", "topk=[1,0]"], "topk must be at least 1, got 0"),
         (["Q", "steps=[]"], r"steps must be a positive whole number or a list of such, got []"),
         (["Q", "shards=2", "shard=2"], "shard must lie between 0 and shards - 1, got shard 2 of 2"),
         (["Q", "max_new_tokens=0"], "max_new_tokens must be at least 1, got 0"),

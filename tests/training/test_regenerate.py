@@ -241,10 +241,10 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     ("more", "message"),
     [
         (("--samples", "2"), "--samples 2 needs a --temperature"),
-        (("--batch-size", "0"), "the batch size must be at least 1"),
-        (("--shard-size", "0"), "a shard must hold at least 1 line"),
+        (("--batch-size", "0"), "--batch-size must be at least 1"),
+        (("--shard-size", "0"), "--shard-size must be at least 1"),
         (("--top-p", "0.5"), "need a temperature above 0"),
-        (("--limit", "0"), "there is no prompt to answer"),
+        (("--limit", "0"), "--limit must be at least 1"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
     ],
 )

@@ -62,7 +62,7 @@ def test_plain_decoding_has_no_verifier(run):
         (("--verifier", "sglang", "--verifier-args", "threshold_acc=0"), r"must lie in (0, 1], got 0.0"),
         (("--verifier", "typical", "--verifier-args", "epsilon=nan"), r"epsilon must lie in (0, 1], got nan"),
         (("--sample-draft", "--num-draft-tokens", 9), "4 chains of topk * steps + 1 = 21 tokens, not 9"),
-        (("--sample-draft", "--steps", 0), "topk and steps must be at least 1"),
+        (("--sample-draft", "--steps", 0), "--steps must be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence(run, flags, says):

@@ -3,6 +3,7 @@
 import json
 import lzma
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from specdec.cli.reading import parse_json
 from specdec.text import clean
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -36,6 +38,8 @@ class Record:
             raise ValueError("not UTF-8 text") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"invalid JSON: {error.msg} at column {error.colno}") from None
+        except (RecursionError, ValueError):
+            raise ValueError("invalid JSON: nested too deeply, or a number of thousands of digits") from None
         if not isinstance(row, dict):
             raise ValueError(f"a record must be an object, not {type(row).__name__}")
         return row
@@ -121,6 +125,7 @@ def _file(path: Path) -> Iterator[Record]:
                 yield from _json(path, lines.read())
                 return
             for number, line in enumerate(lines, 1):
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield Record(f"{path} line {number}", line)
     except (lzma.LZMAError, EOFError) as error:
@@ -132,10 +137,7 @@ def _file(path: Path) -> Iterator[Record]:
 def _json(path: Path, content: bytes) -> Iterator[Record]:
     if not content.strip():
         return
-    try:
-        rows = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    rows = parse_json(content, str(path))
     if not isinstance(rows, list):
         raise ValueError(f"{path} must hold a list of conversations; for one object a line the name must end in .jsonl")
     for number, row in enumerate(rows, 1):

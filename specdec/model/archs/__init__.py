@@ -5,6 +5,7 @@ A family's file defines `read(config: dict) -> ModelConfig`. A new family is its
 
 from specdec.model.archs import gemma3, llama, mimo, mistral, qwen2, qwen3
 from specdec.model.archs.base import Architecture, ModelConfig, NotNative, read_rope, rope_fields
+from specdec.model.config_fields import check_config
 
 FAMILIES = {
     "llama": Architecture(llama.read),
@@ -24,9 +25,10 @@ def read_config(config: dict, name: str) -> ModelConfig:
     config that is wrong.
     """
     family = config.get("model_type")
+    check_config(config, f"{name}: config.json", native=isinstance(family, str) and family in FAMILIES)
     if config.get("quantization_config"):
         raise ValueError(f"{name}: quantised checkpoints are not supported; load the unquantised weights")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise NotNative(f"model family {family!r} is not native")
     try:
         return FAMILIES[family].read(config)
@@ -36,7 +38,7 @@ def read_config(config: dict, name: str) -> ModelConfig:
         raise
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    except (TypeError, ZeroDivisionError) as error:
+    except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specdec.model.config_fields import head_shape
 from specdec.model.layers import Rope, check_heads
 
 
@@ -62,14 +63,12 @@ def read_common(config: dict, **differences) -> ModelConfig:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATION_NAMES:
         raise NotNative(f"activation {activation!r} is not native")
-    heads = config["num_attention_heads"]
+    heads = head_shape(config, **{key: differences[key] for key in ("head_dim",) if key in differences})
     fields = {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "intermediate": config["intermediate_size"],
-        "heads": heads,
-        "kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        **heads,
         "vocab": config["vocab_size"],
         "eps": config.get("rms_norm_eps", 1e-6),
         "rope": read_rope(config),
@@ -78,9 +77,6 @@ def read_common(config: dict, **differences) -> ModelConfig:
         "activation": ACTIVATION_NAMES[activation],
     }
     fields |= differences
-    for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
-        if not isinstance(fields[name], int) or fields[name] < 1:
-            raise ValueError(f"config.json gives {fields[name]!r} for {name}")
     check_heads(fields["heads"], fields["kv_heads"])
     return ModelConfig(**fields)
 

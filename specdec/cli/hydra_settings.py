@@ -1,0 +1,103 @@
+"""What Hydra's settings may be: conf/ itself is the schema. A default says the type, `Limits` says the range."""
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec import registry
+from specdec.cli.limits import LIMITS
+from specdec.cli.reading import check_yaml, read_text
+from specdec.schema import check_value, shown
+
+AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
+NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
+# Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
+FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
+
+
+def check_settings(settings: Mapping[str, Any], config: str) -> None:
+    """Raise ValueError, with the setting's name, for one of `specdec CONFIG` that is unknown, empty, no finite number,
+    of another type than its default, or out of range."""
+    own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
+    groups = [name for entry in own.pop("defaults", ()) if isinstance(entry, dict) for name in entry]
+    own.pop("hydra", None)
+    defaults = own | {group: _group(group) for group in groups if "/" not in group and " " not in group}
+    _names("", settings, defaults)
+    for name, value in settings.items():
+        _walk(name, value, defaults.get(name))
+
+
+def check_folders(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a settings file in a folder of --config-dir or --config-path that Hydra could not hold."""
+    for at, word in enumerate(arguments):
+        flag, _, folder = word.partition("=")
+        if flag in ("--config-dir", "-cd", "--config-path", "-cp"):
+            folder = folder or "".join(arguments[at + 1 : at + 2])
+            if not folder.strip():
+                raise ValueError(f"{flag} is empty: is a variable of the shell not set?")
+            for file in Path(folder).rglob("*.yaml"):
+                check_yaml(read_text(file, "settings"), str(file))
+
+
+def _group(group: str) -> dict[str, Any]:
+    """The names of all files of a group, each with a value of its type; None where a file has null. {} where a class
+    says what it takes."""
+    found: dict[str, Any] = {}
+    for name in registry.names(group):
+        content = registry.settings(group, name)
+        if "_target_" in content:
+            return {}
+        content.pop("defaults", None)
+        found |= {key: value for key, value in content.items() if key not in found or value is None}
+    return found
+
+
+def _walk(path: str, value: Any, default: Any) -> None:
+    """Check a value and what is in it against the default of its place, which may be unknown: None."""
+    name = path.rpartition(".")[2]
+    number = isinstance(default, int | float)
+    if (number and isinstance(value, Mapping)) or (number and isinstance(value, list) and path not in AXES):
+        _check_type(path, value, default)
+    if isinstance(value, Mapping):
+        known = default if isinstance(default, Mapping) else {}
+        if path in FIXED and known:
+            _names(f"{path}.", value, known)
+        for key, inner in value.items():
+            _walk(f"{path}.{key}", inner, known.get(key))
+        return
+    if isinstance(value, list):
+        for inner in value:
+            _walk(path, inner, default if isinstance(default, int | float | str) else None)
+        return
+    if isinstance(value, str) and not value.strip():
+        raise ValueError(f"{path} is empty: is a variable of the shell not set? Give a value, or null")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{path} must be a finite number, got {value}")
+    if value is not None or name not in NULLABLE:
+        _check_type(path, value, default)
+    if path.startswith("trainer."):  # its steps are of another kind, and `TrainerConfig` has their range
+        return
+    if isinstance(value, int | float) and not isinstance(value, bool) and name in LIMITS:
+        check_value(LIMITS[name], value, path)
+
+
+def _check_type(path: str, value: Any, default: Any) -> None:
+    """An unknown default, None, tells no type; nor does a text, in whose place numbers and mappings may stand."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool | str):
+            raise ValueError(f"{path} must be true or false, got {shown(value)}")
+    elif isinstance(default, int | float):
+        kind = int if isinstance(default, int) else int | float
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{path} must be {'a whole' if kind is int else 'a'} number, got {shown(value)}")
+        if kind is int and value < 0:
+            raise ValueError(f"{path} must be at least 0, got {value}")
+
+
+def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3) or sorted(known)
+            raise ValueError(f"there is no setting {prefix}{name}; there is {', '.join(prefix + n for n in near)}")

@@ -1,0 +1,83 @@
+"""How files that users give are read: each that is no such file is one sentence, whatever is wrong with it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
+MOST_DEPTH = 200  # of brackets in a YAML file
+MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
+
+
+def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark.
+
+    what: names the kind of file in errors. most: bytes; None for any number.
+    Raises ValueError, one sentence, if it is not there, cannot be read or is too large."""
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link to {path.readlink()}, which is not there")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; a {what} file is expected there")
+    try:
+        if not path.exists():
+            raise ValueError(f"no such {what} file: {path}")
+        if most is not None and path.stat().st_size > most:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, and a {what} file at most {most}")
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_json(text: str | bytes, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError, one sentence that begins with `where`, for anything else."""
+    if not text.strip():
+        raise ValueError(f"{where} is not valid JSON: it is empty")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is not valid JSON: it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error}") from None
+    except ValueError as error:  # also of a number with thousands of digits
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+
+
+def check_yaml(text: str, where: str) -> None:
+    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values. Nothing is built."""
+    import yaml
+
+    if _depth(text) > MOST_DEPTH:  # before the parser, whose time grows with the square of it
+        raise ValueError(f"{where} is not a YAML file: it is nested too deeply")
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        count = _count(root, {}) if root is not None else 0
+    except RecursionError:
+        raise ValueError(f"{where} is not a YAML file: it is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{where} is not a YAML file: {str(error).splitlines()[0]}") from None
+    if count > MOST_NODES:
+        raise ValueError(f"{where} holds {count:.3g} values with those that its aliases repeat, at most {MOST_NODES}")
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested in a text, whatever is quoted."""
+    depth = most = 0
+    for mark in re.findall(r"[][{}]", text):
+        depth = depth + 1 if mark in "[{" else max(depth - 1, 0)
+        most = max(most, depth)
+    return most
+
+
+def _count(node, known: dict[int, int]) -> int:
+    """Values below a YAML node. known: those that were counted; 0 while they are, so that a cycle is found."""
+    if known.get(id(node)) == 0:
+        raise ValueError("an alias stands for what it is in")
+    if id(node) not in known:
+        known[id(node)] = 0
+        parts = node.value if isinstance(node.value, list) else []
+        inner = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_count(part, known) for part in inner)
+    return known[id(node)]

@@ -1,0 +1,147 @@
+"""The fields of config.json that are read anywhere: their types, and the ranges in which a model can lie.
+
+The largest published models are below a tenth of each upper bound. What is above it is a mistake, and would be
+allocated before anybody sees that.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.schema import check, ranged, shown
+
+MOST_TOKENS = 1 << 24
+MOST_WIDTH = 1 << 17
+
+
+@dataclass
+class RopeFields:
+    """`rope_scaling` and `rope_parameters`."""
+
+    rope_type: str = "default"
+    type: str = "default"
+    rope_theta: float = ranged(0, 1e12, 1e4, above=True)
+    factor: float | None = ranged(0, 1e6, 1.0, above=True)
+    low_freq_factor: float = ranged(0, 1e6, 1.0, above=True)
+    high_freq_factor: float = ranged(0, 1e6, 4.0, above=True)
+    original_max_position_embeddings: float = ranged(1, 1 << 31, 8192)
+    partial_rotary_factor: float = ranged(0, 1, 1.0, above=True)
+
+
+@dataclass
+class ConfigFields:
+    """config.json of a target or of a drafter, whatever its family. No file has all of them."""
+
+    model_type: str | None = None
+    hidden_size: int = ranged(1, MOST_WIDTH, 64)
+    intermediate_size: int = ranged(1, 1 << 20, 128)
+    num_hidden_layers: int = ranged(1, 1024, 2)
+    num_attention_heads: int = ranged(1, 4096, 4)
+    num_key_value_heads: int | None = ranged(1, 4096, None)
+    head_dim: int | None = ranged(2, 4096, None)
+    vocab_size: int = ranged(1, MOST_TOKENS, 4096)
+    max_position_embeddings: int = ranged(1, 1 << 31, 2048)
+    rms_norm_eps: float = ranged(0, 1, 1e-6)
+    rope_theta: float = ranged(0, 1e12, 1e4, above=True)
+    rope_local_base_freq: float = ranged(0, 1e12, 1e4, above=True)
+    rope_scaling: dict | None = None
+    rope_parameters: dict | None = None
+    partial_rotary_factor: float = ranged(0, 1, 1.0, above=True)
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = ranged(0, 1 << 31, None)
+    sliding_window_pattern: int = ranged(1, 1024, 6)
+    max_window_layers: int | None = ranged(0, 1024, None)
+    layer_types: list[str] | None = None
+    query_pre_attn_scalar: float = ranged(0, 1e6, 256, above=True)
+    final_logit_softcapping: float | None = ranged(0, 1e6, None, above=True)
+    attn_logit_softcapping: float | None = ranged(0, 1e6, None, above=True)
+    eos_token_id: int | list[int] | None = ranged(0, MOST_TOKENS, None)
+    dtype: str | dict | None = None
+    torch_dtype: str | None = None
+    quantization_config: dict | None = None
+    text_config: dict | None = None
+    # Of drafters
+    draft_vocab_size: int | None = ranged(1, MOST_TOKENS, None)
+    target_hidden_size: int | None = ranged(1, MOST_WIDTH, None)
+    num_nextn_predict_layers: int | None = ranged(0, 64, None)
+    num_experts_per_tok: int | None = ranged(1, 1024, None)
+    n_group: int | None = ranged(1, 1024, None)
+    topk_group: int | None = ranged(1, 1024, None)
+    routed_scaling_factor: float | None = ranged(0, 1e6, None, above=True)
+    norm_topk_prob: bool = True
+    bias: bool = True
+    own_embedding: bool = False
+    fusion_bias: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    taps: list[int] | None = ranged(0, 1024, None)
+    eagle_aux_hidden_state_layer_ids: list[int] | None = ranged(-1, 1024, None)
+    eagle_config: dict | None = None
+    mtp: dict = None
+    recipe: dict = None
+    speculators_model_type: str | None = None
+    transformer_layer_config: dict | None = None
+
+
+# Numbers that a checkpoint can be opened with, though nothing can be computed with them: the doctor tells of them, and
+# tries others (`drafters.formats.base.shape_faults`).
+DIAGNOSED = (
+    "rope_theta",
+    "factor",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "taps",
+    "eagle_aux_hidden_state_layer_ids",
+)
+
+
+def check_config(config: dict, where: str, native: bool = True, any_range: Collection[str] = ()) -> None:
+    """Raise ValueError, with the field's name, for a value that no model has.
+
+    native: False for a family that only transformers knows. Its fields may be null, texts, or lists with an entry a
+    layer: only its numbers are looked at.
+    any_range: fields of which only the type counts, such as `DIAGNOSED`."""
+    read = config if native else {k: v for k, v in config.items() if isinstance(v, int | float) or k == "model_type"}
+    check(ConfigFields, read, where, any_range)
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(name), dict) and native:
+            _check_rope(config[name], f"{where}: {name}", any_range)
+    for name in ("text_config", "transformer_layer_config"):
+        if isinstance(config.get(name), dict):
+            check_config(config[name], f"{where}: {name}", native, any_range)
+    check(ConfigFields, read.get("eagle_config") or {}, f"{where}: eagle_config", any_range)
+
+
+def _check_rope(rope: dict, where: str, any_range: Collection[str]) -> None:
+    check(RopeFields, rope, where, any_range)
+    for name, inner in rope.items():
+        if isinstance(inner, dict):
+            check(RopeFields, inner, f"{where}: {name}", any_range)
+    low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+    if low is not None and high is not None and low >= high:
+        raise ValueError(f"{where}: high_freq_factor must be above low_freq_factor, got {high} and {low}")
+
+
+def head_shape(config: dict, **differences: Any) -> dict[str, int]:
+    """Heads, key-value heads and the size of a head, as a checked config states them.
+
+    Raises ValueError for heads that do not divide, and KeyError for a field that is missing."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    found = {
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+    } | differences
+    if found["head_dim"] is None or found["head_dim"] < 2 or found["head_dim"] % 2:
+        raise ValueError(
+            f"head_dim must be an even number of at least 2, got {shown(found['head_dim'])} (hidden_size {hidden}, "
+            f"num_attention_heads {heads})"
+        )
+    return found

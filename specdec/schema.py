@@ -1,0 +1,103 @@
+"""One check of all that is set: a dataclass says names, types and ranges, and `check` holds values against it.
+
+Config files of checkpoints, flags and settings files are checked by it, so that a wrong value is named before anything
+is allocated, and so that wrong inputs can be generated from the same fields (`scripts/wrong_inputs.py`).
+"""
+
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, Field, field, fields, is_dataclass
+from typing import Any, get_args, get_origin
+
+SHOWN = 60  # characters of a wrong value that a message shows
+WORDS = {bool: "true or false", str: "a text", dict: "a mapping", list: "a list", tuple: "a list"}
+
+
+def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
+    """A field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little.
+
+    metadata: what else the field says, such as its help."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
+
+
+def check(schema: type, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:
+    """Raise ValueError, one sentence, for the first value whose type or range is not that of the field of its name.
+
+    Names that the schema does not have, and fields that have no value, are not looked at. where: what holds the values,
+    for the message; empty for none. any_range: fields of which only the type counts."""
+    for setting in fields(schema):
+        if setting.name in values:
+            limits = {} if setting.name in any_range else setting.metadata
+            check_value(setting, values[setting.name], f"{where}: {setting.name}" if where else setting.name, limits)
+
+
+def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range; limits: in the
+    place of the field's own."""
+    kinds = kinds_of(setting.type)
+    limits = setting.metadata if limits is None else limits
+    if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & set(kinds):
+        low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
+        if limits.get("above") and value <= low:
+            raise ValueError(f"{name} must be above {low:g}, got {shown(value)}")
+        if value < low:
+            raise ValueError(f"{name} must be at least {low:.12g}, got {shown(value)}")
+        if high < value < math.inf:
+            raise ValueError(f"{name} must be at most {high:.12g}, got {shown(value)}")
+    if not any(_is(kind, value, limits) for kind in kinds):
+        wanted = " or ".join(_wanted(kind, limits) for kind in kinds)
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
+
+
+def kinds_of(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, in order; the type itself if it is none."""
+    if get_origin(annotation) in (types.UnionType, typing.Union):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it."""
+    try:
+        text = "null" if value is None else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or a list in a list in a list ...
+        return f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def _is(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
+    if kind in (types.NoneType, None):
+        return value is None
+    if kind is Any:
+        return True
+    if get_origin(kind) in (list, tuple):
+        inner = get_args(kind)[0]
+        return isinstance(value, list | tuple) and all(_is(inner, item, limits) for item in value)
+    if is_dataclass(kind):
+        return isinstance(value, Mapping)
+    kind = get_origin(kind) or kind
+    if kind not in (int, float):
+        return isinstance(value, kind)
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        return False
+    if not math.isfinite(value) if isinstance(value, float) else abs(value) > 2**63:
+        return False
+    low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
+    return (low < value if limits.get("above") else low <= value) and value <= high
+
+
+def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
+    if kind in (types.NoneType, None):
+        return "null"
+    if get_origin(kind) in (list, tuple):
+        return f"a list, each entry {_wanted(get_args(kind)[0], limits)}"
+    kind = get_origin(kind) or kind
+    if kind not in (int, float):
+        return WORDS.get(kind, "a mapping" if is_dataclass(kind) else f"a {getattr(kind, '__name__', kind)}")
+    number = "a whole number" if kind is int else "a number"
+    low, high = limits.get("low"), limits.get("high")
+    if limits.get("above"):
+        return f"{number} above {low:g} and at most {high:g}"
+    return number if low is None else f"{number} from {low:.12g} to {high:.12g}"

@@ -1,0 +1,99 @@
+"""Two processes and one output: the second is refused, or waits; the lock of a dead owner is free."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from test_cache import CONVERSATIONS, composed
+from wrong_inputs import call
+
+from specdec.cli.lock import only_writer
+from training import cache, train
+
+HOLD = "import sys; from pathlib import Path; from specdec.cli.lock import only_writer\n"
+HOLD += "with only_writer(Path(sys.argv[1]), inside=sys.argv[2] == 'inside'):\n    print('held', flush=True); input()\n"
+
+
+@contextmanager
+def other_process(out: Path, inside: bool = False):
+    """Another process that holds `out`."""
+    command = [sys.executable, "-c", HOLD, str(out), "inside" if inside else "beside"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_second_is_refused_and_a_dead_owner_is_not_in_the_way(inside, tmp_path, capsys):
+    out = tmp_path / "out"
+    with other_process(out, inside) as owner:
+        with (
+            pytest.raises(ValueError, match=f"written by process {owner.pid} on {socket.gethostname()}: wait for it"),
+            only_writer(out, inside),
+        ):
+            pass
+        owner.kill()
+        owner.wait()
+        with only_writer(out, inside):
+            pass
+    assert f"process {owner.pid} on {socket.gethostname()}" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*lock"))
+
+
+def test_who_waits_gets_it_in_the_end(tmp_path):
+    with other_process(tmp_path / "out") as owner:
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        with only_writer(tmp_path / "out", wait=True):
+            assert owner.wait(timeout=60) == 0
+
+
+def test_where_nothing_was_written_nothing_is_left(tmp_path):
+    with pytest.raises(ValueError, match="no"), only_writer(tmp_path / "a" / "b" / "out"):
+        raise ValueError("no")
+    assert list(tmp_path.iterdir()) == []
+    with only_writer(tmp_path / "a" / "out"):
+        (tmp_path / "a" / "out").write_text("x")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["out"]
+
+
+def test_a_place_without_permission_is_told():
+    with pytest.raises(ValueError, match="cannot write /proc/none/out"), only_writer(Path("/proc/none/out")):
+        pass
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("regenerate", "--prompts", "p.txt", "--out", "out"),
+        ("tune", "--prompt-file", "p.txt", "--out", "out"),
+        ("generate", "--prompt", "x", "--trace", "out"),
+    ],
+)
+def test_commands_refuse_what_another_process_writes(words, tmp_path):
+    (tmp_path / "p.txt").write_text("What is a tree?\n")
+    with other_process(tmp_path / "out") as owner:
+        code, err = call(words, tmp_path)
+    assert code == 2
+    assert f"process {owner.pid} on" in err
+
+
+@pytest.mark.parametrize(("command", "name"), [(train, "train"), (cache, "cache")])
+def test_training_and_its_cache_too(command, name, target_path, tmp_path, capsys):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
+    settings = composed(name, f"target.path={target_path}", f"data.path={data}", f"out={out}")
+    with other_process(out, inside=True) as owner, pytest.raises(SystemExit) as stopped:
+        command.run(settings)
+    assert stopped.value.code == 2
+    assert f"process {owner.pid} on" in capsys.readouterr().err
+    assert os.listdir(out) in ([], [".writer.lock"])

@@ -1,0 +1,16 @@
+"""How large a draft tree may be. A larger one is a mistake: its shape alone would fill the memory."""
+
+MOST_STEPS, MOST_TOPK, MOST_NODES = 256, 1024, 4096
+MOST_CANDIDATES = 1 << 20  # nodes that a dynamic tree chooses from
+
+
+def check_size(topk: int = 1, steps: int = 1, nodes: int = 1, candidates: int = 1) -> None:
+    """Raise ValueError, with the bound, for a tree that is too large."""
+    for name, size, most in (
+        ("steps", steps, MOST_STEPS),
+        ("topk", topk, MOST_TOPK),
+        ("num_draft_tokens", nodes, MOST_NODES),
+        ("the number of nodes that are drafted", candidates, MOST_CANDIDATES),
+    ):
+        if size > most:
+            raise ValueError(f"{name} must be at most {most}, got {size}")

@@ -16,7 +16,6 @@ timed only the `COMPILED` fastest are compiled, of different depths, and plain d
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ import torch
 
 from specdec import __version__
 from specdec.acceptance import Acceptance
-from specdec.cli.files import output_folder, write_text
+from specdec.cli.files import kept_file, output_folder, write_text
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
@@ -107,11 +106,12 @@ def choose_tree(
             "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
     who = _identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
-    file = _cache_file(who)
+    file = kept_file("trees", who)
     if not recalibrate and (kept := _read(file)) is not None:
         return kept
-    launched, compiled = (_timer(target, drafter, batch, temperature, how) for how in (False, True))
-    choice = choose(candidates(acceptance, drafter, temperature), launched, compiled if compile else None)
+    launched = _timer(target, drafter, batch, temperature)
+    compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
+    choice = choose(candidates(acceptance, drafter, temperature), launched, compiled)
     if choice.busy:
         return choice
     output_folder(file.parent)
@@ -212,12 +212,10 @@ def _timer(target, drafter: Drafter, batch: int, temperature: float, compile: bo
     sampling = Sampling(temperature)
 
     def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
-        warm = tree in engines
-        if not warm:
+        if tree not in engines:
             pieces = () if tree is None else (drafter, tree.build())
             engines[tree] = Engine(target, *pieces, abstain=False, compile=compile)
-        if not warm:  # the first rounds find memory and code
-            _rounds(engines[tree], batch, 2, sampling)
+            _rounds(engines[tree], batch, 2, sampling)  # the first rounds find memory and code
         return _rounds(engines[tree], batch, rounds, sampling)
 
     return seconds_of
@@ -256,11 +254,6 @@ def _identity(target, drafter: Drafter, acceptance: Acceptance) -> dict:
         "specdec": __version__,
         "pair": hashlib.sha256(json.dumps(pair, default=str).encode()).hexdigest(),
     }
-
-
-def _cache_file(who: dict) -> Path:
-    key = hashlib.sha256(json.dumps(who, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "trees" / f"{key}.json"
 
 
 def _read(file: Path) -> Choice | None:

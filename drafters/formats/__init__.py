@@ -73,6 +73,11 @@ class Checkpoint:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
         return self.family.construct(self.meaning, self.tensors, target, self.path)
 
+    def refuse_nonfinite(self) -> None:
+        """Raises ValueError that names the first of the tensors that hold NaN or Inf."""
+        if self.nonfinite:
+            raise ValueError(f"{self.path}: {self.nonfinite[0]}; {finite.ALLOWED}")
+
     def problems(self) -> list[str]:
         """What keeps it from loading with any target: tensors, numbers of the config, the map, NaN and Inf."""
         try:
@@ -153,8 +158,8 @@ def load_drafter(
             raise ValueError(f"{path}: token_map, feedback and dtype are for drafters that learn")
         return drafter
     checkpoint = open_checkpoint(path)
-    if checkpoint.nonfinite and not allow_nonfinite:
-        raise ValueError(f"{path}: {checkpoint.nonfinite[0]}; {finite.ALLOWED}")
+    if not allow_nonfinite:
+        checkpoint.refuse_nonfinite()
     if feedback is not None:
         if checkpoint.family is not mtp_inside.FAMILY:
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")

@@ -19,7 +19,6 @@ from drafters.formats.evidence import Answer, Followed, batches, follow
 from drafters.formats.taps import Taps, search_taps
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
-from specdec.model.finite import ALLOWED
 from specdec.text import encode_prompt
 
 LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried
@@ -85,8 +84,8 @@ def check(
     steps: the length of the drafted chain. raw: do not apply the chat template. Raises ValueError for a checkpoint that
     loads in no reading, or, unless allow_nonfinite, whose weights hold NaN or Inf."""
     checkpoint = open_checkpoint(path)
-    if checkpoint.nonfinite and not allow_nonfinite:
-        raise ValueError(f"{path}: {checkpoint.nonfinite[0]}; {ALLOWED}")
+    if not allow_nonfinite:
+        checkpoint.refuse_nonfinite()
     return compare(target, checkpoint, answer(target, prompts, max_new_tokens, raw), steps)
 
 

@@ -184,7 +184,6 @@ class Bench:
         for _ in range(self.warmups):
             prompt = self.prompts(0, configuration.prompt)[0]
             self.made[name](prompt, configuration.new, sampling, self.seed)
-        time.sleep(self.made[name].settle_seconds)
         row |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
 
     def _trial(

@@ -5,7 +5,6 @@ A time depends on shapes, not on what was said, so one measurement serves every 
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from lab.cost.model import CostModel
 from lab.cost.rounds import RoundCost, measure_rounds
 from lab.machine import machine
-from specdec.cli.files import output_folder, write_text
+from specdec.cli.files import kept_file, output_folder, write_text
 from specdec.engine.recorder import versions
 from trees.spec import TreeSpec
 
@@ -49,9 +48,8 @@ def identity(target, drafter, **how) -> dict:
 
 
 def cache_file(who: dict) -> Path:
-    """The file of this identity's measurements, under $XDG_CACHE_HOME or ~/.cache."""
-    key = hashlib.sha256(json.dumps(who, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "costs" / f"{key}.json"
+    """The file of this identity's measurements."""
+    return kept_file("costs", who)
 
 
 def save_costs(costs: Sequence[RoundCost], file: Path, who: dict) -> None:

@@ -5,10 +5,12 @@ after a kill or a power cut either the old content or the new is there. A kill m
 beside it; the next write of the same name cleans up.
 """
 
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,7 +31,17 @@ def kept_folder(name: str) -> Path:
     """A folder under $XDG_CACHE_HOME or ~/.cache, made if it is not there, for what can be made anew.
 
     Raises ValueError if nothing can be written there."""
-    return output_folder(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / name)
+    return output_folder(_cache() / name)
+
+
+def kept_file(folder: str, identity: Mapping) -> Path:
+    """The JSON file in a folder of the cache for what was measured under this identity. It need not be there."""
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return _cache() / folder / f"{key}.json"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
 
 
 def check_writable(path: Path) -> None:

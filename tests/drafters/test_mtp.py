@@ -121,6 +121,20 @@ def qwen2():
     return model
 
 
+@torch.no_grad()
+def mtp_head(main) -> MtpModel:
+    """transformers' head for this target. Its experts come uninitialised, so everything is filled here."""
+    head = MtpModel(main, 1).eval()
+    for name, parameter in head.layers.named_parameters():
+        parameter.copy_(torch.rand_like(parameter) + 0.5 if parameter.ndim == 1 else torch.randn_like(parameter) * 0.3)
+        if name.endswith("bias"):
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    for name, buffer in head.layers.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.3)
+    return head
+
+
 def published(model: MtpModel) -> dict[str, torch.Tensor]:
     """The head's tensors under the names of a GLM-4.5 checkpoint."""
     out = {}
@@ -144,14 +158,7 @@ def test_drafts_equal_those_of_transformers(make):
     """Prefill and three more rounds of a growing text: the same logits, so the same drafted token."""
     torch.manual_seed(0)
     main = make().eval()
-    theirs = MtpModel(main, 1).eval()
-    for name, parameter in theirs.layers.named_parameters():
-        parameter.copy_(torch.rand_like(parameter) + 0.5 if parameter.ndim == 1 else torch.randn_like(parameter) * 0.3)
-        if name.endswith("bias"):
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    for name, buffer in theirs.layers.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(torch.randn_like(buffer) * 0.3)
+    theirs = mtp_head(main)
     target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
     drafter = build(main.config.to_dict(), published(theirs), target).eval()
     feats, tokens = torch.randn(1, 14, H), torch.randint(V, (1, 14))
@@ -226,7 +233,7 @@ def glm_folder(folder):
     """A small GLM-4.5, whose target runs through transformers' modules, with its head."""
     main = glm()
     main.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors") | published(MtpModel(main, 1))
+    tensors = load_file(folder / "model.safetensors") | published(mtp_head(main))
     copies = {name: value.contiguous().clone() for name, value in tensors.items()}
     save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
 

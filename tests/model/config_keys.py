@@ -31,19 +31,20 @@ FAMILIES = {
         **WINDOWED,
     },
 }
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 ROPES = [
     {"rope_type": "default", "rope_theta": 50.0},
     {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
     {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
     {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
-    {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    LLAMA3_ROPE,
     {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
     {"rope_theta": 77.0},
     {"full_attention": {"rope_type": "default", "rope_theta": 50.0}},
@@ -56,7 +57,7 @@ VALUES = {
         {"type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
         {"type": "yarn", "factor": 4.0},
-        {"rope_type": "llama3", **{k: v for k, v in ROPES[4].items() if k not in ("rope_type", "rope_theta")}},
+        {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"},
     ],
     "rope_theta": [50.0],
     "rope_local_base_freq": [50.0],

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from config_keys import LLAMA3_ROPE
 from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
 from safetensors.torch import load_file, save_file
 from test_no_sync import NoHostSync
@@ -11,14 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.model.loader import load_target
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 GEMMA3 = {
     "family": "gemma3_text",
     "head_dim": 16,

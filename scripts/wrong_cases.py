@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 
+import checkout  # noqa: F401
+
 from specdec import registry
 from specdec.__main__ import COMMANDS
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+import checkout  # noqa: F401
 from wrong_cases import Case, all_cases
 
 from specdec.__main__ import COMMANDS

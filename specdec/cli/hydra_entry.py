@@ -36,9 +36,12 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
 
 
 def checked(run: Callable, config: str) -> Callable:
-    """`run`, with settings that `check_settings` has seen."""
+    """`run`, with settings that `check_settings` has seen.
+
+    A wrong one ends the process, as Hydra would print a line of its own about an exception."""
 
     @functools.wraps(run)
+    @one_sentence_errors
     def wrapped(settings):
         from omegaconf import OmegaConf
 

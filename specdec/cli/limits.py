@@ -29,6 +29,7 @@ class Limits:
     shard_size: int | None = ranged(1, MOST, None)
     resamples: int = ranged(1, 1_000_000, 1000)
     max_length: int = ranged(1, MOST, 2048)
+    heldout: float = ranged(0, MOST, 0.05)
     size: int = ranged(1, 1 << 24, 1)
     skip: int = ranged(0, MOST, 0)
     count: int = ranged(1, MOST, 1)

@@ -223,12 +223,13 @@ def _draw(
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
+    keys, least, tokens = keys + 2 * row, least + row, tokens + row
     if TOP_K or TOP_P:
         scores += row * vocab
         ids += row * vocab
         peak, mass = _whole(peaks + row * PARTS, masses + row * PARTS, inverse, PARTS)
         held = _gather(scores, ids, counts + row * PARTS, size, PARTS, WIDTH)
-        cut = tl.load(least + row)
+        cut = tl.load(least)
         if TOP_K:
             cut = _threshold(scores, held, peak, inverse, top_k, cut, False, WIDTH)
             mass = _count_or_mass(scores, cut, held, peak, inverse, True, WIDTH)
@@ -236,18 +237,18 @@ def _draw(
             cut = _threshold(scores, held, peak, inverse, top_p * mass, cut, True, WIDTH)
         if MIN_P:
             cut = tl.maximum(cut, peak + gap)
-        best, winner, a, b = -float("inf"), 0, tl.load(keys + 2 * row), tl.load(keys + 2 * row + 1)
+        best, winner, a, b = -float("inf"), 0, tl.load(keys), tl.load(keys + 1)
         for first in range(0, held, WIDTH):
             place = first + tl.arange(0, WIDTH)
             x = tl.load(scores + place, mask=place < held, other=-float("inf"))
             token = tl.load(ids + place, mask=place < held, other=0)
             survives = (place < held) & (x >= cut)
             best, winner = _race(x, survives, inverse, a, b, token, best, winner, WIDTH)
-        tl.store(least + row, cut)
+        tl.store(least, cut)
     else:
         _, place = tl.max(tl.load(scores + row * PARTS + tl.arange(0, PARTS)), 0, return_indices=True)
         winner = tl.load(ids + row * PARTS + place)
-    tl.store(tokens + row, winner.to(tl.int64))
+    tl.store(tokens, winner.to(tl.int64))
 
 
 def launch(

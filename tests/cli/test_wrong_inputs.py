@@ -119,7 +119,10 @@ def settings_of(config: str) -> dict:
     own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
     pairs = [pair for entry in own.pop("defaults") if isinstance(entry, dict) for pair in entry.items()]
     own.pop("hydra")
-    return own | {g: registry.settings(g, n) for g, n in pairs if " " not in g and n is not None}
+    groups = {g: registry.settings(g, n) for g, n in pairs if " " not in g and n is not None}
+    for group in groups.values():
+        group.pop("defaults", None)  # a file that stands on another one
+    return own | groups
 
 
 @pytest.mark.parametrize("config", ["train", "cache", "sweep", "compare", "bench", "round_cost"])
@@ -135,7 +138,7 @@ def test_what_conf_says_itself_is_taken(config):
         ("train", "target.path", "", "target.path is empty"),
         ("train", "data.heldout", -1, "data.heldout must be at least 0, got -1"),
         ("train", "trainer.lr", float("nan"), "trainer.lr must be a finite number"),
-        ("train", "trainer.steps", None, "trainer.steps must be a whole number, got null"),
+        ("train", "trainer.log_every", None, "trainer.log_every must be a whole number, got null"),
         ("sweep", "topk", [1, 10**9], "topk must be at most 1024"),
         ("sweep", "steps", 10**6, "steps must be at most 256"),
         ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from drafters import ngram
 from drafters.formats import load_drafter
 from drafters.vocab import DraftVocab
+from specdec.children import LIKELIEST
 from specdec.engine.engine import Engine
 from trees import Chain, DynamicTree
 
@@ -102,10 +103,10 @@ def test_on_the_host_it_is_what_operators_compute(monkeypatch, mode, cap, least,
             monkeypatch.setattr(ngram, "on_host", lambda _, host=host: host)
             drafter = ngram.create(tiny_target(V), mode=mode, max_ngram=cap, min_ngram=least, vocab=ids)
             states = [absorb(drafter, texts)]
-            told.append([*drafter.chain(states[0], 6)])
+            told.append([*drafter.chain(states[0], 6, LIKELIEST)])
             more, n = torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0], [4, 4]]), torch.tensor([2, 0, 1, 2, 1])
             states.append(drafter.extend(None, more, n, 82))
-            told[-1] += drafter.chain(states[1], 6)
+            told[-1] += drafter.chain(states[1], 6, LIKELIEST)
             told[-1] += [x for state in states for x in (state.hidden, state.levels)]
         for host, operators in zip(*told, strict=True):
             torch.testing.assert_close(host, operators)

@@ -167,8 +167,9 @@ def test_who_asks_for_probabilities():
     target = tiny_target(vocab=1000)
     match, sglang = (Round(target, tiny_drafter(target), TREE, make_verifier(name)) for name in ("match", "sglang"))
     greedy, drawn = Request(2, 5, 20), Request(2, 5, 20, greedy=False)
-    assert plan(match, greedy).round < plan(match, drawn).round
-    assert plan(sglang, greedy) == plan(match, drawn)
+    assert plan(match, greedy).round < plan(sglang, greedy).round
+    noise = 2 * match.path * 1000 * memory.NOISE
+    assert plan(match, drawn).round - noise == plan(sglang, greedy).round
 
 
 def test_what_is_read_is_counted():

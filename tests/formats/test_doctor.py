@@ -66,14 +66,17 @@ def learn(target, answers, rounds):
 
 @pytest.fixture
 def falsified(tmp_path):
-    """falsified(change of tensors, folder, config fields) -> the drafter's folder with lies in it."""
+    """falsified(change of tensors, folder, config fields) -> the drafter's folder with lies in it.
+
+    A field of None is left out."""
 
     def make(tensors=None, folder=specdec.DEMO_DRAFTER, **fields):
         config = json.loads((folder / "config.json").read_text())
         found = load_file(folder / "model.safetensors")
         if tensors:
             tensors(found)
-        (tmp_path / "config.json").write_text(json.dumps(config | fields))
+        lies = {name: value for name, value in (config | fields).items() if value is not None or name not in fields}
+        (tmp_path / "config.json").write_text(json.dumps(lies))
         save_file(found, tmp_path / "model.safetensors")
         return tmp_path
 

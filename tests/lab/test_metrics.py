@@ -29,7 +29,7 @@ def chain_round(drafted: int, accepted: int, emitted: int) -> TracedRound:
 
 
 def row(question: str, category: str | None, rounds: list[TracedRound], steps: int = 3) -> TracedRow:
-    return TracedRow(question, category, 0, steps, Sampling(), [1, 2], 3, "eos", 0.0, rounds)
+    return TracedRow(question, category, 0, steps, Sampling(), [1, 2], 3, "eos", 0.0, rounds=rounds)
 
 
 # (drafted, accepted, emitted) of each round. Question a ends within its last round, so that one of three tokens counts;

@@ -43,7 +43,7 @@ def traced(path: list[int], emitted: int, context: int, own: list[float] = OWN) 
 
 
 def row(question: str, rounds: list[TracedRound]) -> TracedRow:
-    return TracedRow(question, None, 0, 2, Sampling(), [1], 3, "eos", 0.0, rounds)
+    return TracedRow(question, None, 0, 2, Sampling(), [1], 3, "eos", 0.0, rounds=rounds)
 
 
 ROWS = [

@@ -196,7 +196,7 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["drafter.init=zeros"], "init must be"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'"),
-        (["+trainer.stepz=3"], "unexpected keyword argument 'stepz'"),
+        (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
         (["objective=nothing"], "Could not find 'objective/nothing'"),
         (["objective.mean=none"], "mean must be 'masked' or 'all'"),
     ],

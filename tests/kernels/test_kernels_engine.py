@@ -82,7 +82,7 @@ def test_a_draft_model_sees_the_levels_before(device, tree, sliding, triton_ever
 def windowed_target() -> Target:
     """A layer that slides and one that does not, random such that every drafter of conf/ has something accepted."""
     config = replace(tiny_target(vocab=11).config, layers=2, heads=2, kv_heads=1, sliding=(True, False), window=5)
-    torch.manual_seed(31)
+    torch.manual_seed(143)
     target = Target(config).eval()
     with torch.no_grad():
         for parameter in target.parameters():

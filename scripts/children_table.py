@@ -9,16 +9,18 @@ prints tau with its 95 % interval over prompts as a Markdown table. What is in t
 
 import argparse
 import json
-import random
+import math
 from pathlib import Path
 
 import checkout  # noqa: F401
+import torch
 
 from lab.models import bundled, read_encoded
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.engine.engine import Engine
+from specdec.engine.trace import tau_interval
 from specdec.types import Sampling
 from specdec.verify import make_verifier
 from trees.spec import TreeSpec
@@ -55,21 +57,17 @@ def engine_of(target, drafter, way: str, nodes: int) -> Engine:
 
 
 def measure(engine: Engine, prompts: list[list[int]], temperature: float, args) -> list[list[int]]:
-    """Of each prompt the tokens that rounds emitted, and the rounds."""
+    """Of each prompt the rounds, and the tokens that they emitted."""
     how = {"max_new_tokens": args.max_new_tokens, "sampling": Sampling(temperature)}
     traces = [engine.generate([p], seed=[(args.seed, i)], **how).rows[0].trace for i, p in enumerate(prompts)]
-    return [[sum(trace.emitted), trace.rounds] for trace in traces]
+    return [[trace.rounds, sum(trace.emitted)] for trace in traces]
 
 
-def interval(counts: list[list[int]], resamples: int = 1000) -> tuple[float, float, float]:
-    """tau, and its 95 % interval: prompts are drawn with replacement."""
-
-    def tau(rows) -> float:
-        return sum(row[0] for row in rows) / max(sum(row[1] for row in rows), 1)
-
-    draws = random.Random(0)
-    values = sorted(tau(draws.choices(counts, k=len(counts))) for _ in range(resamples))
-    return tau(counts), values[int(0.025 * resamples)], values[int(0.975 * resamples) - 1]
+def measured(rounds: list[list[int]]) -> tuple[float, ...]:
+    """tau, and its 95 % interval over prompts if there are two or more."""
+    counted = torch.tensor(rounds)
+    total, emitted = counted.sum(0).tolist()
+    return emitted / total, *(tau_interval(counted) or (math.nan, math.nan))
 
 
 def table(found: dict[str, list[list[int]]], args) -> str:
@@ -78,7 +76,7 @@ def table(found: dict[str, list[list[int]]], args) -> str:
         for temperature in args.temperature:
             for nodes in args.nodes:
                 cells = [
-                    "{:.2f} ({:.2f}–{:.2f})".format(*interval(found[key(draft, temperature, nodes, w)])) for w in WAYS
+                    "{:.2f} ({:.2f}–{:.2f})".format(*measured(found[key(draft, temperature, nodes, w)])) for w in WAYS
                 ]
                 lines.append(f"| {draft} | {temperature:g} | {nodes} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -103,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
                     if len(found.get(name, [])) != len(prompts):
                         found[name] = measure(engine_of(target, drafter, way, nodes), prompts, temperature, args)
                         write_text(args.out, json.dumps(found) + "\n")
-                        print("{}: {:.3f} ({:.3f}–{:.3f})".format(name, *interval(found[name])), flush=True)
+                        print("{}: {:.3f} ({:.3f}–{:.3f})".format(name, *measured(found[name])), flush=True)
     print(table(found, args))
 
 

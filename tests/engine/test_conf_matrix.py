@@ -35,6 +35,8 @@ def fresh_drafter(name: str, target, draft_vocab: int | None = 8, **fields):
     settings = load("drafter", name)
     if settings.pop("draft_vocab_size", None) is None:
         draft_vocab = None
+    if "block_size" in settings:
+        settings |= {"block_size": 6, "layers": 2}
     torch.manual_seed(1)
     vocab = DraftVocab(target.config.vocab, None if draft_vocab is None else torch.arange(1, draft_vocab + 1))
     if settings.get("path", "none needed") is not None:

@@ -3,8 +3,9 @@
     python scripts/children_table.py --prompt-file MT_BENCH --out runs/children.json
 
 Each drafter decodes every prompt with the likeliest children, with children drawn from the drafter under multi-round
-rejection and under block verification, and with coupled ones (docs/sampling.md), on trees of 6, 16 and 60 nodes. It
-prints tau with its 95 % interval over prompts as a Markdown table. What is in the file already is not decoded again.
+rejection and under block verification, and with coupled ones (docs/sampling.md), on trees of 6, 16 and 60 nodes and on
+a chain of 5. It prints tau with its 95 % interval over prompts as a Markdown table. What is in the file already is not
+decoded again.
 """
 
 import argparse
@@ -25,10 +26,11 @@ from specdec.types import Sampling
 from specdec.verify import make_verifier
 from trees.spec import TreeSpec
 
-NODES = {
-    6: ("2/3/6", "drawn 2,1", 5),
-    16: ("4/5/16", "drawn 3,1,1,1,1", 15),
-    60: ("10/8/60", "drawn 7,1,1,1,1,1,1,1", 59),
+SHAPES = {  # by nodes: a tree, a drawn one, and the length of a chain for block verification
+    "6": ("2/3/6", "drawn 2,1", 5),
+    "6, chain": ("1/5/6", "drawn 1,1,1,1,1", 5),
+    "16": ("4/5/16", "drawn 3,1,1,1,1", 15),
+    "60": ("10/8/60", "drawn 7,1,1,1,1,1,1,1", 59),
 }
 LONGEST = 8  # of a drawn chain: behind this hardly any token is accepted
 WAYS = ("likeliest", "drawn, rejection", "drawn, block", "coupled")
@@ -40,16 +42,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="a JSON file of what was measured")
     p.add_argument("--draft", nargs="+", default=["demo/eagle3", "demo/mtp", "ngram"])
     p.add_argument("--temperature", nargs="+", type=float, default=[1.0, 0.7])
-    p.add_argument("--nodes", nargs="+", type=int, default=list(NODES), choices=list(NODES))
+    p.add_argument(
+        "--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
+    )
     p.add_argument("--limit", type=int, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--seed", type=int, default=0)
     return p
 
 
-def engine_of(target, drafter, way: str, nodes: int) -> Engine:
+def engine_of(target, drafter, way: str, shape: str) -> Engine:
     """Trees of at most so many nodes; a chain for block verification."""
-    dynamic, drawn, chain = NODES[nodes]
+    dynamic, drawn, chain = SHAPES[shape]
     if way in ("likeliest", "coupled"):
         return Engine(target, drafter, TreeSpec.parse(dynamic).build(), children=way)
     spec = TreeSpec.parse(drawn) if way.endswith("rejection") else TreeSpec.drawn([1] * min(chain, LONGEST))
@@ -74,16 +78,16 @@ def table(found: dict[str, list[list[int]]], args) -> str:
     lines = [f"| drafter | temperature | nodes | {' | '.join(WAYS)} |", "|---|---|---|" + "---|" * len(WAYS)]
     for draft in args.draft:
         for temperature in args.temperature:
-            for nodes in args.nodes:
+            for shape in args.shape:
                 cells = [
-                    "{:.2f} ({:.2f}–{:.2f})".format(*measured(found[key(draft, temperature, nodes, w)])) for w in WAYS
+                    "{:.2f} ({:.2f}–{:.2f})".format(*measured(found[key(draft, temperature, shape, w)])) for w in WAYS
                 ]
-                lines.append(f"| {draft} | {temperature:g} | {nodes} | {' | '.join(cells)} |")
+                lines.append(f"| {draft} | {temperature:g} | {shape} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def key(draft: str, temperature: float, nodes: int, way: str) -> str:
-    return f"{draft}; {temperature:g}; {nodes}; {way}"
+def key(draft: str, temperature: float, shape: str, way: str) -> str:
+    return f"{draft}; {temperature:g}; {shape}; {way}"
 
 
 @one_sentence_errors
@@ -95,11 +99,11 @@ def main(argv: list[str] | None = None) -> None:
     for draft in args.draft:
         drafter = load_drafter(bundled(draft), target)
         for temperature in args.temperature:
-            for nodes in args.nodes:
+            for shape in args.shape:
                 for way in WAYS:
-                    name = key(draft, temperature, nodes, way)
+                    name = key(draft, temperature, shape, way)
                     if len(found.get(name, [])) != len(prompts):
-                        found[name] = measure(engine_of(target, drafter, way, nodes), prompts, temperature, args)
+                        found[name] = measure(engine_of(target, drafter, way, shape), prompts, temperature, args)
                         write_text(args.out, json.dumps(found) + "\n")
                         print("{}: {:.3f} ({:.3f}–{:.3f})".format(name, *measured(found[name])), flush=True)
     print(table(found, args))

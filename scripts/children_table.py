@@ -75,14 +75,15 @@ def measured(rounds: list[list[int]]) -> tuple[float, ...]:
 
 
 def table(found: dict[str, list[list[int]]], args) -> str:
-    lines = [f"| drafter | temperature | nodes | {' | '.join(WAYS)} |", "|---|---|---|" + "---|" * len(WAYS)]
+    """A row for each drafter and shape, with the ways of each temperature side by side."""
+    columns = [(temperature, way) for temperature in args.temperature for way in WAYS]
+    lines = ["| drafter | nodes | " + " | ".join(f"{way}, T {temperature:g}" for temperature, way in columns) + " |"]
+    lines.append("|---|---|" + "---|" * len(columns))
     for draft in args.draft:
-        for temperature in args.temperature:
-            for shape in args.shape:
-                cells = [
-                    "{:.2f} ({:.2f}–{:.2f})".format(*measured(found[key(draft, temperature, shape, w)])) for w in WAYS
-                ]
-                lines.append(f"| {draft} | {temperature:g} | {shape} | {' | '.join(cells)} |")
+        for shape in args.shape:
+            taus = (measured(found[key(draft, temperature, shape, way)]) for temperature, way in columns)
+            cells = ["{:.2f} ({:.2f}-{:.2f})".format(*tau) for tau in taus]
+            lines.append(f"| {draft} | {shape} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

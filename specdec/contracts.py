@@ -131,6 +131,10 @@ class Drafter(nn.Module):
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
 
+    def deepest(self, steps: int) -> int:
+        """`steps`, or how many tokens it can guess ahead if those are fewer."""
+        return min(steps, self.max_steps or steps, self.block or steps)
+
     def heads_in_use(self) -> list[LinearMap]:
         """The heads that make logits over `vocab`; empty for a drafter without any."""
         return []

@@ -231,7 +231,7 @@ class Trainer:
         if self.heldout is None or self.config.eval_batches < 1 or not self.main:
             return {}
         learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
-        depth = min(self.config.decode_steps, self.drafter.max_steps or self.config.decode_steps)
+        depth = self.drafter.deepest(self.config.decode_steps)
         for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
             batch = self.heldout.collate(indices)
             features = self._features(self.published, batch)

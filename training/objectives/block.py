@@ -157,8 +157,11 @@ class _Slots:
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
         row, column = (x[rows].flatten() for x in self.slots.here)
-        here = row, column.clamp(max=self.labels.shape[1] - 1)  # those behind the text count nothing
-        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise)
+        length = self.labels.shape[1]
+        places = row * length + column.clamp(max=length - 1)  # those behind the text count nothing
+        once, index = places.unique(return_inverse=True)  # blocks overlap, and the target's logits are dear
+        here = once // length, once % length
+        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise).at(index)
 
     def judge(
         self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor

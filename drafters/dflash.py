@@ -59,6 +59,7 @@ class BlockDrafter(Drafter):
     the logits of a slot by the tokens drafted before it."""
 
     learns = True
+    recompute = False
 
     def __init__(
         self,

@@ -5,10 +5,12 @@ as its anchor, sees the context of rows 0..t of its own document, and nothing of
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from drafters.block_forward import BlockForward
 from drafters.conditional import ConditionalHead
@@ -105,7 +107,10 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Ten
     features, rope = drafter.fuse(feats), drafter.rope(positions)
     keys = [layer.attention.context(features, rope) for layer in drafter.layers]
     context = BlockContext(keys, documents, positions)
-    return torch.cat([_piece(drafter, context, tokens, part) for part in anchors.split(PIECE, dim=1)], 1)
+    piece = partial(_piece, drafter, context, tokens)
+    if drafter.recompute:
+        piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([piece(part) for part in anchors.split(PIECE, dim=1)], 1)
 
 
 def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor) -> Tensor:

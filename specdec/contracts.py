@@ -121,6 +121,8 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
+    # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.
+    recompute: bool | None = None
     # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if
     # log q is as near the target's log p in its tails as at its peak, less where q is the sharper of the two.
     trust: float = 0.8

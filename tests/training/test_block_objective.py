@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
 
+from drafters import unroll_block
 from training.objectives import losses
 from training.objectives.anchors import draw, slots
 from training.objectives.block import BlockObjective, pace
@@ -122,6 +123,19 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
     assert len(metrics["losses"]) == len(metrics["accuracy"]) == drafter.block
     assert ("confidence_losses" in metrics) == (drafter.confidence is not None)
+
+
+def test_recomputing_changes_nothing(monkeypatch):
+    monkeypatch.setattr(unroll_block, "PIECE", 2)
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS["dspark"])
+    data, found = batch(target, drafter), []
+    for drafter.recompute in (False, True):
+        drafter.zero_grad()
+        loss, _ = BlockObjective()(drafter, **data)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in drafter.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*found)
 
 
 def test_a_batch_with_nothing_to_learn_is_harmless():

@@ -1,8 +1,8 @@
 """Heads that make the slots of a block depend on the tokens drafted before them.
 
 A slot's base logits come from the backbone, whatever was drafted. A conditional head adds what the path to a node
-changes of them. What it needs of a path it carries along the path, a vector for each node, and no slot is computed
-twice.
+changes of them: the product of a narrow vector with a matrix that has a row for each token. What it needs of a path it
+carries along the path, a vector for each node, and no slot is computed twice.
 """
 
 from abc import abstractmethod
@@ -27,17 +27,24 @@ class ConditionalHead(nn.Module):
         """Nodes with target ids [B,W], and what their parents' slots left, [B,W,C] -> what is carried on, [B,W,C]."""
 
     @abstractmethod
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """hidden [B,1,H], what a slot's base logits are made of, behind W paths: carried [B,W,C] -> what `output` reads
+        [B,W,R], and what is carried further [B,W,C]. slot: which of those that draft. In training hidden is [B,W,H]."""
+
+    @property
+    @abstractmethod
+    def output(self) -> LinearMap:
+        """Its matrix [U,R], with a row for each token of the draft vocabulary."""
+
+    @abstractmethod
+    def set_output(self, output: LinearMap) -> None:
+        """Put another in its place."""
+
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """base [B,1,U] and hidden [B,1,H], the logits of a slot and what they were made of, behind W paths: carried
-        [B,W,C] -> their logits [B,W,U], and what is carried further [B,W,C]. slot: which of those that draft."""
-
-    @abstractmethod
-    def outputs(self) -> list[LinearMap]:
-        """Its matrices with a row for each token of the draft vocabulary."""
-
-    @abstractmethod
-    def set_outputs(self, outputs: list[LinearMap]) -> None:
-        """Put others in their place."""
+        """base [B,1,U], the logits of a slot -> the logits of its W paths [B,W,U], and what is carried further. The
+        rest is as for `narrow`."""
+        low, carried = self.narrow(hidden, carried, slot)
+        return base + self.output(low), carried
 
 
 class Markov(ConditionalHead):
@@ -52,11 +59,12 @@ class Markov(ConditionalHead):
         self.w2 = Linear(rank, vocab.size, bias=False)
         nn.init.normal_(self.w1.weight, std=0.02)
 
-    def outputs(self) -> list[LinearMap]:
-        return [self.w2]
+    @property
+    def output(self) -> LinearMap:
+        return self.w2
 
-    def set_outputs(self, outputs: list[LinearMap]) -> None:
-        (self.w2,) = outputs
+    def set_output(self, output: LinearMap) -> None:
+        self.w2 = output
 
     def begin(self, anchor: Tensor) -> Tensor:
         embedded = self.w1(anchor)
@@ -66,8 +74,8 @@ class Markov(ConditionalHead):
         embedded = self.w1(tokens)
         return torch.cat([embedded, carried[..., self.rank :]], -1) if self.state else embedded
 
-    def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        return base + self.w2(carried), carried
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        return carried, carried
 
 
 class GatedMarkov(Markov):
@@ -77,10 +85,10 @@ class GatedMarkov(Markov):
         super().__init__(vocab, hidden, rank)
         self.gate = Linear(hidden + rank, rank)
 
-    def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
         gate = self.gate(torch.cat([hidden, carried], -1)).sigmoid()
-        return base + self.w2(gate * carried), carried
+        return gate * carried, carried
 
 
 class RecurrentMarkov(Markov):
@@ -91,13 +99,13 @@ class RecurrentMarkov(Markov):
         self.state = rank
         self.joint = Linear(2 * rank + hidden, 3 * rank)
 
-    def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
         embedded, state = carried.split_with_sizes([self.rank, self.rank], -1)
         gate, new, out = self.joint(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
         gate = gate.sigmoid()
         state = gate * state + (1 - gate) * new.tanh()
-        return base + self.w2(out.tanh()), torch.cat([embedded, state], -1)
+        return out.tanh(), torch.cat([embedded, state], -1)
 
 
 class Confidence(nn.Module):

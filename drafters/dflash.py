@@ -17,7 +17,7 @@ from drafters.block_forward import BlockForward
 from drafters.conditional import HEADS, ConditionalHead, Confidence
 from drafters.eagle3 import spread_taps
 from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
-from drafters.unroll_block import blocks_behind
+from drafters.unroll_block import Blocks, blocks_behind
 from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
@@ -59,6 +59,7 @@ class BlockDrafter(Drafter):
     the logits of a slot by the tokens drafted before it."""
 
     learns = True
+    recompute = False
 
     def __init__(
         self,
@@ -102,12 +103,12 @@ class BlockDrafter(Drafter):
         return self.conditional is not None
 
     def heads_in_use(self) -> list[LinearMap]:
-        return [self.head, *(self.conditional.outputs() if self.conditional else [])]
+        return [self.head, *([self.conditional.output] if self.conditional else [])]
 
     def set_heads(self, heads: list[LinearMap]) -> None:
         self.head, *others = heads
         if self.conditional:
-            self.conditional.set_outputs(others)
+            self.conditional.set_output(*others)
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Features of the target [B,n,F] -> what all layers take for the context [B,n,H]."""
@@ -202,21 +203,19 @@ class BlockDrafter(Drafter):
 
     # Training
 
+    def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later."""
+        unfreeze(self)
+        return blocks_behind(self, feats, tokens, anchors)
+
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """The block behind every row, and the text's own tokens for those drafted before a slot."""
         if steps > self.block:
             raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
-        unfreeze(self)
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        slots = blocks_behind(self, feats, tokens, every)
-        carried = self.conditional.begin(tokens) if self.conditional else slots.new_empty(*tokens.shape, 0)
+        blocks = self.blocks(feats, tokens, every)
         for j in range(steps):
-            readout, head = slots[:, :, j], self.head
-            if self.conditional:
-                carried = self.conditional.read(F.pad(tokens[:, j:], (0, j)), carried) if j else carried
-                readout, carried = self.conditional(head(readout), readout, carried, j)
-                head = None
-            yield DraftState(carried, readout, head)
+            yield DraftState(blocks.carried[j], blocks.readout[:, :, j], blocks.head)
 
     def start_from(self, target) -> None:
         """The head sees the last hidden state at its usual scale."""

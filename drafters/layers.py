@@ -167,6 +167,25 @@ class SharedHead(LinearMap):
         self.bias = None
 
 
+class SumHead:
+    """Heads without biases over the parts of one input, whose logits are added. For training."""
+
+    bias = None
+
+    def __init__(self, *heads: LinearMap):
+        """heads: of widths [U,H1], [U,H2], ..."""
+        self.heads = heads
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        return tuple(weight for head in self.heads for weight in head.weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[...,H1+H2+...] -> [...,U]"""
+        parts = x.split([head.weight.shape[1] for head in self.heads], -1)
+        return sum(head(part) for head, part in zip(self.heads, parts, strict=True))
+
+
 def restrict(drafter: Drafter, ids: Tensor) -> None:
     """FR-Spec (arXiv 2502.14856): let a drafter with heads propose only these target tokens [U'], in this order; of
     those that it does not know, none. What is verified, and emitted, does not change."""

@@ -51,7 +51,7 @@ class RecurrentDrafter(Drafter):
         self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
-        self.recompute = False  # while training, keep only what enters and leaves a layer (activation checkpointing)
+        self.recompute = False
 
     @abstractmethod
     def fuse(self, feats: Tensor) -> Tensor:

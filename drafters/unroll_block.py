@@ -4,12 +4,19 @@ Row t of a text has the target's features of token t and, beside them, token t+1
 as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.
 """
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from drafters.block_forward import BlockForward
+from drafters.conditional import ConditionalHead
+from drafters.layers import SumHead
 from specdec.model.attention import document_positions
+from specdec.model.layers import LinearMap
 
 PIECE = 64  # anchors at once
 
@@ -54,17 +61,56 @@ class BlockAttend:
         return out.reshape(*shape[:2], -1)
 
 
-def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-    """What the head reads of the drafting slots of the blocks behind some rows of texts, [B,A,W,H].
+@dataclass
+class Blocks:
+    """A blocks of each of B texts, of W slots that draft, where the text's own tokens stand for those drafted."""
 
-    drafter: a `BlockDrafter`. feats [B,T,F], tokens [B,T] one position later, anchors [B,A] rows."""
+    readout: Tensor  # [B,A,W,R] what the head reads
+    head: LinearMap | SumHead
+    carried: list[Tensor]  # of each slot [B,A,C], what a conditional head carries when it comes to the slot
+    confidence: Tensor | None  # [B,A,W] logits of the confidence head, if there is one
+
+
+def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+    """The blocks of a `BlockDrafter` behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
+    later."""
+    slots, head = slots_behind(drafter, feats, tokens, anchors), drafter.conditional
+    readout, output = slots, drafter.head
+    if head is None:
+        carried = [slots.new_empty(*anchors.shape, 0)] * slots.shape[2]
+    else:
+        carried, low = _along(head, slots, tokens, anchors)
+        readout, output = torch.cat([slots, low], -1), SumHead(drafter.head, head.output)
+    sure = drafter.confidence
+    if sure is not None:
+        sure = sure(slots, torch.stack(carried, 2)[..., : sure.rank])
+    return Blocks(readout, output, carried, sure)
+
+
+def _along(head: ConditionalHead, slots: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What a conditional head carries to each slot [B,A,C], and what its output reads there [B,A,W,R]."""
+    carried, low, now = [], [], head.begin(tokens.gather(1, anchors))
+    for j in range(slots.shape[2]):
+        if j:
+            now = head.read(tokens.gather(1, (anchors + j).clamp(max=tokens.shape[1] - 1)), now)
+        carried.append(now)
+        features, now = head.narrow(slots[:, :, j], now, j)
+        low.append(features)
+    return carried, torch.stack(low, 2)
+
+
+def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    """The backbone's hidden states of the drafting slots of the blocks behind rows anchors of texts, [B,A,W,H]."""
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     positions = document_positions(documents)
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
     features, rope = drafter.fuse(feats), drafter.rope(positions)
     keys = [layer.attention.context(features, rope) for layer in drafter.layers]
     context = BlockContext(keys, documents, positions)
-    return torch.cat([_piece(drafter, context, tokens, part) for part in anchors.split(PIECE, dim=1)], 1)
+    piece = partial(_piece, drafter, context, tokens)
+    if drafter.recompute:
+        piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([piece(part) for part in anchors.split(PIECE, dim=1)], 1)
 
 
 def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def choose_tree(
 def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float) -> list[Candidate]:
     """Of every depth and size the static tree that accepts the most, chains among them."""
     along = acceptance.nearest(temperature)
-    table = along.table()[: min(drafter.max_steps or along.steps, drafter.block or along.steps)]
+    table = along.table()[: drafter.deepest(along.steps)]
     found: dict[TreeSpec, Candidate] = {}
     for steps in range(1, len(table) + 1):
         most = sum(along.topk**depth for depth in range(steps + 1))

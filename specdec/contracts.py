@@ -121,6 +121,8 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
+    # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.
+    recompute: bool | None = None
     # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if
     # log q is as near the target's log p in its tails as at its peak, less where q is the sharper of the two.
     trust: float = 0.8
@@ -130,6 +132,10 @@ class Drafter(nn.Module):
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
+
+    def deepest(self, steps: int) -> int:
+        """`steps`, or how many tokens it can guess ahead if those are fewer."""
+        return min(steps, self.max_steps or steps, self.block or steps)
 
     def heads_in_use(self) -> list[LinearMap]:
         """The heads that make logits over `vocab`; empty for a drafter without any."""

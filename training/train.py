@@ -146,7 +146,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         batch_tokens=trainer_config.batch_tokens,
         seed=trainer_config.seed,
         pack=config.data.pack,
-        lookahead=objective.steps + 1,
+        lookahead=objective.lookahead,
     )
     data = batches(learnt)
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)

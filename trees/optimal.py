@@ -149,7 +149,7 @@ def along_answers(
     less deep than `steps`, or has fewer tokens than `topk`, goes as far as it can."""
     sampling = Sampling(temperature)
     answers = Engine(target).generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed).rows
-    steps = min(steps, drafter.max_steps or steps, drafter.block or steps)
+    steps = drafter.deepest(steps)
     topk = min(topk, drafter.vocab.size)
     texts = [row.prompt for row in answers], [row.tokens for row in answers]
     how = {"sampling": sampling, "seeds": [row.seed for row in answers]}

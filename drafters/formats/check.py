@@ -143,7 +143,7 @@ class _Trial:
             drafter = self.construct(reading)
         except ValueError as error:
             return Outcome(reading, refused=str(error))
-        depth = min(self.steps, drafter.max_steps or self.steps, drafter.block or self.steps)
+        depth = drafter.deepest(self.steps)
         parts = [follow(drafter, batch, drafter.taps, depth) for batch in self.stages[-1]]
         followed = Followed([x for part in parts for x in part.lengths], torch.cat([part.logp for part in parts]))
         return Outcome(reading, None, followed, drafter.taps, *tau_of(followed.rounds()))

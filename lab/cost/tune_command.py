@@ -101,7 +101,7 @@ def model_entries(args: argparse.Namespace) -> dict:
 def trees_of(args: argparse.Namespace, drafter) -> list[TreeSpec]:
     """The trees to predict. Raises ValueError if there is none but those of --tree."""
     topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
-    steps = min(args.steps, drafter.max_steps or args.steps)
+    steps = drafter.deepest(args.steps)
     dynamic = useful_trees(topks, steps, args.num_draft_tokens)
     if not dynamic:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")

@@ -81,7 +81,7 @@ def fits(verifier: Verifier, tree: TreePolicy) -> bool:
 
 
 def trees_for(drafter: Drafter) -> list[TreePolicy]:
-    depth = min(5, drafter.max_steps or 5, drafter.block or 5)
+    depth = drafter.deepest(5)
     return [TreeSpec(4, depth).build(), Chain(depth)]
 
 

@@ -202,7 +202,7 @@ class Sweep:
         chosen = [questions[i * len(questions) // count] for i in range(count)]
         results, _ = converse(Engine(self.target), chosen, max_new_tokens=self.max_new_tokens, **self._how())
         rows = [row for result in results for row in result.rows if len(row.tokens) > 1]
-        steps = min(wanted["steps"], drafter.max_steps or wanted["steps"])
+        steps = drafter.deepest(wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
         accept = measure_acceptance(
             self.target,

@@ -150,6 +150,11 @@ class OffsetRMSNorm(RMSNorm):
 class LinearMap(Freezable):
     """x weight.T + bias. Its bound function takes rows x [R,in] to [R,out] by the fastest product for few rows."""
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """The matrices [out,.] whose products with the parts of x are added; here one."""
+        return (self.weight,)
+
     def bind(self) -> Callable[[Tensor], Tensor]:
         return linear(self.weight, self.bias)
 

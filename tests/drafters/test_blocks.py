@@ -1,49 +1,22 @@
 """Block drafters against outputs of their authors' own code (tests/golden/README.md)."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from golden_blocks import GOLDEN, golden_drafter, golden_heads
 from safetensors.torch import load_file
 
 from drafters.block_forward import BlockForward
 from drafters.conditional import HEADS, Confidence
 from drafters.dflash import BlockDrafter
-from drafters.formats import recognise
 from drafters.formats.dflash import MARKOV, PARTS
 from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
-from specdec.model.archs import ModelConfig
-from specdec.model.layers import Linear, Rope
-from specdec.model.target import Target
+from specdec.model.layers import Linear
 from trees.chain import Chain
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "blocks"
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # logits are sums of 64 products, up to 5 in size
-
-
-def golden_target(tensors: dict) -> Target:
-    """A stand-in: only its embedding, its head, its size and its depth matter here."""
-    config = ModelConfig(
-        layers=12, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
-        context=512, tied=False,
-    )  # fmt: skip
-    target = Target(config)
-    target.embed.weight.copy_(tensors["embed_tokens.weight"])
-    target.head.weight.copy_(tensors["lm_head.weight"])
-    return target
-
-
-def golden_drafter(name: str, model: str = "dflash", keeps: bool = False, extra=None, **changes) -> BlockDrafter:
-    """The golden weights, read by the config of this name with other fields. keeps: the file also holds the copies of
-    the target's."""
-    held = load_file(GOLDEN / f"{model}_model.safetensors")
-    target = golden_target(held)
-    tensors = {k: v for k, v in held.items() if keeps or k not in ("embed_tokens.weight", "lm_head.weight")}
-    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
-    family, layout = recognise(config, tensors | (extra or {}), name)
-    return family.construct(*layout.read(config, tensors | (extra or {}), name), target, name).eval()
 
 
 def absorb(drafter: BlockDrafter, reference: dict, prefix: str, number: int, seen: int) -> DraftState:
@@ -113,12 +86,6 @@ def test_causal_blocks_match():
                 state = drafter.extend(feats, tokens, n, anchor)
             seen = anchor
             torch.testing.assert_close(state.logits[:, :5], reference[f"{prefix}round{number}.logits"], **CLOSE)
-
-
-def golden_heads(reference: dict, kind: str) -> dict:
-    """The tensors of DSpark's heads of a kind, by their published names."""
-    names = (f"{kind}.markov_head", f"{kind}.confidence_head")
-    return {k.removeprefix(f"{kind}."): v for k, v in reference.items() if k.startswith(names)}
 
 
 @pytest.mark.parametrize("kind", MARKOV)

@@ -42,12 +42,23 @@ def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
     tokens = torch.randint(17, (2, length))
     drafter.documents = (torch.arange(length) >= 11).long().expand(2, length)
     unrolled = list(drafter.unroll(feats, tokens, drafter.block))
+    rows = torch.tensor([[2, 8, 13], [1, 5, 15]])  # the same at sampled anchors, and no other block is seen
+    sampled, at = drafter.blocks(feats, tokens, rows), torch.arange(2)[:, None]
+    for j, expected in enumerate(unrolled):
+        logits = sampled.head(sampled.readout[:, :, j])
+        torch.testing.assert_close(logits, expected.logits[at, rows], rtol=1e-5, atol=1e-5)
+    sure = drafter.blocks(feats, tokens, torch.arange(length).expand(2, -1)).confidence
     for first in (0, 11):
         n = min(prefix, length - first)
         rows = slice(first, first + n)
         drafter.reset(2, 64)
         block = drafter.admit(0, tokens[:, 0], feats[:, rows], tokens[:, rows], torch.full((2,), n))
-        state = drafter.root(block)
+        state, inside = drafter.root(block), min(length - first - n, drafter.block - 1) + 1
+        if sure is not None:
+            drafted = tokens[:, first + n : first + n + inside - 1]
+            drafted = torch.cat([drafted, drafted.new_zeros(2, 1)], 1)  # the last one is not looked at
+            confident = drafter.confidences(block, drafted)
+            torch.testing.assert_close(confident, sure[:, first + n - 1, :inside], rtol=1e-5, atol=1e-5)
         for j, expected in enumerate(unrolled):
             torch.testing.assert_close(state.logits[:, 0], expected.logits[:, first + n - 1], rtol=1e-5, atol=1e-5)
             if first + n + j == length or j + 1 == drafter.block:

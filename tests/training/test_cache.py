@@ -160,6 +160,7 @@ def bucketed(name: str, logits, p, ids, share):
         "reverse_kl": lambda: (q * (q / p).log()).sum(-1),
         "jsd": lambda: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
         "tv": lambda: 1 - alpha,
+        "l1": lambda: 2 * (1 - alpha),
         "choice": lambda: -q[:, 0].log(),
         "lk": lambda: -alpha.log(),
         "lk_hybrid": lambda: w * kl + (1 - w) * (1 - alpha),
@@ -406,7 +407,7 @@ def test_an_estimate_counts_what_the_run_does(target_path, data, tmp_path, capsy
 def test_activations_counted_on_shapes_are_those_of_a_real_unroll(kind):
     drafter = tiny_drafter(tiny_target(), kind=kind)
     shape, steps, kept = (3, 20), 3, {}
-    counted = saved_bytes(drafter, shape, steps)
+    counted = saved_bytes(drafter, shape, Eagle3Objective(steps=steps))
     own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
 
     def pack(tensor):

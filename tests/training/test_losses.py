@@ -79,19 +79,25 @@ class Squares:
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_gradients_by_readouts_and_heads(monkeypatch, shared, frozen):
-    """Pieces of 4 rows of 10, three steps, one head or three: what autograd gives for the plain product."""
+@pytest.mark.parametrize("parts", [(6,), (4, 2)])
+def test_gradients_by_readouts_and_heads(monkeypatch, parts, shared, frozen):
+    """Pieces of 4 rows of 10, three steps, one head or three, of one matrix or two: what autograd gives for the plain
+    product."""
     monkeypatch.setattr(losses, "LEAST_ROWS", 4)
     monkeypatch.setattr(losses, "PIECE", 1)
     torch.manual_seed(0)
     readouts = [torch.randn(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    heads = [torch.randn(8, 6, dtype=torch.float64, requires_grad=not frozen) for _ in range(3)]
-    heads = heads[:1] * 3 if shared else heads
+
+    def head():
+        return [torch.randn(8, width, dtype=torch.float64, requires_grad=not frozen) for width in parts]
+
+    heads = [head()] * 3 if shared else [head() for _ in range(3)]
     scales = [1.0, 0.5, 0.25]
-    expected = 7 * sum(s * (x @ h.T).square().sum() for s, x, h in zip(scales, readouts, heads, strict=True))
+    logits = [x @ torch.cat(h, 1).T for x, h in zip(readouts, heads, strict=True)]
+    expected = 7 * sum(s * x.square().sum() for s, x in zip(scales, logits, strict=True))
     loss = 7 * losses.head_loss(Squares(scales), readouts, heads)
     torch.testing.assert_close(loss, expected)
-    learners = readouts if frozen else readouts + heads
+    learners = readouts if frozen else readouts + [weight for h in heads[: 1 if shared else 3] for weight in h]
     for got, wanted in zip(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners), strict=True):
         torch.testing.assert_close(got, wanted)
 

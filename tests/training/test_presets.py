@@ -47,6 +47,27 @@ PRESETS = {
         {"max_length": 4096},
     ),
 }
+# Those of block drafters, in the same order
+BLOCK_PRESETS = {
+    "dflash": (
+        {"layers": 5, "taps": 5, "block_size": 16, "label": "p+k", "causal": False, "conditional": None},
+        {"terms": {"tokens": 1.0}, "anchors": 512, "where": "next", "counts": "label", "weights": "exp", "gamma": 7.0},
+        {"lr": 6e-4, "muon_lr": None, "epochs": 6, "warmup": 0.04, "clip": 1.0},
+        {"max_length": 3072},
+    ),
+    "dspark": (
+        {"layers": 5, "taps": 5, "block_size": 7, "label": "p+k+1", "conditional": "markov", "confidence": True},
+        {"terms": {"tokens": 0.1, "l1": 0.9}, "anchors": 512, "counts": "prefix", "gamma": 4.0, "confidence": 1.0},
+        {"lr": 6e-4, "muon_lr": None, "epochs": 10, "warmup": 0.04, "clip": 1.0, "weight_decay": 0.0},
+        {"max_length": 4096},
+    ),
+    "jetspec": (
+        {"layers": 5, "taps": 5, "block_size": 16, "label": "p+k", "causal": True, "conditional": None},
+        {"terms": {"kl": 1.0}, "anchors": 512, "where": "whole", "weights": "uniform", "denominator": "weights"},
+        {"lr": 6e-4, "muon_lr": None, "epochs": 6, "warmup": 0.04, "clip": 1.0},
+        {"max_length": 3072},
+    ),
+}
 
 
 def composed(*overrides: str) -> dict:
@@ -55,21 +76,23 @@ def composed(*overrides: str) -> dict:
         return OmegaConf.to_container(compose("train", [*overrides, "out=runs/x"]))
 
 
-def prepared(config: dict):
+def prepared(config: dict, length: int = 12):
     """A tiny target, the drafter of a configuration for it, and an objective's inputs."""
     target = tiny_target(layers=8)
     settings = dict(config["drafter"])
     torch.manual_seed(1)
     vocab = DraftVocab(17, torch.arange(1, 17, 2) if settings.pop("draft_vocab_size") else None)
     drafter = instantiate(settings, target=target, vocab=vocab)
-    tokens = torch.randint(17, (3, 12))
+    tokens = torch.randint(17, (3, length))
     with torch.no_grad():
         logits, feats = target(tokens, None, taps=drafter.taps)
-    return target, drafter, {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(3, 12)}
+    mask = torch.ones(3, length)
+    return target, drafter, {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
 
 
 def test_every_preset_is_listed():
-    assert {path.stem for path in (CONF / "experiment").glob("preset_*.yaml")} == {f"preset_{n}" for n in PRESETS}
+    names = {f"preset_{name}" for name in (*PRESETS, *BLOCK_PRESETS)}
+    assert {path.stem for path in (CONF / "experiment").glob("preset_*.yaml")} == names
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -94,6 +117,23 @@ def test_preset(name):
         assert torch.equal(drafter.head.weight, target.head.weight[rows])
 
 
+@pytest.mark.parametrize("name", BLOCK_PRESETS)
+def test_block_preset(name):
+    config = composed(f"+experiment=preset_{name}")
+    plain = composed(f"drafter={'dspark' if name == 'dspark' else 'dflash'}", "objective=block", "trainer=small")
+    for group, expected in zip(("drafter", "objective", "trainer", "data"), BLOCK_PRESETS[name], strict=True):
+        assert expected.items() <= config[group].items()
+        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
+    _, drafter, inputs = prepared(config, length=20)
+    loss, metrics = instantiate(config["objective"])(drafter, **inputs)
+    loss.backward()
+    assert len(metrics["losses"]) == drafter.block == (7 if name == "dspark" else 15)
+    assert metrics["counted"] > 1
+    learnt = {key for key, parameter in drafter.named_parameters() if parameter.grad is not None}
+    assert learnt == {key for key, _ in drafter.named_parameters()}
+    assert drafter.switches.causal == (name == "jetspec")
+
+
 def test_spread_taps():
     """Five of a 36-layer target: outputs of layers 1, 9, 17, 25, 33, which are hidden states one further on."""
     assert spread_taps(36, 5) == (2, 10, 18, 26, 34)
@@ -105,7 +145,7 @@ def test_spread_taps():
 def test_every_objective_of_conf_learns(name):
     """A small step down the gradient lowers the loss by at least half of its length times the gradient's norm; not just
     by all of it, for what LK's hybrid holds constant is no constant."""
-    drafters = {"medusa": "medusa", "mtp": "mtp", "eagle": "eagle", "hass": "eagle"}
+    drafters = {"medusa": "medusa", "mtp": "mtp", "eagle": "eagle", "hass": "eagle", "block": "dflash"}
     config = composed(f"objective={name}", f"drafter={drafters.get(name, 'eagle3')}")
     objective = instantiate(config["objective"] | {"noise": 0.0})
     _, drafter, inputs = prepared(config)

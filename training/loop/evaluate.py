@@ -16,7 +16,7 @@ from specdec.engine.trace import RowTrace, tau, tau_interval
 from specdec.text import encode_prompt, read_prompts
 from training.data import Batches, Sample
 from training.loop.settings import TrainerConfig
-from training.objectives.losses import pieces
+from training.objectives.losses import pieces, product
 from training.objectives.student import Student
 from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
 from trees import Chain
@@ -66,7 +66,7 @@ def _one_by_one(
         for j, state in enumerate(states):
             source = column[piece] - 1 - j
             readout = state.readout[here[0], source.clamp(min=0)]
-            student = Student((readout @ state.head.weight.T).float()[:, None])
+            student = Student(product(readout, state.head.weights).float()[:, None])
             p = teacher.facing(student).whole if isinstance(teacher, TopTeacher) else teacher.whole
             reached = source >= 0
             at = j, here[0][reached], source[reached]
@@ -87,7 +87,7 @@ class Decoding:
     def tau(self, folder: Path) -> dict[str, float]:
         """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
         drafter = load_drafter(folder, self.target)
-        steps = min(self.steps, drafter.max_steps or self.steps)
+        steps = drafter.deepest(self.steps)
         result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
         return measured_tau([row.trace for row in result.rows])
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from specdec.contracts import Drafter
 from training.loop.trainer import Trainer
-from training.objectives.losses import PIECE
+from training.objectives.losses import LEAST_ROWS, PIECE
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
@@ -32,8 +32,8 @@ def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
         "optimiser": moments,
         "averages": sum(p.nbytes for p in trainer.parameters.values()) * (2 if config.ema else 0),
         "features": math.prod(shape) * states * 4,
-        "activations": saved_bytes(drafter, shape, trainer.objective.steps),
-        "pieces of logits": 6 * 4 * PIECE,
+        "activations": saved_bytes(drafter, shape, trainer.objective),
+        "pieces of logits": 6 * 4 * max(PIECE, LEAST_ROWS * (drafter.block or 1) * drafter.vocab.size),
     }
 
 
@@ -43,9 +43,9 @@ def stored(module: nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def saved_bytes(drafter: Drafter, shape: tuple[int, int], steps: int) -> int:
-    """Bytes that the unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors without
-    contents."""
+def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
+    """Bytes that an objective's unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors
+    without contents."""
     tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
     twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
     twin.documents = None
@@ -60,9 +60,9 @@ def saved_bytes(drafter: Drafter, shape: tuple[int, int], steps: int) -> int:
         own = {t.untyped_storage()._cdata for t in alive}
         feats = torch.zeros(*shape, _width(drafter))
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            states = list(twin.unroll(feats, torch.zeros(shape, dtype=torch.int64), steps))
+            readouts = objective.readouts(twin, feats, torch.zeros(shape, dtype=torch.int64))
         total = sum(size for storage, size in kept.items() if storage not in own)
-        return total + sum(state.readout.untyped_storage().nbytes() for state in states)  # and their gradients
+        return total + sum(readout.untyped_storage().nbytes() for readout in readouts)  # and their gradients
 
 
 def _width(drafter: Drafter) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from drafters.formats import save_drafter
-from drafters.recurrent import RecurrentDrafter
 from specdec.cli.files import write_whole
+from specdec.contracts import Drafter
 from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
@@ -56,7 +56,7 @@ class Trainer:
     def __init__(
         self,
         target: Target,
-        drafter: RecurrentDrafter,
+        drafter: Drafter,
         objective,
         train: Batches,
         heldout: Batches | None,
@@ -73,7 +73,7 @@ class Trainer:
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
         self.processes = processes or Processes()
         if config.recompute:
-            if not isinstance(drafter, RecurrentDrafter):
+            if drafter.recompute is None:
                 raise ValueError(f"trainer.recompute is for drafters with a layer, not for {type(drafter).__name__}")
             drafter.recompute = True
         self.meaning = meaning(drafter)
@@ -231,7 +231,7 @@ class Trainer:
         if self.heldout is None or self.config.eval_batches < 1 or not self.main:
             return {}
         learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
-        depth = min(self.config.decode_steps, self.drafter.max_steps or self.config.decode_steps)
+        depth = self.drafter.deepest(self.config.decode_steps)
         for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
             batch = self.heldout.collate(indices)
             features = self._features(self.published, batch)

@@ -58,6 +58,11 @@ class Objective:
         return len(self.step_weights)
 
     @property
+    def lookahead(self) -> int:
+        """How many tokens behind a position the loss at it may read."""
+        return self.steps + 1
+
+    @property
     def terms(self) -> list[tuple[float, Term]]:
         """Those of the part of the run that has come."""
         return self.parts[-1 if self.progress >= self.switch else 0]
@@ -93,10 +98,20 @@ class Objective:
         states = list(drafter.unroll(self.noisy(feats), following, self.steps, batch.later()))
         judge = _Terms(self, drafter.vocab, teacher_logits, labels, batch)
         readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
-        loss = head_loss(judge, readouts, [state.head.weight for state in states])
+        loss = head_loss(judge, readouts, [state.head.weights for state in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.beside(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
+
+    def weigh(self, student: Student, teacher: Teacher) -> Value:
+        """The terms together, each with its weight."""
+        value, slope, total = 0.0, None, 0.0
+        for weight, term in self.terms:
+            one, its_slope, its_total = term(student, teacher)
+            value, total = value + weight * one, total + weight * its_total
+            its_slope = its_slope if weight == 1 else its_slope * weight
+            slope = its_slope if slope is None else slope + its_slope
+        return value, slope, total
 
     def noisy(self, feats: Tensor) -> Tensor:
         """feats [B,T,F] with noise, unless gradients are off: evaluation adds none."""
@@ -116,6 +131,10 @@ class Objective:
             here = row[piece], column[piece]
             known[here] = contains[read_choice(teacher_logits, here)].to(known.dtype)
         return (loss_mask * known).float()
+
+    def readouts(self, drafter: Drafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
+        """What heads read of a batch in which everything is learnt, for `training.estimate`."""
+        return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 
     def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
         """What a subclass adds: to the loss, and to the metrics."""
@@ -176,13 +195,13 @@ class _Terms:
     def judge(
         self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        student = Student(logits)
+        student, weigh = Student(logits), self.objective.weigh
         if isinstance(teacher, TopTeacher):  # the whole p that it makes depends on the student's step
             each = Student(logits.reshape(-1, 1, logits.shape[-1]))
-            weighed = self._weigh(each, teacher.repeated(len(steps)).facing(each))
+            weighed = weigh(each, teacher.repeated(len(steps)).facing(each))
             value, slope, total = (x.reshape(*student.best.shape, *x.shape[2:]) for x in weighed)
         else:
-            value, slope, total = self._weigh(student, teacher)
+            value, slope, total = weigh(student, teacher)
         share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1)
         self.losses[steps] += (value * share).sum(0)
         hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]) * self.batch.mask[steps, rows].T
@@ -192,12 +211,3 @@ class _Terms:
         # memory.
         slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
         return (value * share).sum(), slope, share[..., None]
-
-    def _weigh(self, student: Student, teacher: Teacher) -> Value:
-        value, slope, total = 0.0, None, 0.0
-        for weight, term in self.objective.terms:
-            one, its_slope, its_total = term(student, teacher)
-            value, total = value + weight * one, total + weight * its_total
-            its_slope = its_slope if weight == 1 else its_slope * weight
-            slope = its_slope if slope is None else slope + its_slope
-        return value, slope, total

@@ -17,10 +17,19 @@ def ce(student: Student, teacher: Teacher) -> Value:
 
 
 @term
-def kl(student: Student, teacher: Teacher) -> Value:
-    """KL(p || q) = sum p log(p/q): the cross-entropy less the teacher's own entropy, with the same gradient."""
-    value, slope, total = ce(student, teacher)
-    return value - teacher.entropy[:, None], slope, total
+def kl(student: Student, teacher: Teacher, temperature: float = 1.0) -> Value:
+    """KL(p || q) = sum p log(p/q): the cross-entropy less the teacher's own entropy, with the same gradient.
+
+    With a temperature T it is T^2 KL(p' || q'), where p' and q' are p and q at that temperature: the slope is then of
+    the same size at any T (arXiv 1503.02531)."""
+    if temperature == 1:
+        value, slope, total = ce(student, teacher)
+        return value - teacher.entropy[:, None], slope, total
+    logp = (teacher.logp / temperature).log_softmax(-1)[:, None]
+    logq = (student.logits / temperature).log_softmax(-1)
+    value = (logp.exp() * (logp - logq)).sum(-1)
+    slope = (logq.exp() - logp.exp()).mul_(temperature)  # sums to 0
+    return value * temperature**2, slope, torch.zeros_like(value)
 
 
 @term
@@ -47,6 +56,13 @@ def tv(student: Student, teacher: Teacher) -> Value:
     p = teacher.whole[:, None]
     slope = -student.q * (student.q < p)
     return 1 - torch.minimum(student.q, p).sum(-1), slope, slope.sum(-1)
+
+
+@term
+def l1(student: Student, teacher: Teacher) -> Value:
+    """sum |p - q| over all V tokens, twice the total variation: DSpark's distance."""
+    value, slope, total = tv(student, teacher)
+    return 2 * value, 2 * slope, 2 * total
 
 
 @term

@@ -52,8 +52,8 @@ class _HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, judge: Judge, head_of: Sequence[int], learning: bool, *tensors: Tensor) -> Tensor:
-        steps = len(head_of)
+    def forward(ctx, judge: Judge, parts_of: Sequence[tuple[int, ...]], learning: bool, *tensors: Tensor) -> Tensor:
+        steps = len(parts_of)
         readouts, heads = tensors[:steps], tensors[steps:]
         wanted = [learning and need for need in ctx.needs_input_grad[3:]]
         grads = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
@@ -61,24 +61,27 @@ class _HeadLoss(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else heads[0].dtype
         fine = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=fine, device=readouts[0].device)
-        groups = [[j for j in range(steps) if head_of[j] == place] for place in range(len(heads))]
-        width = max(len(group) * len(head) for group, head in zip(groups, heads, strict=True))
+        groups = {parts: [j for j in range(steps) if parts_of[j] == parts] for parts in parts_of}
+        width = max(len(group) * len(heads[parts[0]]) for parts, group in groups.items())
         with torch.autocast(kind, enabled=False):
             weights = [head.to(dtype) for head in heads]
             for rows in pieces(len(readouts[0]), width):
                 teacher = judge.teacher(rows)
-                for place, (group, weight) in enumerate(zip(groups, weights, strict=True)):
+                for parts, group in groups.items():
                     x = torch.stack([readouts[j][rows] for j in group], dim=1).to(dtype)
-                    loss, slope, scale = judge.judge(group, rows, teacher, F.linear(x, weight).to(fine))
+                    logits = product(x, [weights[part] for part in parts]).to(fine)
+                    loss, slope, scale = judge.judge(group, rows, teacher, logits)
                     total += loss
                     slope = slope.to(dtype)
                     if any(wanted[j] for j in group):
-                        gradient = (slope @ weight) * scale
+                        gradient = torch.cat([slope @ weights[part] for part in parts], -1) * scale
                         for i, j in enumerate(group):
                             if wanted[j]:
                                 grads[j][rows] = gradient[:, i].to(grads[j].dtype)
-                    if wanted[steps + place]:
-                        _add_product(grads[steps + place], slope.flatten(0, 1).T, (x * scale).to(dtype).flatten(0, 1))
+                    for part, own in zip(parts, split(x, [weights[part] for part in parts]), strict=True):
+                        if wanted[steps + part]:
+                            own = (own * scale).to(dtype).flatten(0, 1)
+                            _add_product(grads[steps + part], slope.flatten(0, 1).T, own)
         ctx.grads = grads
         return total
 
@@ -97,12 +100,24 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
         out += a @ b
 
 
-def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Tensor]) -> Tensor:
+def split(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parts of x [...,R] that each of some matrices [U,.] reads."""
+    return x.split([weight.shape[1] for weight in weights], -1)
+
+
+def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """Logits [...,U] of x [...,R]: the sum of the products of its parts with matrices [U,.]."""
+    return sum(F.linear(part, weight) for part, weight in zip(split(x, weights), weights, strict=True))
+
+
+def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Sequence[Tensor]]) -> Tensor:
     """Sum [] of the losses that `judge` gives to the logits of all steps.
 
-    readouts: for each step [n,H]. heads: for each step its head's weight [U,H], often one and the same. Both get
-    gradients if they require them. Under autocast the products are in its dtype, and everything else is in fp32.
+    readouts: for each step [n,R]. heads: for each step the matrices of its head as `product` takes them, often one, and
+    often the same for all steps. Both get gradients if they require them. Under autocast the products are in its dtype,
+    and everything else is in fp32.
     """
-    distinct = list({id(head): head for head in heads}.values())
-    head_of = [next(i for i, d in enumerate(distinct) if d is head) for head in heads]
-    return _HeadLoss.apply(judge, head_of, torch.is_grad_enabled(), *readouts, *distinct)
+    distinct = list({id(weight): weight for head in heads for weight in head}.values())
+    place = {id(weight): i for i, weight in enumerate(distinct)}
+    parts_of = [tuple(place[id(weight)] for weight in head) for head in heads]
+    return _HeadLoss.apply(judge, parts_of, torch.is_grad_enabled(), *readouts, *distinct)

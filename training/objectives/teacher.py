@@ -28,6 +28,10 @@ class Teacher:
     choice: Tensor  # [n] the target's most likely token, a target id
     labels: Tensor  # [n] draft id of the text's own next token, -1 where there is none to learn
 
+    def at(self, index: Tensor) -> "Teacher":
+        """What it says at these of its n positions, in this order and as often."""
+        return Teacher(*(x if x is None else x[index] for x in vars(self).values()))
+
     @cached_property
     def p(self) -> Tensor:
         """[n,U]"""
@@ -90,6 +94,10 @@ class TopTeacher:
         log_q_rest = logq.scatter(1, self.ids, -torch.inf).logsumexp(-1, keepdim=True)
         logp = (logq + (self.log_rest - log_q_rest)).scatter_(1, self.ids, self.top_logp)
         return _Completed(logp, self.log_share, self.choice, self.labels, self, log_q_rest)
+
+    def at(self, index: Tensor) -> "TopTeacher":
+        """As `Teacher.at`."""
+        return TopTeacher(*(x if x is None else x[index] for x in vars(self).values()))
 
     def repeated(self, steps: int) -> "TopTeacher":
         """Every position `steps` times in a row."""

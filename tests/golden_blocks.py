@@ -1,0 +1,43 @@
+"""The drafters of tests/golden/blocks."""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from drafters.dflash import BlockDrafter
+from drafters.formats import recognise
+from specdec.model.archs import ModelConfig
+from specdec.model.layers import Rope
+from specdec.model.target import Target
+
+GOLDEN = Path(__file__).parent / "golden" / "blocks"
+
+
+def golden_target(tensors: dict) -> Target:
+    """A stand-in: only its embedding, its head, its size and its depth matter here."""
+    config = ModelConfig(
+        layers=12, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
+        context=512, tied=False,
+    )  # fmt: skip
+    target = Target(config)
+    target.embed.weight.copy_(tensors["embed_tokens.weight"])
+    target.head.weight.copy_(tensors["lm_head.weight"])
+    return target
+
+
+def golden_drafter(name: str, model: str = "dflash", keeps: bool = False, extra=None, **changes) -> BlockDrafter:
+    """The golden weights, read by the config of this name with other fields. keeps: the file also holds the copies of
+    the target's."""
+    held = load_file(GOLDEN / f"{model}_model.safetensors")
+    target = golden_target(held)
+    tensors = {k: v for k, v in held.items() if keeps or k not in ("embed_tokens.weight", "lm_head.weight")}
+    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
+    family, layout = recognise(config, tensors | (extra or {}), name)
+    return family.construct(*layout.read(config, tensors | (extra or {}), name), target, name).eval()
+
+
+def golden_heads(reference: dict, kind: str) -> dict:
+    """The tensors of DSpark's heads of a kind, by their published names."""
+    names = (f"{kind}.markov_head", f"{kind}.confidence_head")
+    return {k.removeprefix(f"{kind}."): v for k, v in reference.items() if k.startswith(names)}

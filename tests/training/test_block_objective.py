@@ -1,0 +1,189 @@
+"""Which blocks and slots the block objective learns, and its loss against plain restatements."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
+
+from drafters import unroll_block
+from training.objectives import losses
+from training.objectives.anchors import draw, slots
+from training.objectives.block import BlockObjective, pace
+from training.objectives.eagle3 import Eagle3Objective
+
+#            0  1  2  3  4  5  6  7  8  9 10 11
+LEARNT = [[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_anchors():
+    """All that may be, where there is room for all: a token before them in their document, and what `where` asks."""
+    mask, documents = torch.tensor(LEARNT).float(), torch.tensor(TEXTS)
+    at, there = draw(12, "next", 4, mask, documents)
+    assert [at[b][there[b]].tolist() for b in (0, 1)] == [[1, 2, 5, 9, 10], [3, 4, 5, 6, 7, 8, 9, 10]]
+    at, there = draw(12, "whole", 4, mask, documents)
+    assert [at[b][there[b]].tolist() for b in (0, 1)] == [[1, 2, 3], [3, 4, 5, 6, 7, 8]]
+    at, there = draw(3, "whole", 40, mask, documents)
+    assert not there.any()
+
+
+def test_anchors_are_drawn_uniformly_and_anew():
+    mask, documents = torch.ones(1, 9), torch.zeros(1, 9)
+    torch.manual_seed(0)
+    seen = torch.zeros(9)
+    for _ in range(700):
+        at, there = draw(2, "next", 4, mask, documents)
+        assert there.all()
+        assert at[0, 0] < at[0, 1]
+        seen[at] += 1
+    assert seen[[0, 8]].sum() == 0
+    assert (seen[1:8] - 200).abs().max() < 5 * (700 * 2 / 7 * 5 / 7) ** 0.5
+    with torch.no_grad():  # an evaluation is the same every time, and takes no random numbers
+        state = torch.get_rng_state()
+        assert torch.equal(draw(2, "next", 4, mask, documents)[0], draw(2, "next", 4, mask, documents)[0])
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_slots_that_count():
+    mask, documents = torch.tensor(LEARNT).float(), torch.tensor(TEXTS)
+    anchors, there = torch.tensor([[2, 5, 9], [8, 10, 1]]), torch.tensor([[True] * 3, [True, True, False]])
+
+    def counted(how, weights=None):
+        return slots(anchors, there, 3, how, mask, documents, weights).mask.tolist()
+
+    assert counted("label") == [[1, 0, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert counted("prefix") == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert counted("previous") == [[1, 1, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    weights = torch.arange(12.0).expand(2, 12)
+    assert counted("label", weights)[0] == [3, 0, 5]
+
+
+def test_pace_by_hand():
+    losses_of, mask = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, 1.0, 1.0]])
+    s = [1.0, 1.0, 0.5 + 0.5 * torch.exp(torch.tensor(-2.0)), 0.5 + 0.5 * torch.exp(torch.tensor(-3.0))]
+    last = s[2] * s[3]
+    torch.testing.assert_close(pace(losses_of, mask, 0.5), torch.tensor([[1 + s[2] + last, 0, s[2] + last, last]]))
+
+
+def batch(target, drafter):
+    torch.manual_seed(3)
+    tokens = torch.randint(target.config.vocab, (2, 12))
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.tensor(LEARNT).float()}
+
+
+def plainly(drafter, data, gamma: float) -> torch.Tensor:
+    """The loss of `test_loss_by_hand`, slot by slot, from the unroll behind every row."""
+    following = F.pad(data["tokens"][:, 1:], (0, 1))
+    states, ids = list(drafter.unroll(data["feats"], following, drafter.block)), drafter.vocab.ids.tolist()
+    sure = drafter.blocks(data["feats"], following, torch.arange(12).expand(2, -1)).confidence
+    total = divisor = missed = 0
+    lost = []
+    for b, learnt in enumerate(LEARNT):
+        for p in range(1, 11):
+            if not (learnt[p] and learnt[p + 1] and TEXTS[b][p - 1] == TEXTS[b][p] == TEXTS[b][p + 1]):
+                continue
+            reached, reaches = torch.ones(()), []
+            for j, state in enumerate(states):
+                at = p + 1 + j
+                if at < 12 and learnt[at] and TEXTS[b][at] == TEXTS[b][p]:
+                    logq = state.logits[b, p - 1].log_softmax(-1)
+                    p_all = data["teacher_logits"][b, at - 1].softmax(-1)[ids]
+                    token, weight = data["tokens"][b, at].item(), torch.exp(torch.tensor(-j / gamma))
+                    known = logq[ids.index(token)] if token in ids else logq.sum() * 0
+                    total -= weight * (0.1 * known - 0.9 * ((p_all - logq.exp()).abs().sum() + 1 - p_all.sum()))
+                    accepted = torch.minimum(p_all, logq.exp()).sum()
+                    reached, divisor = reached * accepted, divisor + weight
+                    if sure is not None:
+                        missed += weight * F.binary_cross_entropy_with_logits(sure[b, p - 1, j], accepted.detach())
+                reaches.append(reached)
+            lost.append(1 - torch.stack(reaches).mean())
+    return (total + missed) / divisor + 0.5 * torch.stack(lost).mean()
+
+
+@pytest.mark.parametrize("pieces", [1 << 22, 1])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_loss_by_hand(monkeypatch, kind, pieces):
+    """DSpark's terms, confidence and e2e together, in one piece or block by block: the loss, and every gradient."""
+    monkeypatch.setattr(losses, "PIECE", pieces)
+    monkeypatch.setattr(losses, "LEAST_ROWS", 1)
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS[kind])
+    drafter.documents = torch.tensor(TEXTS)
+    data = batch(target, drafter)
+    objective = BlockObjective({"tokens": 0.1, "l1": 0.9}, gamma=3.0, e2e=0.5)
+    loss, metrics = objective(drafter, **data)
+    expected = plainly(drafter, data, 3.0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    learners = [p for p in drafter.parameters() if p.requires_grad]
+    for got, wanted in zip(
+        torch.autograd.grad(loss, learners, allow_unused=True), torch.autograd.grad(expected, learners), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert len(metrics["losses"]) == len(metrics["accuracy"]) == drafter.block
+    assert ("confidence_losses" in metrics) == (drafter.confidence is not None)
+
+
+def test_recomputing_changes_nothing(monkeypatch):
+    monkeypatch.setattr(unroll_block, "PIECE", 2)
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS["dspark"])
+    data, found = batch(target, drafter), []
+    for drafter.recompute in (False, True):
+        drafter.zero_grad()
+        loss, _ = BlockObjective()(drafter, **data)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in drafter.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*found)
+
+
+def test_a_batch_with_nothing_to_learn_is_harmless():
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS["dspark"])
+    data = batch(target, drafter) | {"loss_mask": torch.zeros(2, 12)}
+    loss, metrics = BlockObjective()(drafter, **data)
+    loss.backward()
+    assert loss == 0
+    assert all(torch.isfinite(value).all() for value in metrics.values())
+    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
+
+
+def test_noise_reaches_the_context():
+    target = tiny_target()
+    drafter = tiny_block(target)
+    data, objective = batch(target, drafter), BlockObjective(noise=0.5)
+    assert objective(drafter, **data)[0] != objective(drafter, **data)[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"where": "there"}, "objective.where must be one of next, whole, got 'there'"),
+        ({"weights": "d_pace"}, "divide by slots or texts"),
+        ({"anchors": 0}, "objective.anchors must be at least 1"),
+    ],
+)
+def test_mistakes(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BlockObjective(**settings)
+
+
+def test_other_drafters_are_refused():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match="objective=block is for drafters of blocks, which Eagle3 is not"):
+        BlockObjective()(drafter, **batch(target, drafter))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
+def test_objectives_that_unroll_teach_blocks_too(kind):
+    """Each slot's loss is that of EAGLE-3's objective, whose mask says behind which tokens it learns."""
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS[kind])
+    data, mask = batch(target, drafter), torch.ones(2, 12)
+    _, blocks = BlockObjective({"kl": 1.0})(drafter, **data | {"loss_mask": mask})
+    mask[:, -1] = 0
+    _, unrolled = Eagle3Objective(steps=3, terms={"kl": 1.0}, known_only=False)(drafter, **data | {"loss_mask": mask})
+    for name in ("losses", "accuracy"):
+        torch.testing.assert_close(unrolled[name], blocks[name][:3], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,116 @@
+"""Runs of block drafters in one process: learnt, interrupted, estimated, exported and decoded."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from helpers import BLOCKS, DRAFTERS, tiny_target
+from test_trainer import samples
+
+from drafters import dflash
+from drafters.formats import load_drafter
+from drafters.vocab import DraftVocab
+from specdec.engine.engine import Engine
+from training.data import Batches
+from training.loop.checkpoint import checkpoints
+from training.loop.evaluate import expected_tau
+from training.loop.footprint import saved_bytes
+from training.loop.trainer import Trainer, TrainerConfig
+from training.objectives.block import BlockObjective
+from trees import Chain
+
+
+def block_run(out, kind: str, pack: int | None = None) -> Trainer:
+    out.mkdir(exist_ok=True)
+    target = tiny_target()
+    torch.manual_seed(1)
+    how = {"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind]
+    drafter = dflash.create(target, **how)
+    config = {"steps": 6, "save_every": 3, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40}
+    objective, batches = BlockObjective(anchors=4), Batches(samples(), 40, 0, pack)
+    return Trainer(target, drafter, objective, batches, Batches(samples(4), 40, 0, pack), TrainerConfig(**config), out)
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
+    """Anchors depend on the seed and the batch's number only. What comes out decodes, and the text is the target's."""
+    whole = block_run(tmp_path / "whole", kind, pack)
+    report = whole.train()
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    checkpoints(tmp_path / "cut")[-1].unlink()
+    resumed = block_run(tmp_path / "cut", kind, pack)
+    resumed.resume()
+    assert resumed.step == 3
+    assert resumed.train()["heldout_losses"] == report["heldout_losses"]
+    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
+    start = block_run(tmp_path / "start", kind, pack).drafter.fc.weight
+    assert not torch.equal(start, whole.drafter.fc.weight)
+    assert len(report["accuracy"]) == whole.drafter.block
+    drafter = load_drafter(tmp_path / "whole" / "draft", whole.target)
+    for name, p in drafter.named_parameters():
+        assert torch.equal(p, whole.parameters[name]), name
+    prompts = [[3, 5, 7], [1, 2]]
+    plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
+    drafted = Engine(whole.target, drafter, Chain(drafter.block)).generate(prompts, max_new_tokens=12)
+    assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@torch.no_grad()
+def test_expected_tau_of_blocks_by_hand(kind):
+    target = tiny_target()
+    drafter = DRAFTERS[kind](target)
+    torch.manual_seed(2)
+    tokens, mask = torch.randint(17, (2, 9)), (torch.rand(2, 9) < 0.7).float()
+    logits, feats = target(tokens, None, taps=drafter.taps)
+    following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    states, ids = list(drafter.unroll(feats, following, 3)), drafter.vocab.ids
+    greedy = sampled = count = 0.0
+    for b in range(2):
+        for t in range(8):
+            if not mask[b, t + 1]:
+                continue
+            right = likely = 1.0
+            greedy, sampled, count = greedy + 1, sampled + 1, count + 1
+            for j, state in enumerate(states):
+                at = t + 1 + j
+                known = at < 9 and mask[b, at]
+                p, q = logits[b, min(at, 8)].softmax(-1), state.logits[b, t].softmax(-1)
+                right *= known * (ids[q.argmax()] == p.argmax())
+                likely *= known * torch.minimum(p[ids], q).sum()
+                greedy, sampled = greedy + right, sampled + likely
+    got = expected_tau(drafter, feats, tokens, logits, mask, 3)
+    torch.testing.assert_close(got, torch.tensor([greedy, sampled, count], dtype=torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_activations_counted_on_shapes_are_those_of_real_blocks(kind):
+    """Never fewer bytes than a real unroll keeps, and not many more: its masks are shared between layers."""
+    drafter, objective, shape, kept = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6), (3, 20), {}
+    counted = saved_bytes(drafter, shape, objective)
+    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        feats = torch.zeros(*shape, math.prod((len(drafter.taps), 32)))
+        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)
+
+
+def test_a_part_of_the_vocabulary_is_learnt():
+    """A text's token that is not in the draft vocabulary has no cross-entropy."""
+    target = tiny_target()
+    vocab = DraftVocab(17, torch.arange(0, 17, 2))
+    drafter = dflash.create(target, vocab=vocab, layers=1, taps=2, block_size=3)
+    tokens = torch.tensor([[0, 2, 4, 1, 3, 5]])
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    loss, metrics = BlockObjective(weights="uniform")(drafter, feats, tokens, logits, torch.ones(1, 6))
+    assert metrics["counted"] == 7  # anchors 1 to 4, two slots each, the last one's second behind the text
+    assert metrics["losses"][1] == 0
+    assert loss == metrics["losses"][0] * 4 / 7

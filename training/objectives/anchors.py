@@ -1,0 +1,91 @@
+"""Which blocks of a batch of texts are learnt, and which of their slots.
+
+An anchor at position p has p tokens of its own document before it, 1 at least. Slot j of those that draft tells the
+token at p + 1 + j, whatever the drafter's label: with `p+k` it is the block's row j + 1, with `p+k+1` its row j.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.model.attention import document_positions
+
+WHERE = ("next", "whole")
+COUNTS = ("label", "prefix", "previous")
+
+
+@dataclass
+class Slots:
+    """The n blocks of a batch in which anything is learnt, W slots each."""
+
+    anchors: Tensor  # [B,A] positions, ascending in each row
+    chosen: tuple[Tensor, Tensor]  # row and column [n] of the n blocks in `anchors`
+    column: Tensor  # [n,W] at which the target predicts a slot's token, one before that token's position
+    mask: Tensor  # [n,W] what a slot counts, 0 if it is not learnt
+
+    @property
+    def here(self) -> tuple[Tensor, Tensor]:
+        """Rows and columns [n,W] of the texts at which the target predicts."""
+        return self.chosen[0][:, None].expand_as(self.column), self.column
+
+
+def draw(count: int, where: str, rows: int, loss_mask: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """At most `count` anchors of each text, uniform among those that may be, without replacement.
+
+    where: 'next', the anchor's token and the next one are learnt; 'whole', the anchor's token is, and all `rows` rows
+    of the block lie in its document. loss_mask, documents [B,T]. Returns positions [B,A], ascending, and which of them
+    are there [B,A]: a text may have fewer. While gradients are off, as in evaluation, the draw is the same every time.
+    """
+    learnt, length = loss_mask > 0, loss_mask.shape[1]
+    if where == "next":
+        after = learnt[:, 1:] & (documents[:, 1:] == documents[:, :-1])
+        may = learnt & F.pad(after, (0, 1), value=False)
+    else:
+        ends = F.pad(documents[:, rows - 1 :], (0, min(rows - 1, length)), value=-1)
+        may = learnt & (ends == documents)
+    may = may & (document_positions(documents) > 0)
+    generator = None
+    if not torch.is_grad_enabled():
+        generator = torch.Generator(loss_mask.device).manual_seed(0)
+    lots = torch.rand(may.shape, device=may.device, generator=generator).masked_fill_(~may, -1)
+    most = min(count, max(int(may.sum(1).max()), 1))  # waits for the device, once a training step
+    at = lots.topk(most, dim=1).indices.sort(dim=1).values
+    there = may.gather(1, at)
+    return at.masked_fill(~there, min(1, length - 1)), there
+
+
+def slots(
+    anchors: Tensor,
+    there: Tensor,
+    width: int,
+    counts: str,
+    loss_mask: Tensor,
+    documents: Tensor,
+    weights: Tensor | None,
+) -> Slots:
+    """The slots of blocks, `width` each, that draft tokens of their own document.
+
+    counts: which of them count. 'label': those whose token is learnt; 'prefix': those before the first one whose token
+    is not learnt; 'previous': those behind a learnt token. weights [B,T]: what each token counts; None: 1.
+    """
+    length = loss_mask.shape[1]
+    label = anchors[..., None] + 1 + torch.arange(width, device=anchors.device)  # [B,A,W]
+    row = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+    inside, label = label < length, label.clamp(max=length - 1)
+    inside = inside & (documents[row, label] == documents.gather(1, anchors)[..., None]) & there[..., None]
+    learnt = loss_mask[row, label - 1 if counts == "previous" else label]
+    mask = learnt * inside
+    if counts == "prefix":
+        mask = mask.cumprod(-1)
+    if weights is not None:
+        mask = mask * weights[row, label]
+    return gathered(anchors, mask)
+
+
+def gathered(anchors: Tensor, mask: Tensor) -> Slots:
+    """anchors [B,A] and what their slots count [B,A,W] -> the blocks in which anything does."""
+    chosen = (mask > 0).any(-1).nonzero(as_tuple=True)
+    column = anchors[chosen][:, None] + torch.arange(mask.shape[2], device=anchors.device)
+    return Slots(anchors, chosen, column, mask[chosen])

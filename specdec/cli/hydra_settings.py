@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import pkgutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from specdec import registry
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
-from specdec.schema import check_value, shown
+from specdec.schema import check_value, parameters, shown
 
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
+# Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
+READ_BY = {"trainer": "training.loop.settings.TrainerConfig", "data.on_policy": "training.loop.settings.OnPolicy"}
 # Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
 FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
 
@@ -66,6 +69,7 @@ def _walk(path: str, value: Any, default: Any) -> None:
             _names(f"{path}.", value, known)
         for key, inner in value.items():
             _walk(f"{path}.{key}", inner, known.get(key))
+        _check_call(path, value)
         return
     if isinstance(value, list):
         for inner in value:
@@ -81,6 +85,23 @@ def _walk(path: str, value: Any, default: Any) -> None:
         return
     if isinstance(value, int | float) and not isinstance(value, bool) and name in LIMITS:
         check_value(LIMITS[name], value, path)
+
+
+def _check_call(path: str, value: Mapping[str, Any]) -> None:
+    """Check what a class or a function is given, which the mapping names as its `_target_`, against what it takes."""
+    try:
+        taken, others = parameters(pkgutil.resolve_name(value.get("_target_") or READ_BY[path]))
+    except (KeyError, ImportError, AttributeError, TypeError, ValueError):
+        return  # nobody's; or there is none of this name, which Hydra tells
+    here = (
+        {name for known in registry.names(path) for name in registry.settings(path, known)}
+        if "." not in path
+        else set()
+    )
+    if not others:
+        _names(f"{path}.", {n: v for n, v in value.items() if not n.startswith("_")}, taken.keys() | here)
+    for name in taken.keys() & value.keys():
+        check_value(taken[name], value[name], f"{path}.{name}")
 
 
 def _check_type(path: str, value: Any, default: Any) -> None:

@@ -4,6 +4,7 @@ import difflib
 import math
 import pkgutil
 from collections.abc import Mapping, Sequence
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,12 @@ def _walk(path: str, value: Any, default: Any) -> None:
         known = default if isinstance(default, Mapping) else {}
         if path in FIXED and known:
             _names(f"{path}.", value, known)
+        taken = _taken(path, value)
         for key, inner in value.items():
-            _walk(f"{path}.{key}", inner, known.get(key))
-        _check_call(path, value)
+            default = known.get(key)  # whose type does not count where a class says it
+            _walk(f"{path}.{key}", inner, None if key in taken and not isinstance(default, Mapping) else default)
+            if key in taken:
+                check_value(taken[key], inner, f"{path}.{key}")
         return
     if isinstance(value, list):
         for inner in value:
@@ -87,21 +91,18 @@ def _walk(path: str, value: Any, default: Any) -> None:
         check_value(LIMITS[name], value, path)
 
 
-def _check_call(path: str, value: Mapping[str, Any]) -> None:
-    """Check what a class or a function is given, which the mapping names as its `_target_`, against what it takes."""
+def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
+    """What the class or function takes that reads a mapping: its `_target_`, or the one of `READ_BY`. {} for none.
+
+    Raises ValueError for a name that it does not take."""
     try:
         taken, others = parameters(pkgutil.resolve_name(value.get("_target_") or READ_BY[path]))
     except (KeyError, ImportError, AttributeError, TypeError, ValueError):
-        return  # nobody's; or there is none of this name, which Hydra tells
-    here = (
-        {name for known in registry.names(path) for name in registry.settings(path, known)}
-        if "." not in path
-        else set()
-    )
+        return {}  # nobody's; or there is none of this name, which Hydra tells
     if not others:
-        _names(f"{path}.", {n: v for n, v in value.items() if not n.startswith("_")}, taken.keys() | here)
-    for name in taken.keys() & value.keys():
-        check_value(taken[name], value[name], f"{path}.{name}")
+        files = [registry.settings(path, name) for name in registry.names(path)] if "." not in path else []
+        _names(f"{path}.", value, dict.fromkeys([*taken, *(name for file in files for name in file)]))
+    return taken
 
 
 def _check_type(path: str, value: Any, default: Any) -> None:
@@ -119,6 +120,6 @@ def _check_type(path: str, value: Any, default: Any) -> None:
 
 def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in known:
+        if name not in known and not name.startswith("_"):
             near = difflib.get_close_matches(name, known, 3) or sorted(known)
             raise ValueError(f"there is no setting {prefix}{name}; there is {', '.join(prefix + n for n in near)}")

@@ -135,6 +135,11 @@ def test_what_conf_says_itself_is_taken(config):
     check_settings(settings_of(config), config)
 
 
+@pytest.mark.parametrize("name", registry.names("experiment"))
+def test_what_an_experiment_says_is_taken(name):
+    check_settings({k: v for k, v in registry.settings("experiment", name).items() if k != "defaults"}, "train")
+
+
 def test_what_every_file_of_a_group_says_is_taken():
     settings = settings_of("train")
     for group in ("drafter", "objective", "trainer"):

@@ -16,10 +16,12 @@ from tqdm import tqdm
 from drafters.formats import save_drafter
 from drafters.recurrent import RecurrentDrafter
 from specdec.cli.files import write_whole
+from specdec.cli.signals import StopSignals
 from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
+from training.features.signature import data_signature
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves
 from training.loop.evaluate import decoding_of, expected_tau
@@ -28,7 +30,6 @@ from training.loop.optim import Optimizers, schedule
 from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.state import meaning, restore, state_of
-from training.loop.stopping import StopSignals
 from training.loop.weights import fill, shell
 from training.objectives.teacher import TeacherLogits
 
@@ -80,9 +81,11 @@ class Trainer:
         alone = self.processes.world == 1 or not config.fsdp
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
         self.rollouts = None
+        self.together = config.accumulate * self.processes.world  # batches of a step
+        self.data_signature = data_signature(train.samples)
         if on_policy is not None and on_policy.share > 0:
-            together = config.accumulate * self.processes.world
-            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
+            how = config.seed, self.processes, self.together
+            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, *how)
             self.train_data = self.rollouts
         self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
         self.parameters = dict(drafter.named_parameters())

@@ -29,6 +29,7 @@ from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
 from training.features.feature_cache import FeatureCache
 from training.features.online import online_features
+from training.features.signature import data_signature
 from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
 from training.loop.same_run import check_same_run
@@ -164,6 +165,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         processes,
         on_policy,
         online_features if cache is None else cache.features,
+        data_signature(learnt),
     )
 
 

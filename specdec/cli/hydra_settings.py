@@ -3,7 +3,8 @@
 import difflib
 import math
 import pkgutil
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,40 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
     _names("", settings, defaults)
     for name, value in settings.items():
         _walk(name, value, defaults.get(name))
+
+
+def nearest_to(message: str, config: str) -> str:
+    """'There is ...' with the names nearest to the one that Hydra quotes in its message; empty if none is near."""
+    quoted = re.search(r"Could not (?:override|find) '([^']+)'", message)
+    if quoted is None:
+        return ""
+    group, slash, name = quoted[1].rpartition("/")
+    known = registry.names(group) if slash else list(dict.fromkeys(_known_names(config)))
+    near = difflib.get_close_matches(name, known, 3)
+    if not near and not slash:  # perhaps without the name of its group
+        last = {known_name.rpartition(".")[2] for known_name in known}
+        close = difflib.get_close_matches(name.rpartition(".")[2], last, 2)
+        near = [known_name for known_name in known if known_name.rpartition(".")[2] in close][:4]
+    near = near or (known if slash else [])
+    return f"There is {', '.join(near)}" if near else ""
+
+
+def _known_names(config: str) -> Iterator[str]:
+    """Every setting of conf/CONFIG.yaml and of the files of its groups, with dots."""
+
+    def walk(prefix: str, value: Any) -> Iterator[str]:
+        for name, inner in value.items() if isinstance(value, Mapping) else ():
+            if name not in ("defaults", "hydra", "_target_"):
+                yield f"{prefix}{name}"
+                yield from walk(f"{prefix}{name}.", inner)
+
+    own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
+    yield from walk("", own)
+    for group in (name for entry in own.get("defaults", ()) if isinstance(entry, dict) for name in entry):
+        if "/" not in group and " " not in group:
+            yield group
+            for name in registry.names(group):
+                yield from walk(f"{group}.", registry.settings(group, name))
 
 
 def check_folders(arguments: Sequence[str]) -> None:

@@ -68,9 +68,9 @@ def test_a_signal_saves_and_other_settings_are_told_or_refused(begun):
     assert code == 2
     assert "has learnt other conversations than data.path gives now" in err
     begun.data.write_text("\n".join(lines))
-    code, err = begun("resume=true", "trainer.log_every=1")
+    code, err = begun("resume=true", "trainer.log_every=3")
     assert code == 0
-    assert "note: trainer.log_every was 10 and is 1\n" in err
+    assert "note: trainer.log_every was 1 and is 3\n" in err
 
 
 def test_sigterm_exits_with_its_own_code(begun):

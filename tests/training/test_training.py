@@ -195,9 +195,9 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["trainer.schedule=exponential"], "schedule must be"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["drafter.init=zeros"], "init must be"),
-        (["trainer.stepz=3"], "Could not override 'trainer.stepz'"),
+        (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
         (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
-        (["objective=nothing"], "Could not find 'objective/nothing'"),
+        (["objective=nothing"], "Could not find 'objective/nothing'. There is eagle, eagle3, hass"),
         (["objective.mean=none"], "mean must be 'masked' or 'all'"),
     ],
 )

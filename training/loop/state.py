@@ -67,7 +67,8 @@ def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
         raise ValueError(
             f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
         )
-    if state.get("data", run.data_signature) != run.data_signature:  # older checkpoints lack it, and the next
+    told = state.get("data"), run.data_signature
+    if None not in told and told[0] != told[1]:  # older checkpoints lack it, and the next
         raise ValueError(
             f"{path} has learnt other conversations than data.path gives now: give the same, or another `out`"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from drafters.formats import save_drafter
 from drafters.recurrent import RecurrentDrafter
@@ -21,7 +21,6 @@ from specdec.model.target import Target
 from training.data import Batch, Batches
 from training.data.rollouts import Rollouts
 from training.features.online import Features, online_features
-from training.features.signature import data_signature
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves
 from training.loop.evaluate import decoding_of, expected_tau
@@ -67,8 +66,10 @@ class Trainer:
         processes: Processes | None = None,
         on_policy: OnPolicy | None = None,
         features: Callable[..., Features] = online_features,
+        data_signature: str | None = None,
     ):
-        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere."""
+        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere.
+        data_signature: of what is learnt; a checkpoint of other data is refused. None: it is not looked at."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -82,7 +83,7 @@ class Trainer:
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
         self.rollouts = None
         self.together = config.accumulate * self.processes.world  # batches of a step
-        self.data_signature = data_signature(train.samples)
+        self.data_signature = data_signature
         if on_policy is not None and on_policy.share > 0:
             how = config.seed, self.processes, self.together
             self.rollouts = Rollouts(target, shell(drafter), train, on_policy, *how)

@@ -31,7 +31,10 @@ def entries_of(settings: dict) -> dict:
         return named(settings["drafts"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
     if settings["target"]["path"] is not None and settings["entries"] == own:
-        raise ValueError("the entries are the demo's drafters, which fit no other target: give drafts=[DRAFT,ngram]")
+        raise ValueError(
+            f"target.path={settings['target']['path']} needs drafters of its own, and the entries are the demo's: give "
+            "drafts=[DRAFT,ngram]"
+        )
     return settings["entries"]
 
 

@@ -3,17 +3,12 @@
 import argparse
 from pathlib import Path
 
-from specdec.api import DEMO_TARGET, ModelSettings
+from specdec.api import ModelSettings
 from specdec.cli.flags import add_flags, read_flags
 from specdec.contracts import Drafter
 from specdec.model.target import Target
 from specdec.text import encode_prompt, read_prompts
 from specdec.types import Sampling
-
-
-def bundled(name: str) -> str:
-    """What a setting names: demo/NAME is a bundled drafter or file, and every other name stays as it is."""
-    return str(DEMO_TARGET.parent / name.removeprefix("demo/")) if name.startswith("demo/") else name
 
 
 def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:

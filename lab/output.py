@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from specdec.cli.files import write_text, write_whole
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
-from lab.models import bundled, read_encoded
+from lab.models import read_encoded
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_encoded(target, args.prompt_file, args.limit)
     found = json.loads(args.out.read_text(encoding="utf-8")) if args.out.is_file() else {}
     for draft in args.draft:
-        drafter = load_drafter(bundled(draft), target)
+        drafter = load_drafter(draft, target)
         for temperature in args.temperature:
             for shape in args.shape:
                 for way in WAYS:

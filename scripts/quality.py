@@ -28,6 +28,7 @@ from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import CONF, settings_errors
 from training.loop.checkpoint import checkpoints
 from training.loop.log import read_log
+from training.loop.same_run import check_same_run
 
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 
@@ -56,32 +57,10 @@ def experiment(name: str, seed: int, args: argparse.Namespace) -> TrainingRun:
         config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
     if config.trainer.steps is None:
         raise ValueError(f"{name} says no number of steps: give --set trainer.epochs=null trainer.steps=N")
-    check_same(config, folder)
+    different = check_same_run(config, folder) if checkpoints(folder) else []
+    if different:  # tau measured in two ways would make one line
+        raise ValueError(f"{folder} holds a run of other settings: {'; '.join(different)}: give another --out")
     return TrainingRun(name, folder, config)
-
-
-def check_same(config: DictConfig, folder: Path) -> None:
-    """Raises ValueError if the folder holds a run of other settings."""
-    if not checkpoints(folder):
-        return
-    there, asked = (_flat(c) for c in (OmegaConf.load(folder / "config.yaml"), config))
-    for key in sorted(there.keys() | asked.keys()):
-        if key not in ("resume", "out") and there.get(key) != asked.get(key):
-            raise ValueError(
-                f"{folder} holds a run with {key}={there.get(key)}, not {asked.get(key)}: give the same settings, or "
-                "another --out"
-            )
-
-
-def _flat(config: DictConfig) -> dict[str, object]:
-    def walk(value, key: str):
-        if isinstance(value, dict) and value:
-            for name, inner in value.items():
-                yield from walk(inner, f"{key}.{name}" if key else name)
-        else:
-            yield key, value
-
-    return dict(walk(OmegaConf.to_container(config, resolve=True), ""))
 
 
 def finished(run: TrainingRun) -> bool:
@@ -153,9 +132,7 @@ def main(argv: list[str] | None = None) -> None:
             runs += [experiment(name, seed, args) for seed in args.seeds]
     for run in runs:
         if run.config is not None and not finished(run):
-            training.train.run(run.config)
-            if not finished(run):  # a signal asked it to stop; the same command goes on
-                return
+            training.train.run(run.config)  # ends the process if a signal asks it to stop; the same command goes on
     measured = [measurements(run) for run in runs]
     output_folder(args.out)
     write_csv(args.out / "quality.csv", [row for rows in measured for row in rows])

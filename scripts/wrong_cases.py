@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
@@ -16,7 +17,7 @@ from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 from specdec.cli.flags import FREE_TEXT
 from specdec.cli.limits import LIMITS
 from specdec.model.config_fields import DIAGNOSED, ConfigFields
-from specdec.schema import check_value
+from specdec.schema import check_value, parameters
 
 VALUES = ("64", None, 0, -1, 1.5, float("nan"), float("inf"), 10**9, 10**30, True, [], [1], {}, {"a": 1}, "", "x" * 99)
 FLAG_TEXTS = ("", " ", "nan", "inf", "-1", "0", "1000000000000", "abc", "1.5", "1e400", "2x", "--")
@@ -164,14 +165,33 @@ def hydra_cases() -> Iterator[Case]:
                 if "_target_" not in content:
                     entries |= {f"{group}.{k}": v for k, v in content.items() if k != "defaults"}
         for name, default in entries.items():
-            if isinstance(default, dict) or (registry.CONF / name).is_dir():
+            if not isinstance(default, dict) and not (registry.CONF / name).is_dir():
+                yield from setting_cases((command,), name, default)
+
+
+def setting_cases(words: tuple[str, ...], name: str, default: object) -> Iterator[Case]:
+    """A setting with values of other types than its default, and one letter too many in its name."""
+    line = " ".join(words)
+    yield Case(f"{line} +{name}x", (*words, f"+{name}x=1"), (f"{name}x",))
+    number = isinstance(default, int | float) and not isinstance(default, bool)
+    for text in HYDRA_TEXTS:
+        whole = number and isinstance(default, int)
+        if text in ("", "nan") or (number and text in ("abc", "{a: 1}")) or (whole and text == "-1"):
+            yield Case(f"{line} {name}={text}", (*words, f"{name}={text}"), (name.split(".")[-1],))
+
+
+def class_cases() -> Iterator[Case]:
+    """What the classes take that conf/ names: every name of every group, for a command that has the group."""
+    for command, group in (("train", "drafter"), ("train", "objective"), ("sweep", "verifier"), ("sweep", "sampling")):
+        for name in registry.names(group):
+            content = registry.settings(group, name)
+            if "_target_" not in content:
                 continue
-            yield Case(f"{command} +{name}x", (command, f"+{name}x=1"), (f"{name}x",))
-            number = isinstance(default, int | float) and not isinstance(default, bool)
-            for text in HYDRA_TEXTS:
-                whole = number and isinstance(default, int)
-                if text in ("", "nan") or (number and text in ("abc", "{a: 1}")) or (whole and text == "-1"):
-                    yield Case(f"{command} {name}={text}", (command, f"{name}={text}"), (name.split(".")[-1],))
+            taken, others = parameters(pkgutil.resolve_name(content["_target_"]))
+            for key, default in content.items():
+                cases = setting_cases((command, f"{group}={name}"), f"{group}.{key}", default) if key in taken else ()
+                # A function that takes any name refuses a wrong one when it is called, and not before.
+                yield from (case for case in cases if not others or not case.words[-1].startswith("+"))
 
 
 def tree_cases() -> Iterator[Case]:
@@ -205,5 +225,5 @@ def yaml_cases() -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    found = [*checkpoint_cases(), *flag_cases(), *hydra_cases(), *tree_cases(), *yaml_cases()]
+    found = [*checkpoint_cases(), *flag_cases(), *hydra_cases(), *class_cases(), *tree_cases(), *yaml_cases()]
     return list({case.name: case for case in found}.values())

@@ -1,34 +1,35 @@
 """Speculative decoding: a target on a fused engine, pluggable drafters, trees and verifiers.
 
 >>> import specdec
->>> target = specdec.load_target(specdec.DEMO_TARGET)
->>> drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, target)
+>>> target = specdec.load_target("demo/target")
+>>> drafter = specdec.load_drafter("demo/mtp", target)
 >>> specdec.generate(target, "What is a tree?", drafter).text[0]  # doctest: +SKIP
+>>> specdec.compare(target, ["demo/mtp", "ngram"], ["What is a tree?", "Hello!"])  # doctest: +SKIP
 """
 
 import importlib
 
 __version__ = "0.1.0"
 
-# The interface composes all packages, and they import from this one: `specdec.api` is loaded when first asked for.
-INTERFACE = {
-    "DEMO_DRAFTER",
-    "DEMO_TARGET",
-    "Generation",
-    "ModelSettings",
-    "Sampling",
-    "TreeSpec",
-    "answer",
-    "generate",
-    "load_drafter",
-    "load_target",
-    "load_tree",
-    "make_tree",
-    "make_verifier",
+# The interface composes all packages, and they import from this one: a module is loaded when first asked for a name.
+_API = (
+    "DEMO_DRAFTER", "DEMO_TARGET", "Generation", "ModelSettings", "Sampling", "TreeSpec", "answer", "generate",
+    "load_drafter", "load_target", "load_tree", "make_tree", "make_verifier",
+)  # fmt: skip
+INTERFACE = dict.fromkeys(_API, "specdec.api") | {
+    "Engine": "specdec.engine.engine",
+    "Recorder": "specdec.engine.recorder",
+    "Comparison": "lab.sweep.comparison",
+    "compare": "lab.sweep.comparison",
 }
+__all__ = sorted([*INTERFACE, "__version__"])
 
 
 def __getattr__(name: str):
     if name in INTERFACE:
-        return getattr(importlib.import_module("specdec.api"), name)
+        return getattr(importlib.import_module(INTERFACE[name]), name)
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,9 @@
 """The Python interface: load a target, load a drafter, make a tree and a verifier, generate."""
 
+import difflib
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from drafters.formats import load_drafter
@@ -15,7 +16,8 @@ from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.sampling.noise import Seed
-from specdec.text import StopStrings, check_stops, decode_row, encode_prompt
+from specdec.schema import check_value
+from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
 from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier, sample_and_match
 from trees.spec import TreeSpec, load_tree
@@ -137,12 +139,12 @@ def make_tree(
 
 
 def generate(
-    target: Target,
-    prompts: str | list[str],
-    drafter: Drafter | None = None,
+    target: Target | str | Path,
+    prompts: Prompt | abc.Sequence[Prompt],
+    drafter: Drafter | str | Path | None = None,
     *,
-    tree: TreePolicy | None = None,
-    verifier: Verifier = sample_and_match,
+    tree: TreePolicy | str | None = None,
+    verifier: Verifier | str = sample_and_match,
     children: str | None = None,
     graphs: bool | None = None,
     compile: bool = False,
@@ -150,20 +152,59 @@ def generate(
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    tree: a policy, `make_tree()` if not given. verifier: decides which drafted tokens are emitted (`make_verifier`);
-    the default is lossless with any tree. children: which the tree takes above temperature 0, likeliest, coupled or
-    drawn; None for those that suit the verifier. graphs, compile: see `Engine`. request: sampling, max_new_tokens,
-    stop, logprobs, seed, raw and observer, as `answer` takes them.
+    target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram.
+    tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"); `make_tree()` if not given. verifier: decides which
+    drafted tokens are emitted (`make_verifier`, or its name); the default is lossless with any tree. children: which
+    the tree takes above temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs,
+    compile: see `Engine`. request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and observer, as
+    `answer` takes them.
+
+    >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
+    target = as_target(target)
+    if isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target)
     if drafter is not None and tree is None:
         tree = make_tree()
     how = {"children": children, "graphs": graphs, "compile": compile}
-    return answer(Engine(target, drafter, tree, verifier, **how), prompts, **request)
+    return answer(Engine(target, drafter, as_tree(tree), as_verifier(verifier), **how), prompts, **request)
+
+
+def as_target(target: Target | str | Path) -> Target:
+    """A target; a name is loaded."""
+    return load_target(target) if isinstance(target, str | Path) else target
+
+
+def as_tree(tree: TreePolicy | str | None) -> TreePolicy | None:
+    """A policy; a text is read as `TreeSpec` does."""
+    return TreeSpec.parse(tree).build() if isinstance(tree, str | Path) else tree
+
+
+def as_verifier(verifier: Verifier | str) -> Verifier:
+    """A verifier; a name of conf/verifier is made."""
+    return make_verifier(verifier) if isinstance(verifier, str) else verifier
+
+
+def as_sampling(
+    sampling: Sampling | list[Sampling] | None, words: dict[str, float]
+) -> Sampling | list[Sampling] | None:
+    """The sampling that is asked for, as it is or by the fields of `Sampling`.
+
+    Raises ValueError for both at once, for another field, and for a value of another type."""
+    known = {f.name: f for f in fields(Sampling)}
+    for name, value in words.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or known
+            raise ValueError(f"there is no setting {name} of sampling; there is {', '.join(near)}")
+        check_value(known[name], value, name)
+    if words and sampling is not None:
+        raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")
+    return Sampling(**words) if words else sampling
 
 
 def answer(
     engine: Engine,
-    prompts: str | list[str],
+    prompts: Prompt | abc.Sequence[Prompt],
     *,
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
@@ -172,11 +213,14 @@ def answer(
     seed: int | abc.Sequence[Seed | int] = 0,
     raw: bool = False,
     observer: Observer | Callable[[RoundReport], None] | None = None,
+    **words: float,
 ) -> Generation:
     """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
 
-    A prompt is a user's message if the target's tokenizer has a chat template. It is plain text if not, and with `raw`.
-    sampling, max_new_tokens: one for all prompts, or a list with one for each.
+    A prompt is a text, a list of messages (`{"role": "user", "content": "..."}`), or a list of token ids. A text is a
+    user's message if the target's tokenizer has a chat template. It is plain text if not, and with `raw`.
+    sampling, max_new_tokens: one for all prompts, or a list with one for each. words: fields of `Sampling`, such as
+    temperature, in its place.
     stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
     the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
     `finish` is 'stop'.
@@ -185,13 +229,13 @@ def answer(
     Raises ValueError, one sentence, for what does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy
-    batch = [prompts] if isinstance(prompts, str) else list(prompts)
+    batch = as_prompts(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
     stops = _stops_of_rows(stop, len(batch))
     result = engine.generate(
         ids,
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        sampling=as_sampling(sampling, words),
         stop=[StopStrings(target.tokenizer, strings) if strings else None for strings in stops],
         logprobs=logprobs,
         seed=seed,

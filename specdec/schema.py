@@ -4,15 +4,16 @@ Config files of checkpoints, flags and settings files are checked by it, so that
 is allocated, and so that wrong inputs can be generated from the same fields (`scripts/wrong_inputs.py`).
 """
 
+import inspect
 import math
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from typing import Any, get_args, get_origin
 
 SHOWN = 60  # characters of a wrong value that a message shows
-WORDS = {bool: "true or false", str: "a text", dict: "a mapping", list: "a list", tuple: "a list"}
+WORDS = {bool: "true or false", str: "a text", dict: "a mapping", Mapping: "a mapping", list: "a list", tuple: "a list"}
 
 
 def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
@@ -20,6 +21,30 @@ def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = Fal
 
     metadata: what else the field says, such as its help."""
     return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
+
+
+def typed(kind: Any) -> Field:
+    """A field of this type that is of no dataclass, and has no range."""
+    made = field()
+    made.type = kind
+    return made
+
+
+def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
+    """What a class or a function takes by name, each as a field of its type; and whether it takes other names too.
+
+    What is not annotated may be anything. `**settings` of a class stand for what the classes above it take."""
+    own = {f.name: f for f in fields(call)} if is_dataclass(call) else {}
+    found: dict[str, Field] = {}
+    for part in [c.__init__ for c in call.__mro__ if "__init__" in vars(c)] if isinstance(call, type) else [call]:
+        taken = list(inspect.signature(part).parameters.values())
+        for one in taken:
+            if one.name != "self" and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+                kind = Any if one.annotation is one.empty else one.annotation
+                found.setdefault(one.name, own.get(one.name) or typed(kind))
+        if not any(one.kind is one.VAR_KEYWORD for one in taken):
+            return found, False
+    return found, True
 
 
 def check(schema: type, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:

@@ -1,12 +1,15 @@
 """Between text and token ids: prompts in, streamed text out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 
 from jinja2 import TemplateError
 
 from specdec.cli.reading import parse_json, read_text
 from specdec.model.target import Target
+
+Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 
 def clean(text: str) -> str:
@@ -28,14 +31,41 @@ def encode_chat(target: Target, messages: list[dict[str, str]], **variables) -> 
     return target.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def encode_prompt(target: Target, prompt: str, raw: bool = False) -> list[int]:
-    """A prompt -> ids: as a user's message where the tokenizer has a chat template, as plain text if not or if raw."""
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list. A list of mappings is one conversation, and one of numbers one prompt."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping | Integral)):
+        return [prompts]
+    return list(prompts)
+
+
+def encode_prompt(target: Target, prompt: Prompt, raw: bool = False) -> list[int]:
+    """A prompt -> ids. A text is a user's message where the tokenizer has a chat template, and plain text if not or if
+    raw; messages ({role, content}) are a conversation, after which the assistant speaks; ids stay as they are."""
+    if not isinstance(prompt, str):
+        return _encode_parts(target, prompt)
+    if target.tokenizer is None:
+        raise ValueError("the target has no tokenizer: give token ids as prompts")
     prompt = clean(prompt)
     if not prompt.strip():
         raise ValueError("the prompt is empty; write something after --prompt")
     if target.tokenizer.chat_template and not raw:
         return encode_chat(target, [{"role": "user", "content": prompt}])
     return target.tokenizer(prompt)["input_ids"]
+
+
+def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
+    """Messages or token ids -> ids."""
+    if all(isinstance(part, Integral) for part in prompt):
+        return [int(part) for part in prompt]
+    for part in prompt:
+        texts = isinstance(part, Mapping) and [part.get("role"), part.get("content")]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(
+                f"a prompt is a text, a list of messages with role and content, or token ids, and not {part!r:.60}"
+            )
+    if target.tokenizer is None or not target.tokenizer.chat_template:
+        raise ValueError("messages need a tokenizer with a chat template, and this target's has none: give a text")
+    return encode_chat(target, [dict(part) | {"content": clean(part["content"])} for part in prompt])
 
 
 def read_prompts(path: Path) -> list[str]:

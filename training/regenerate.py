@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors

@@ -4,6 +4,7 @@ Every setting is in conf/train.yaml and its groups; `python -m training.train --
 """
 
 import json
+import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,10 @@ from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
 from training.features.feature_cache import FeatureCache
 from training.features.online import online_features
+from training.features.signature import data_signature
 from training.loop.checkpoint import checkpoints
 from training.loop.parallel import Processes, join_processes
+from training.loop.same_run import check_same_run
 from training.loop.settings import MANY, OnPolicy, TrainerConfig
 from training.loop.state import meaning
 from training.loop.trainer import Trainer
@@ -162,6 +165,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         processes,
         on_policy,
         online_features if cache is None else cache.features,
+        data_signature(learnt),
     )
 
 
@@ -186,15 +190,21 @@ def warn_of_servers(drafter, target: Target) -> None:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
+    """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     all_settings(config)  # mistakes are told before the target is loaded
     out = Path(config.out)
     check_folder(out, config.resume)
+    different = check_same_run(config, out) if config.resume else []
     processes = join_processes(config.device)
+    if different and processes.main:
+        print(f"note: {'; '.join(different)}", file=sys.stderr)
     with only_writer(out, inside=True) if processes.main else nullcontext():
-        train(config, out, processes)
+        trainer = train(config, out, processes)
+    if trainer.step < trainer.config.steps and processes.main and trainer.signals.asked:
+        sys.exit(trainer.signals.code)
 
 
-def train(config: DictConfig, out: Path, processes: Processes) -> None:
+def train(config: DictConfig, out: Path, processes: Processes) -> Trainer:
     """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
     if config.resume:
@@ -212,6 +222,7 @@ def train(config: DictConfig, out: Path, processes: Processes) -> None:
     if processes.main:
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
+    return trainer
 
 
 main = hydra_command(run, "train")

@@ -32,7 +32,7 @@ from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
-from specdec.model.checkpoint import read_headers, read_json, read_tensors, resolve, write_folder
+from specdec.model.checkpoint import bundled, read_headers, read_json, read_tensors, resolve, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
@@ -170,7 +170,7 @@ def load_drafter(
     drafter.conventions = checkpoint.conventions()
     drafter.acceptance = read_acceptance(resolve(path))
     if token_map is not None:
-        restrict(drafter, read_token_map(Path(token_map), target.vocab).ids)
+        restrict(drafter, read_token_map(Path(bundled(token_map)), target.vocab).ids)
         drafter.acceptance = None  # it was measured with all tokens
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
     drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)

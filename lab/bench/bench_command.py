@@ -23,7 +23,6 @@ from lab.bench.table import print_rows
 from lab.cost.memory import bandwidth
 from lab.cost.simulated_tau import MARK, SimulatedTau
 from lab.machine import provenance
-from lab.models import bundled
 from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
@@ -40,7 +39,7 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
     shape, named = settings.get("shape"), settings["target"]
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
-        return target, lambda: load_drafter(bundled(settings["draft"]), target)
+        return target, lambda: load_drafter(settings["draft"], target)
     if named["path"] is not None or settings["assistant"] is not None:
         raise ValueError("a shape has random weights: give either shape=, or target.path= (and assistant=)")
     dtype = choose_dtype(named["dtype"], shape["config"], device)

@@ -1,14 +1,18 @@
 """Drafters side by side on one target: every prompt is decoded plainly and by each, in turn."""
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
+from lab.trace.summary import Interval, bootstrap
 from specdec.api import answer
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.target import Target
+from specdec.text import Prompt
 from specdec.types import Sampling, Verifier
 from trees.spec import describe
 
@@ -32,9 +36,11 @@ class Score:
     verifier: str
     lossless: bool
     tau: float
+    tau_interval: Interval  # 95 % over prompts, as the next; nan for a single one
     acceptance_by_depth: list[float]
     tokens_per_second: float
     ratio_to_plain: float
+    ratio_interval: Interval
     milliseconds_a_round: dict[str, float]  # draft, verify, commit
     same_as_plain: int  # prompts whose text is that of plain decoding
     settled: bool  # it has to be so, but for rounding: the texts are greedy, or the rule draws as plain decoding does
@@ -44,30 +50,64 @@ class Score:
 
 
 @dataclass
-class _Tally:
+class Decoded:
+    """One prompt, decoded once."""
+
+    question: str  # which prompt; what intervals resample
+    emitted: int  # tokens of all rounds
+    rounds: int
+    seconds: float
+
+
+@dataclass
+class Tally:
     """What one way to decode has done so far."""
 
     rows: list[Sequence] = field(default_factory=list)
-    seconds: float = 0.0
+    single: list[Decoded] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
-    texts: list[list[int]] = field(default_factory=list)
 
-    def add(self, result) -> None:
+    def add(self, number: int, result: Result) -> None:
+        """The result of the prompt of this number."""
         self.rows += result.rows
-        self.texts += [row.tokens for row in result.rows]
-        self.seconds += result.decode_seconds
+        trace = result.rows[0].trace
+        self.single.append(Decoded(str(number), sum(trace.emitted), trace.rounds, result.decode_seconds))
         for part, seconds in result.parts.items():
             self.parts[part] = self.parts.get(part, 0.0) + seconds
 
     @property
     def rate(self) -> float:
-        decoded = sum(len(row.tokens) - 1 for row in self.rows)
-        return decoded / self.seconds if self.seconds else 0.0
+        return rate(self.single)
 
 
-def compare(
+class Pair(NamedTuple):
+    """A prompt decoded in two ways."""
+
+    question: str
+    a: Decoded
+    b: Decoded
+
+
+def rate(single: abc.Sequence[Decoded]) -> float:
+    """Tokens/s behind the first token of each text."""
+    seconds = sum(one.seconds for one in single)
+    return sum(one.emitted for one in single) / seconds if seconds else 0.0
+
+
+def ratio(a: Tally, b: Tally) -> tuple[float, Interval]:
+    """How many times as fast `a` is as `b` on the same prompts, and the 95 % interval of that over prompts."""
+
+    def measure(pairs: list[Pair]) -> float:
+        slow = rate([pair.b for pair in pairs])
+        return rate([pair.a for pair in pairs]) / slow if slow else 0.0
+
+    pairs = [Pair(one.question, one, other) for one, other in zip(a.single, b.single, strict=True)]
+    return measure(pairs), bootstrap(measure, pairs)[0]
+
+
+def decode_in_turn(
     target: Target,
-    prompts: list[str],
+    prompts: abc.Sequence[Prompt],
     ways: dict[str, ComparedWay],
     *,
     max_new_tokens: int = 64,
@@ -76,16 +116,16 @@ def compare(
     raw: bool = False,
     trials: int = 1,
     progress: Callable[[], None] = lambda: None,
-) -> tuple[float, list[Score]]:
+) -> tuple[dict[str, Tally], list[Score]]:
     """Decode every prompt plainly and in each of the ways, in turn, `trials` times after one prompt of warm-up.
 
-    Taking turns spreads whatever else the machine does evenly. progress: called after every prompt. Returns plain
-    decoding's tokens/s, and the scores in the order of `ways`.
+    Taking turns spreads whatever else the machine does evenly. progress: called after every prompt. Returns
+    the tallies by name, plain decoding's under "", and the scores in the order of `ways`.
     """
     # An engine keeps what it has captured from prompt to prompt.
     engines = {"": Engine(target)}
     engines |= {name: Engine(target, way.drafter, way.tree, way.verifier) for name, way in ways.items()}
-    tallies = {name: _Tally() for name in engines}
+    tallies = {name: Tally() for name in engines}
 
     def run(number: int, engine: Engine) -> Result:
         how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": [(seed, number)], "raw": raw}
@@ -96,15 +136,16 @@ def compare(
     for _ in range(trials):
         for number in range(len(prompts)):
             for name, engine in engines.items():
-                tallies[name].add(run(number, engine))
+                tallies[name].add(number, run(number, engine))
             progress()
-    plain, greedy = tallies.pop(""), sampling is None or sampling.greedy
-    return plain.rate, [score(name, ways[name], tally, plain, greedy) for name, tally in tallies.items()]
+    greedy = sampling is None or sampling.greedy
+    return tallies, [score(name, way, tallies[name], tallies[""], greedy) for name, way in ways.items()]
 
 
-def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally, greedy: bool = True) -> Score:
+def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool = True) -> Score:
     traces = [row.trace for row in tally.rows]
     rounds = max(sum(trace.rounds for trace in traces), 1)
+    times, interval = ratio(tally, plain)
     return Score(
         name=name,
         drafter=type(way.drafter).__name__,
@@ -112,16 +153,22 @@ def score(name: str, way: ComparedWay, tally: _Tally, plain: _Tally, greedy: boo
         verifier=str(way.verifier),
         lossless=way.verifier.lossless,
         tau=tau(traces),
+        tau_interval=bootstrap(_tau_of, tally.single)[0],
         acceptance_by_depth=acceptance_by_depth(traces, way.tree.steps),
         tokens_per_second=tally.rate,
-        ratio_to_plain=tally.rate / plain.rate if plain.rate else 0.0,
+        ratio_to_plain=times,
+        ratio_interval=interval,
         milliseconds_a_round={p: 1e3 * tally.parts.get(p, 0.0) / rounds for p in ("draft", "verify", "commit")},
-        same_as_plain=sum(a == b for a, b in zip(tally.texts, plain.texts, strict=True)),
+        same_as_plain=sum(a.tokens == b.tokens for a, b in zip(tally.rows, plain.rows, strict=True)),
         settled=greedy or way.verifier.couples,
-        prompts=len(tally.texts),
+        prompts=len(tally.rows),
         num_draft_tokens=way.tree.num_draft_tokens,
         draft_vocab=way.drafter.vocab.size,
     )
+
+
+def _tau_of(single: list[Decoded]) -> float:
+    return sum(one.emitted for one in single) / max(sum(one.rounds for one in single), 1)
 
 
 def as_rows(scores: list[Score]) -> list[dict]:
@@ -132,6 +179,8 @@ def as_rows(scores: list[Score]) -> list[dict]:
         row = asdict(s)
         for d, share in enumerate(row.pop("acceptance_by_depth") + [""] * (depth - len(s.acceptance_by_depth)), 1):
             row[f"accepted_to_depth_{d}"] = share
+        for name in ("tau", "ratio"):
+            row[f"{name}_low"], row[f"{name}_high"] = row.pop(f"{name}_interval")
         for part, milliseconds in row.pop("milliseconds_a_round").items():
             row[f"{part}_ms_a_round"] = milliseconds
         rows.append(row)

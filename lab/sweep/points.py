@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lab.models import bundled
 from specdec.acceptance import FILE
 from specdec.api import load_drafter
 from specdec.contracts import Drafter
-from specdec.model.checkpoint import SMALL_FILES, resolve, weight_files
+from specdec.model.checkpoint import SMALL_FILES, bundled, resolve, weight_files
 from specdec.model.target import Target
 from trees.spec import TreeSpec
 

@@ -1,52 +1,87 @@
 """`specdec generate --chat`: a conversation, turn by turn."""
 
+import re
+import signal
 import sys
 
+from specdec.cli.line_input import line_reader
 from specdec.cli.screen import Screen
 from specdec.cli.session import Session
-from specdec.cli.summary import LOSSY
+from specdec.cli.signals import Terminated
+from specdec.cli.summary import LOSSY, drafting
 from specdec.engine.sequence import Sequence
 from specdec.text import StopStrings, clean, decode_row, encode_chat
 
+COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
+KEYS = "Ctrl-C stops an answer, Ctrl-D ends."
+
 
 def chat(session: Session) -> None:
-    """Read messages until the end of input; the history grows with each answer."""
+    """Read messages until the end of input, or until Ctrl-C where no answer is being given, which is raised. The
+    history grows with each answer."""
     if not session.target.tokenizer.chat_template:
         raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
-    if not session.verifier.lossless:
-        print(f"verifier: {session.verifier}, {LOSSY}")
+    print(banner(session))
     history: list[dict[str, str]] = []
+    read = line_reader()
     while True:
         try:
-            message = clean(input("> ")).strip()
+            message = clean(read("> ")).strip()
         except EOFError:
             print()
             return
-        if not message:
-            continue
-        history.append({"role": "user", "content": message})
-        try:
-            row = _answer(session, history)
-        except ValueError as error:  # too long by now: say so, and let the user start again
-            print(f"error: {error}; starting a new conversation", file=sys.stderr)
+        if message == "/exit":
+            return
+        if message == "/reset":
             history.clear()
-            continue
-        said = decode_row(session.target.tokenizer, row.tokens, session.stops)
-        history.append({"role": "assistant", "content": said})
+            print("a new conversation")
+        elif re.fullmatch(r"/[a-z]+", message):
+            print(f"there is no {message}: {_commands()}")
+        elif message:
+            _turn(session, history, message)
+
+
+def banner(session: Session) -> str:
+    """Who talks, and what can be typed."""
+    lines = [f"chat with {session.target.name}; {drafting(session)}"]
+    if not session.verifier.lossless:
+        lines.append(f"verifier: {session.verifier}, {LOSSY}")
+    return "\n".join([*lines, f"{_commands()} {KEYS}"])
+
+
+def _commands() -> str:
+    return ", ".join(f"{name} {does}" for name, does in COMMANDS.items()) + "."
+
+
+def _turn(session: Session, history: list[dict[str, str]], message: str) -> None:
+    """Answer a message; both stand in the history afterwards."""
+    history.append({"role": "user", "content": message})
+    try:
+        row = _answer(session, history)
+    except ValueError as error:  # too long by now: say so, and let the user start again
+        print(f"error: {error}; starting a new conversation", file=sys.stderr)
+        history.clear()
+        return
+    said = decode_row(session.target.tokenizer, row.tokens, session.stops)
+    history.append({"role": "assistant", "content": said})
 
 
 def _answer(session: Session, history: list[dict[str, str]]) -> Sequence:
     args = session.args
     screen = Screen(session.target, quiet=False, trees=args.show_trees, stops=session.stops)
-    result = session.engine.generate(
-        [encode_chat(session.target, history)],
-        max_new_tokens=args.max_new_tokens,
-        sampling=session.sampling,
-        stop=[StopStrings(session.target.tokenizer, session.stops) if session.stops else None],
-        seed=[(args.seed, len(history) // 2)],
-        observer=session.observer(screen),
-    )
+    with session.signals as signals:
+        result = session.engine.generate(
+            [encode_chat(session.target, history)],
+            max_new_tokens=args.max_new_tokens,
+            sampling=session.sampling,
+            stop=[StopStrings(session.target.tokenizer, session.stops) if session.stops else None],
+            seed=[(args.seed, len(history) // 2)],
+            observer=session.observer(screen, session.engine),
+        )
     row = result.rows[0]
     screen.end()
     print(f"[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
+    if signals.number == signal.SIGTERM:
+        raise Terminated
+    signals.number = None  # Ctrl-C stops an answer, and not the conversation
     return row

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
+from specdec.cli.signals import Terminated, terminable
+
 OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)  # without a file's name: files are written by `cli.files`
 OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when there is not enough memory
 
@@ -13,18 +15,23 @@ OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when t
 def one_sentence_errors(main: Callable) -> Callable:
     """`main`, with its ValueError printed as 'error: ...' and exit code 2. So is what the system refuses: a file that
     cannot be read, a full disk behind standard output, memory that is not there. Any other exception is a bug of ours,
-    and keeps its traceback. An interrupt exits with 130; a reader that went away, as `head` does, is no error.
+    and keeps its traceback. SIGINT exits with 130, SIGTERM with 143. A reader that went away, as `head` does, is no
+    error.
     A standard stream that is closed is an empty one: nothing is read from it, and nothing written is kept."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
         open_streams()
         try:
-            result = main(*args, **kwargs)
+            with terminable():
+                result = main(*args, **kwargs)
             sys.stdout.flush()
             return result
         except ValueError as error:
             fail(str(error))
+        except Terminated:
+            print("terminated", file=sys.stderr)
+            sys.exit(143)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)

@@ -99,17 +99,27 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def decode(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Load what the flags name, and answer the prompts, or chat."""
+    """Load what the flags name, and answer the prompts, or chat. After a signal the trace and the summary are of what
+    was done by then."""
     session = Session(args)
     if session.choice is not None:
         print(session.choice, file=sys.stderr)
     if args.chat:
-        chat(session)
-        session.write_trace()
+        try:
+            chat(session)
+        finally:
+            session.write_trace()
         return
-    summary = summarise(session, *run_prompts(session, prompts))
-    session.write_trace()
-    if args.json:
-        print(json.dumps(summary))
-    else:
-        print_summary(session, summary)
+    with session.signals as signals:
+        done, baseline = run_prompts(session, prompts)
+    if done:
+        summary = summarise(session, done, baseline)
+        session.write_trace()
+        if args.json:
+            print(json.dumps(summary))
+        else:
+            print_summary(session, summary)
+    if signals.asked:
+        begun = sum(len(part.rows) for part in done)
+        print(f"stopped: {begun} of {len(prompts)} prompts were begun, and what they gave is above", file=sys.stderr)
+        sys.exit(signals.code)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import help_width, reflow
-from specdec.cli.hydra_settings import check_folders, check_settings
+from specdec.cli.hydra_settings import check_folders, check_settings, nearest_to
 from specdec.registry import CONF
 
 
@@ -29,7 +29,7 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
 
         check_folders(sys.argv[1:])
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
-        with settings_errors():
+        with settings_errors(config):
             hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(checked(run, config))()
 
     return main
@@ -90,12 +90,15 @@ def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 @contextmanager
-def settings_errors() -> Iterator[None]:
-    """What Hydra finds wrong with settings is a user's mistake: a ValueError, and of its text the first line."""
+def settings_errors(config: str = "train") -> Iterator[None]:
+    """What Hydra finds wrong with settings is a user's mistake: a ValueError, and of its text the first line, with the
+    nearest names that there are in conf/CONFIG.yaml."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error).strip().split("\n")[0]) from None
+        said = str(error).strip().split("\n")[0]
+        near = nearest_to(said, config)
+        raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

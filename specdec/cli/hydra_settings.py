@@ -2,17 +2,22 @@
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+import pkgutil
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 from specdec import registry
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
-from specdec.schema import check_value, shown
+from specdec.schema import check_value, parameters, shown
 
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
+# Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
+READ_BY = {"trainer": "training.loop.settings.TrainerConfig", "data.on_policy": "training.loop.settings.OnPolicy"}
 # Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
 FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
 
@@ -27,6 +32,40 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
     _names("", settings, defaults)
     for name, value in settings.items():
         _walk(name, value, defaults.get(name))
+
+
+def nearest_to(message: str, config: str) -> str:
+    """'There is ...' with the names nearest to the one that Hydra quotes in its message; empty if none is near."""
+    quoted = re.search(r"Could not (?:override|find) '([^']+)'", message)
+    if quoted is None:
+        return ""
+    group, slash, name = quoted[1].rpartition("/")
+    known = registry.names(group) if slash else list(dict.fromkeys(_known_names(config)))
+    near = difflib.get_close_matches(name, known, 3)
+    if not near and not slash:  # perhaps without the name of its group
+        last = {known_name.rpartition(".")[2] for known_name in known}
+        close = difflib.get_close_matches(name.rpartition(".")[2], last, 2)
+        near = [known_name for known_name in known if known_name.rpartition(".")[2] in close][:4]
+    near = near or (known if slash else [])
+    return f"There is {', '.join(near)}" if near else ""
+
+
+def _known_names(config: str) -> Iterator[str]:
+    """Every setting of conf/CONFIG.yaml and of the files of its groups, with dots."""
+
+    def walk(prefix: str, value: Any) -> Iterator[str]:
+        for name, inner in value.items() if isinstance(value, Mapping) else ():
+            if name not in ("defaults", "hydra", "_target_"):
+                yield f"{prefix}{name}"
+                yield from walk(f"{prefix}{name}.", inner)
+
+    own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
+    yield from walk("", own)
+    for group in (name for entry in own.get("defaults", ()) if isinstance(entry, dict) for name in entry):
+        if "/" not in group and " " not in group:
+            yield group
+            for name in registry.names(group):
+                yield from walk(f"{group}.", registry.settings(group, name))
 
 
 def check_folders(arguments: Sequence[str]) -> None:
@@ -64,8 +103,12 @@ def _walk(path: str, value: Any, default: Any) -> None:
         known = default if isinstance(default, Mapping) else {}
         if path in FIXED and known:
             _names(f"{path}.", value, known)
+        taken = _taken(path, value)
         for key, inner in value.items():
-            _walk(f"{path}.{key}", inner, known.get(key))
+            default = known.get(key)  # whose type does not count where a class says it
+            _walk(f"{path}.{key}", inner, None if key in taken and not isinstance(default, Mapping) else default)
+            if key in taken:
+                check_value(taken[key], inner, f"{path}.{key}")
         return
     if isinstance(value, list):
         for inner in value:
@@ -83,6 +126,20 @@ def _walk(path: str, value: Any, default: Any) -> None:
         check_value(LIMITS[name], value, path)
 
 
+def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
+    """What the class or function takes that reads a mapping: its `_target_`, or the one of `READ_BY`. {} for none.
+
+    Raises ValueError for a name that it does not take."""
+    try:
+        taken, others = parameters(pkgutil.resolve_name(value.get("_target_") or READ_BY[path]))
+    except (KeyError, ImportError, AttributeError, TypeError, ValueError):
+        return {}  # nobody's; or there is none of this name, which Hydra tells
+    if not others:
+        files = [registry.settings(path, name) for name in registry.names(path)] if "." not in path else []
+        _names(f"{path}.", value, dict.fromkeys([*taken, *(name for file in files for name in file)]))
+    return taken
+
+
 def _check_type(path: str, value: Any, default: Any) -> None:
     """An unknown default, None, tells no type; nor does a text, in whose place numbers and mappings may stand."""
     if isinstance(default, bool):
@@ -98,6 +155,6 @@ def _check_type(path: str, value: Any, default: Any) -> None:
 
 def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     for name in given:
-        if name not in known:
+        if name not in known and not name.startswith("_"):
             near = difflib.get_close_matches(name, known, 3) or sorted(known)
             raise ValueError(f"there is no setting {prefix}{name}; there is {', '.join(prefix + n for n in near)}")

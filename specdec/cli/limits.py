@@ -50,6 +50,18 @@ class Limits:
     heads: int = ranged(1, 64, 1)
     blocks: int = ranged(1, 64, 1)
     taps: int | None = ranged(0, 1024, None)
+    layers: int = ranged(1, 1024, 5)
+    sliding_layers: int = ranged(0, 1024, 0)
+    block_size: int = ranged(1, 1024, 16)
+    rank: int = ranged(1, 1 << 17, 256)
+    rope_theta: float | None = ranged(0, 1e12, None, above=True)
+    max_ngram: int = ranged(1, 1024, 8)
+    min_ngram: int = ranged(1, 1024, 2)
+    # Of objectives
+    decay: float = ranged(0, 1000, 0.8)
+    feature: float = ranged(0, 1e6, 1.0)
+    noise: float = ranged(0, 1000, 0.0)
+    noise_length: int | None = ranged(1, MOST, None)
     # Of sampling
     temperature: float = ranged(0, 1e6, 0.0)
     top_k: int = ranged(0, MOST, 0)

@@ -8,13 +8,28 @@ from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
 from specdec.cli.flags import read_flags
 from specdec.cli.screen import Screen
+from specdec.cli.signals import StopSignals
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
-from specdec.engine.report import Observer, Observers
+from specdec.engine.report import Observer, Observers, Reads, RoundReport
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.text import check_stops, clean
 from specdec.verify import SampleAndMatch, VerifierSettings
 from trees.spec import TreeSettings
+
+
+class EndOnSignal(Observer):
+    """Ends the decoding of an engine, after the round that it is told of, if a signal has asked for it."""
+
+    reads = Reads.TOKENS
+
+    def __init__(self, signals: StopSignals, engine: Engine):
+        self.signals, self.engine = signals, engine
+
+    def __call__(self, report: RoundReport) -> None:
+        if self.signals.asked:
+            for row in report.rows:
+                self.engine.abort(row)
 
 
 class Session:
@@ -37,6 +52,7 @@ class Session:
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
             kernels.use("torch")  # Inductor makes its own of torch's operators
+        self.signals = StopSignals("ending after this round; once more ends at once", insist=True)
         self.choice = None
         if self.drafter is not None and trees.automatic:
             self._choose_tree(asked=trees.tree is not None)
@@ -73,9 +89,12 @@ class Session:
         if self.recorder is not None:
             write_trace(self.recorder.trace, self.args.trace)
 
-    def observer(self, screen: Screen) -> Observer:
-        """What is told of every round: the screen, and the recorder if there is one."""
-        return screen if self.recorder is None else Observers(screen, self.recorder)
+    def observer(self, screen: Screen | None, engine: Engine) -> Observer:
+        """What is told of every round: who ends it when a signal asks for that; the screen and the recorder, for what
+        is shown, if there are any."""
+        ends = EndOnSignal(self.signals, engine)
+        shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
+        return Observers(ends, *shown)
 
     def run(
         self,
@@ -88,9 +107,9 @@ class Session:
     ) -> Generation:
         """Decode the prompts as one batch, with the flags' settings. first: the number of the first of them among all
         prompts, by which they are seeded."""
-        args = self.args
+        args, engine = self.args, self.plain if plain else self.engine
         return answer(
-            self.plain if plain else self.engine,
+            engine,
             prompts,
             sampling=self.sampling,
             max_new_tokens=max_new_tokens or args.max_new_tokens,
@@ -98,7 +117,7 @@ class Session:
             logprobs=args.logprobs,
             seed=[(args.seed, first + row) for row in range(len(prompts))],
             raw=args.raw,
-            observer=screen and self.observer(screen),
+            observer=self.observer(screen, engine),
         )
 
 
@@ -114,7 +133,8 @@ def _obstacle(session: Session) -> str | None:
 def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation], list[Generation]]:
     """Decode every prompt, batch by batch, and show the text on the way.
 
-    Returns the generations, and with --compare those of plain decoding; without it an empty list."""
+    Returns the generations, and with --compare those of plain decoding; without it an empty list. A signal ends it
+    early: the last generation is then of a part, and plain decoding of it is left out."""
     args = session.args
     single = args.batch_size == 1
     if args.compare:  # the first call of each kind pays for memory and code that is loaded then
@@ -122,6 +142,8 @@ def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation],
             session.run(prompts[:1], plain=plain, max_new_tokens=8)
     done, baseline = [], []
     for start in range(0, len(prompts), args.batch_size):
+        if session.signals.asked:
+            break
         batch = prompts[start : start + args.batch_size]
         if len(prompts) > 1:
             print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
@@ -130,6 +152,8 @@ def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation],
         screen.end()
         if not single:
             print("\n".join(done[-1].text))
-        if args.compare:
+        if args.compare and not session.signals.asked:
             baseline.append(session.run(batch, plain=True, first=start))
+    if len(baseline) == len(done) and session.signals.asked:
+        baseline = baseline[:-1]  # the signal came while it was made
     return done, baseline

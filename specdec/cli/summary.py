@@ -2,7 +2,7 @@
 
 from specdec.api import Generation
 from specdec.cli.session import Session
-from trees.spec import shape_of
+from trees.spec import describe, shape_of
 
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
@@ -22,10 +22,19 @@ def merged(parts: list[Generation]) -> Generation:
     return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)
 
 
+def drafting(session: Session) -> str:
+    """Which drafter guesses, and what tree, in words."""
+    if session.drafter is None:
+        return "no drafter"
+    family = session.drafter.conventions.get("family") or type(session.drafter).__name__
+    return f"drafter: {family}, tree {describe(session.tree)}"
+
+
 def summarise(session: Session, done: list[Generation], baseline: list[Generation]) -> dict:
     """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them.
 
-    baseline: plain decoding of the same prompts; empty without --compare."""
+    baseline: plain decoding of the same prompts; empty without --compare, and shorter by one after a signal. Then the
+    two are compared as far as both go."""
     total = merged(done)
     one = len(total.rows) == 1
     summary = {
@@ -48,22 +57,21 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
     if session.args.logprobs:
         summary["logprobs"] = total.rows[0].logprobs if one else [row.logprobs for row in total.rows]
     if baseline:
-        plain = merged(baseline)
+        plain, drafted = merged(baseline), merged(done[: len(baseline)])
         summary["baseline_tokens_per_second"] = plain.tokens_per_second
         # A text that ends with its first token decodes nothing, in no time.
         rate = plain.tokens_per_second
         # Nor is there a ratio where plain decoding was chosen: it would be the noise between two equal runs.
-        summary["speedup"] = total.tokens_per_second / rate if rate and session.drafter is not None else None
-        same = [a.tokens == b.tokens for a, b in zip(total.rows, plain.rows, strict=True)]
+        summary["speedup"] = drafted.tokens_per_second / rate if rate and session.drafter is not None else None
+        same = [a.tokens == b.tokens for a, b in zip(drafted.rows, plain.rows, strict=True)]
         asked = session.sampling.greedy or session.verifier.couples
         summary["identical"] = all(same) if asked else None
-        summary["identical_rows"] = sum(same)
+        summary["identical_rows"], summary["compared_rows"] = sum(same), len(same)
     return summary
 
 
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
-    count = 1 if isinstance(s["text"], str) else len(s["text"])
     print(
         f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
     )
@@ -82,7 +90,7 @@ def print_summary(session: Session, s: dict) -> None:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
         if s["identical"] is not None:
-            print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {count})")
+            print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {s['compared_rows']})")
         else:
             same = "the same distribution" if s["lossless"] else "two distributions, for the verifier is lossy"
             print(f"identical: not asked, both are draws from {same}")

@@ -23,15 +23,26 @@ from specdec.cli.reading import parse_json, read_text
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.schema import shown
 
+DEMO = Path(__file__).parents[1] / "demo"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def bundled(name: str | os.PathLike) -> str:
+    """What a name stands for: demo/NAME is the bundled target, drafter or file of that name, and any other name stays
+    as it is. ./demo/NAME is a folder of yours."""
+    inside = DEMO / str(name).removeprefix("demo/")
+    return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
+
+
 def resolve(path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: a local folder itself, or the snapshot of a hub name `owner/model`, downloaded if it
-    is not in the hub's cache. Raises ValueError if there is neither."""
+    """The folder of a checkpoint: a local folder itself, a bundled one (`bundled`), or the snapshot of a hub name
+    `owner/model`, downloaded if it is not in the hub's cache. Raises ValueError if there is none."""
     if not str(path).strip():
         raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
-    folder = Path(path)
+    folder = Path(bundled(path))
+    if str(path).startswith("demo/") and not folder.is_dir():
+        there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
+        raise ValueError(f"nothing bundled is called {path}; there is {there}")
     if folder.is_dir():
         return folder
     if folder.exists():

@@ -115,19 +115,36 @@ def test_yaml_that_blows_up_is_counted_and_not_built():
     check_yaml("a: &a {b: 1}\nc: *a\n", "f")
 
 
+def whole(group: str, name: str) -> dict:
+    """What a file of conf/ says, and below it what the files say that it stands on."""
+    own = registry.settings(group, name)
+    below = [entry for entry in own.pop("defaults", ()) if entry != "_self_"]
+    return {key: value for entry in below for key, value in whole(group, entry).items()} | own
+
+
 def settings_of(config: str) -> dict:
     own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
     pairs = [pair for entry in own.pop("defaults") if isinstance(entry, dict) for pair in entry.items()]
     own.pop("hydra")
-    groups = {g: registry.settings(g, n) for g, n in pairs if " " not in g and n is not None}
-    for group in groups.values():
-        group.pop("defaults", None)  # a file that stands on another one
+    groups = {g: whole(g, n) for g, n in pairs if " " not in g and n is not None}
     return own | groups
 
 
 @pytest.mark.parametrize("config", ["train", "cache", "sweep", "compare", "bench", "round_cost"])
 def test_what_conf_says_itself_is_taken(config):
     check_settings(settings_of(config), config)
+
+
+@pytest.mark.parametrize("name", registry.names("experiment"))
+def test_what_an_experiment_says_is_taken(name):
+    check_settings({k: v for k, v in registry.settings("experiment", name).items() if k != "defaults"}, "train")
+
+
+def test_what_every_file_of_a_group_says_is_taken():
+    settings = settings_of("train")
+    for group in ("drafter", "objective", "trainer"):
+        for name in registry.names(group):
+            check_settings(settings | {group: whole(group, name)}, "train")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +160,10 @@ def test_what_conf_says_itself_is_taken(config):
         ("sweep", "steps", 10**6, "steps must be at most 256"),
         ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),
         ("train", "objective.steps", 10**6, "objective.steps must be at most 256"),
+        ("train", "objective.stps", 3, r"there is no setting objective.stps; there is objective.steps"),
+        ("train", "objective.switch", "abc", "objective.switch must be a number, got 'abc'"),
+        ("train", "trainer.muon_lr", {"a": 1}, "trainer.muon_lr must be a number from 0 to 100 or null"),
+        ("train", "trainer.clip", 0, "trainer.clip must be above 0, got 0"),
         ("compare", "trials", "two", "trials must be a whole number, got 'two'"),
     ],
 )

@@ -82,7 +82,7 @@ def test_learnt_tokens_are_those_of_answers_and_other_settings_refused(command, 
     assert 0 < learnt < padded / 2
     with pytest.raises(SystemExit):
         main(["demo_mtp", *command, "trainer.lr=0.5"])
-    assert "holds a run with trainer.lr=0.002, not 0.5: give the same settings" in capsys.readouterr().err
+    assert "holds a run of other settings: trainer.lr was 0.002 and is 0.5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = """
 import os, signal, sys
 from hydra import compose, initialize_config_dir
-from training.loop.stopping import StopSignals
+from specdec.cli.signals import StopSignals
 from training.train import run
 conf, out, *settings = sys.argv[1:]
 with initialize_config_dir(conf, version_base="1.3"):
@@ -112,7 +112,7 @@ def test_the_command_stops_when_it_is_told_to_and_says_so(target_path, data, tmp
         time.sleep(0.05)
     child.send_signal(signal.SIGTERM)
     _, err = child.communicate(timeout=60)
-    assert child.returncode == 0, err
+    assert child.returncode == 128 + signal.SIGTERM, err
     steps = [row["step"] for row in read_log(log)]
     assert f"stopped after step {steps[-1]}; resume=true goes on from there" in err
     assert [p.name for p in checkpoints(tmp_path)] == [f"step-{steps[-1]:08d}.pt"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.cli.limits import MOST
+from specdec.schema import ranged
 from training.loop.optim import schedule
 
 EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
@@ -17,22 +19,22 @@ MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
 class TrainerConfig:
     """conf/trainer/*.yaml says what each is for."""
 
-    steps: int | None = None
+    steps: int | None = ranged(1, MOST, None)
     epochs: float | None = None
-    batch_tokens: int = 4096
-    accumulate: int = 1
-    lr: float = 1e-3
-    muon_lr: float | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    warmup: float = 0.02
+    batch_tokens: int = ranged(1, MOST, 4096)
+    accumulate: int = ranged(1, MOST, 1)
+    lr: float = ranged(0, 100, 1e-3)
+    muon_lr: float | None = ranged(0, 100, None)
+    betas: tuple[float, float] = ranged(0, 1, (0.9, 0.95))
+    weight_decay: float = ranged(0, 100, 0.0)
+    warmup: float = ranged(0, MOST, 0.02)
     schedule: str = "cosine"
-    clip: float = 0.5
+    clip: float = ranged(0, 1e12, 0.5, above=True)
     ema: float | None = None
     autocast: str | None = None
     recompute: bool = False
     fsdp: bool = False
-    seed: int = 0
+    seed: int = ranged(0, 1 << 62, 0)
     log_every: int = 10
     save_every: int = 200
     keep: int = 2

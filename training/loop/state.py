@@ -28,6 +28,8 @@ def state_of(run: "Trainer") -> dict:
         "rollout_seconds": run.rollout_seconds,
         "best": run.best,
         "meaning": run.meaning,
+        "data": run.data_signature,
+        "together": run.together,
         "vocab": run.drafter.vocab.ids,
         "drafter": full({name: p.detach() for name, p in run.parameters.items()}),
         "averages": full(run.averages),
@@ -64,6 +66,16 @@ def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
     if not same_shapes or not same_vocab or state["meaning"] != run.meaning:
         raise ValueError(
             f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
+        )
+    told = state.get("data"), run.data_signature
+    if None not in told and told[0] != told[1]:  # older checkpoints lack it, and the next
+        raise ValueError(
+            f"{path} has learnt other conversations than data.path gives now: give the same, or another `out`"
+        )
+    if state.get("together", run.together) != run.together:
+        raise ValueError(
+            f"{path} took {state['together']} batches a step, and this run takes {run.together}, over all processes: "
+            "set trainer.accumulate accordingly"
         )
     if (state["averages"] is None) != (run.averages is None):
         raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")

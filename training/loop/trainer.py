@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from drafters.formats import save_drafter
 from specdec.cli.files import write_whole
+from specdec.cli.signals import StopSignals
 from specdec.contracts import Drafter
 from specdec.model.target import Target
 from training.data import Batch, Batches
@@ -28,7 +29,6 @@ from training.loop.optim import Optimizers, schedule
 from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.state import meaning, restore, state_of
-from training.loop.stopping import StopSignals
 from training.loop.weights import fill, shell
 from training.objectives.teacher import TeacherLogits
 
@@ -66,8 +66,10 @@ class Trainer:
         processes: Processes | None = None,
         on_policy: OnPolicy | None = None,
         features: Callable[..., Features] = online_features,
+        data_signature: str | None = None,
     ):
-        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere."""
+        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere.
+        data_signature: of what is learnt; a checkpoint of other data is refused. None: it is not looked at."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -80,9 +82,11 @@ class Trainer:
         alone = self.processes.world == 1 or not config.fsdp
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
         self.rollouts = None
+        self.together = config.accumulate * self.processes.world  # batches of a step
+        self.data_signature = data_signature
         if on_policy is not None and on_policy.share > 0:
-            together = config.accumulate * self.processes.world
-            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, config.seed, self.processes, together)
+            how = config.seed, self.processes, self.together
+            self.rollouts = Rollouts(target, shell(drafter), train, on_policy, *how)
             self.train_data = self.rollouts
         self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
         self.parameters = dict(drafter.named_parameters())

@@ -1,0 +1,151 @@
+"""`specdec.compare`: drafters side by side on one target, and what came of it in words."""
+
+import math
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
+from lab.sweep.compare_report import scores_table
+from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_tree, make_verifier
+from specdec.contracts import Drafter, TreePolicy
+from specdec.model.target import Target
+from specdec.text import Prompt, as_prompts
+from specdec.types import Sampling, Verifier
+from training.train import instantiate
+
+FIELDS = ("draft", "name", "tree", "verifier", "token_map")
+REMEDY = (
+    "Smaller trees cost less a round, such as tree 1/3/4, and `specdec tune` finds the setting that is fastest here."
+)
+
+
+@dataclass
+class Comparison:
+    """What `compare` found: a score for each drafter, in the order in which they were given.
+
+    Printed it is a table, and below it the verdict in words."""
+
+    scores: list[Score]
+    plain_tokens_per_second: float
+    tallies: dict[str, Tally]  # by name; plain decoding under ""
+
+    @property
+    def verdict(self) -> str:
+        """Which drafter is fastest, whether it pays, what is not told apart from it, and whether the texts are the
+        target's. Intervals are of 95 %, over prompts; what lies within one is not called faster or slower."""
+        best = max(self.scores, key=lambda s: s.ratio_to_plain)
+        low, high = best.ratio_interval
+        times = f"{best.ratio_to_plain:.2f} times as fast as plain decoding"
+        known = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        if not known:
+            said = [f"{best.name} was {times}. One prompt says nothing of others: give several."]
+        elif low > 1:
+            said = [f"{best.name} is {times}{known}."]
+        elif high < 1:
+            said = [f"No drafter pays here: {best.name}, the nearest, is {times}{known}. {REMEDY}"]
+        else:
+            said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {REMEDY}"]
+        even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
+        if even:
+            said.append(f"Not told apart from it: {', '.join(even)}.")
+        return " ".join([*said, *self._texts()])
+
+    def _even(self, best: Score, other: Score) -> bool:
+        _, (low, high) = ratio(self.tallies[best.name], self.tallies[other.name])
+        return low <= 1 <= high
+
+    def _texts(self) -> list[str]:
+        lossy = [s.name for s in self.scores if not s.lossless]
+        wrong = [f"{s.name} {s.prompts - s.same_as_plain} of {s.prompts}" for s in self.scores
+                 if s.lossless and s.settled and s.same_as_plain < s.prompts]  # fmt: skip
+        said = [f"Lossy: {', '.join(lossy)}."] if lossy else []
+        if wrong:
+            said.append(f"Texts that differ from plain decoding's: {', '.join(wrong)}.")
+        elif any(s.lossless and s.settled for s in self.scores):
+            said.append(f"All texts{' of the others' if lossy else ''} are plain decoding's.")
+        return said
+
+    def __str__(self) -> str:
+        return f"{scores_table(self.scores, self.plain_tokens_per_second)}\n{self.verdict}"
+
+    __repr__ = __str__
+
+
+def compare(
+    target: Target | str | Path,
+    drafts: str | Drafter | abc.Sequence | Mapping,
+    prompts: Prompt | abc.Sequence[Prompt],
+    *,
+    tree: TreePolicy | str | dict | None = None,
+    verifier: Verifier | str = "match",
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    raw: bool = False,
+    trials: int = 1,
+    progress: bool | None = None,
+    **words: float,
+) -> Comparison:
+    """Decode every prompt plainly and with each drafter, in turn, `trials` times, after one prompt of warm-up.
+
+    target: loaded, or a name. drafts: drafters or names (a folder, a hub name, demo/x for the bundled x, ngram), or a
+    mapping of names of your own to them; an entry may be a mapping too, with draft, and with tree, verifier, token_map
+    and name where it differs. tree, verifier: of entries that state none; a tree is `make_tree()` if not given.
+    prompts, sampling, words (temperature and others), seed, raw: as `specdec.answer` takes them.
+    progress: show a bar; None does so on a terminal.
+    Raises ValueError, one sentence, for what there is not and for what does not fit the target."""
+    target, batch = as_target(target), as_prompts(prompts)
+    if not batch:
+        raise ValueError("no prompt was given")
+    ways = {name: way_of(name, entry, target, tree, verifier) for name, entry in named(drafts).items()}
+    how = {"max_new_tokens": max_new_tokens, "sampling": as_sampling(sampling, words), "seed": seed, "raw": raw}
+    off = None if progress is None else not progress
+    with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
+        tallies, scores = decode_in_turn(target, batch, ways, trials=trials, progress=bar.update, **how)
+    return Comparison(scores, tallies[""].rate, tallies)
+
+
+def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
+    """Entries by name. Those of a list are called as they say, or by the end of their path; if two would be called the
+    same, by their whole path."""
+    if isinstance(drafts, Mapping) and "draft" not in drafts:
+        found = dict(drafts)
+    else:
+        entries = list(drafts) if isinstance(drafts, list | tuple) else [drafts]
+        short = [_name(entry, whole=False) for entry in entries]
+        names = [_name(e, whole=short.count(name) > 1) for e, name in zip(entries, short, strict=True)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
+        found = dict(zip(names, entries, strict=True))
+    if not found:
+        raise ValueError("no drafter was given: give drafts, such as [demo/mtp, ngram]")
+    return found
+
+
+def _name(entry: object, whole: bool) -> str:
+    if isinstance(entry, Mapping):
+        return str(entry.get("name") or _name(entry.get("draft"), whole))
+    if isinstance(entry, str | Path):
+        return str(entry) if whole else Path(str(entry).rstrip("/")).name
+    return type(entry).__name__
+
+
+def way_of(
+    name: str, entry: object, target: Target, tree: TreePolicy | str | dict | None, verifier: Verifier | str
+) -> ComparedWay:
+    """What an entry describes. Raises ValueError for a field that there is not."""
+    entry = dict(entry) if isinstance(entry, Mapping) else {"draft": entry}
+    unknown = set(entry) - set(FIELDS)
+    if unknown or entry.get("draft") is None:
+        wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+        raise ValueError(f"entries.{name} {wrong}; known are {', '.join(FIELDS)}")
+    drafter, rule, own = entry["draft"], entry.get("verifier") or verifier, entry.get("tree") or tree
+    if isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target, token_map=entry.get("token_map"))
+    own = make_tree() if own is None else instantiate(own) if isinstance(own, Mapping) else as_tree(own)
+    return ComparedWay(drafter, own, make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule))

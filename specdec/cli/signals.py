@@ -1,0 +1,63 @@
+"""SIGTERM and SIGINT: how a command that is told to stop comes to its end."""
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised as Ctrl-C is, so that whoever cleans up after the one cleans up after the other."""
+
+
+class StopSignals:
+    """While open, the first SIGTERM or SIGINT is noted, and whoever works looks at `asked` when it suits.
+
+    Later signals do nothing, because launchers send several; with `insist` the second one is raised."""
+
+    def __init__(self, then: str = "finishing the step, then saving", insist: bool = False) -> None:
+        """then: what follows a signal, for the line that says so."""
+        self.then, self.insist = then, insist
+        self.number: int | None = None  # of the first signal
+
+    @property
+    def asked(self) -> bool:
+        return self.number is not None
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
+        return 128 + self.number
+
+    def __enter__(self) -> "StopSignals":
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame) -> None:
+        if self.asked and self.insist:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if not self.asked:
+            print(f"\n{signal.Signals(number).name}: {self.then}", file=sys.stderr)
+            self.number = number
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Raise `Terminated` for SIGTERM, unless somebody handles it already."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame) -> None:
+    raise Terminated

@@ -1,0 +1,109 @@
+"""Signals: what was decoded by then is told and written, and the exit code is that of the signal."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from specdec.cli import chat, session
+from specdec.cli import generate as cli
+from specdec.cli.errors import one_sentence_errors
+from specdec.engine.trace_files import read_trace
+
+
+def interrupt_in_round(monkeypatch, number: int, which: int) -> None:
+    """Send a signal when the screen is told of so many rounds."""
+    told = session.Screen.__call__
+    count = 0
+
+    def call(self, report):
+        nonlocal count
+        count += 1
+        if count == which:
+            os.kill(os.getpid(), number)
+        told(self, report)
+
+    monkeypatch.setattr(session.Screen, "__call__", call)
+    monkeypatch.setattr(chat.Screen, "__call__", call)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+    (tmp_path / "p.txt").write_text("The quick\nWhat is\nEin Café\n")
+    before = signal.getsignal(number)
+    pair = ["--target", str(target_path), "--draft", str(drafter_path), "--steps", "2", "--compare"]
+    words = [
+        "--prompt-file",
+        str(tmp_path / "p.txt"),
+        "--max-new-tokens",
+        "12",
+        "--trace",
+        str(tmp_path / "t"),
+        "--json",
+    ]
+    cli.main([*pair, *words])
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
+    reports = sum(len(row.rounds) + 1 for row in read_trace(tmp_path / "t").rows[:1]) + 2
+    interrupt_in_round(monkeypatch, number, reports)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*pair, *words])
+    said = capsys.readouterr()
+    assert stopped.value.code == code
+    assert signal.getsignal(number) is before
+    assert "stopped: 2 of 3 prompts were begun" in said.err
+    summary = json.loads(said.out.splitlines()[-1])
+    assert summary["token_ids"][0] == whole["token_ids"][0]
+    cut = summary["token_ids"][1]
+    assert 0 < len(cut) < 12
+    assert cut == whole["token_ids"][1][: len(cut)]
+    assert summary["finish"] == [whole["finish"][0], "abort"]
+    assert summary["identical_rows"] == summary["compared_rows"] == 1
+    rows = read_trace(tmp_path / "t").rows
+    assert [row.tokens for row in rows] == summary["token_ids"]
+    assert rows[1].finish == "abort"
+
+
+def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
+    target_path, drafter_path, tmp_path, monkeypatch, capsys
+):
+    typed = iter(["The quick", "/rest", "/reset", "What is"])
+    seen = []
+    original = chat.encode_chat
+    monkeypatch.setattr(
+        chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
+    )
+
+    def type_a_line(_):
+        line = next(typed, None)
+        if line is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr("builtins.input", type_a_line)
+    interrupt_in_round(monkeypatch, signal.SIGINT, 2)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens", "12",
+                  "--trace", str(tmp_path / "t")])  # fmt: skip
+    out = capsys.readouterr().out
+    assert stopped.value.code == 130
+    assert out.startswith("chat with ")
+    assert "there is no /rest: /reset begins a new conversation" in out
+    assert [[m["content"] for m in messages] for messages in seen] == [["The quick"], ["What is"]]
+    assert [row.finish for row in read_trace(tmp_path / "t").rows] == ["abort", "length"]
+
+
+def test_any_command_cleans_up_after_sigterm(tmp_path, capsys):
+    @one_sentence_errors
+    def main():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            (tmp_path / "cleaned").touch()
+
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 143
+    assert (tmp_path / "cleaned").exists()
+    assert capsys.readouterr().err == "terminated\n"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

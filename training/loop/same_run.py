@@ -1,0 +1,48 @@
+"""A run goes on with the settings that it began with: what would change it is refused, and what would not is told."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from specdec.registry import read_yaml
+from specdec.schema import shown
+
+# What the weights do not depend on. Checkpoints say themselves whether the data, and the batches of a step over all
+# processes, are the same: a file may move, and more processes may accumulate less.
+FREE = {"out", "resume", "device", "data.path", "data.cache", "data.streaming"} | {
+    f"trainer.{name}"
+    for name in (
+        "accumulate", "fsdp", "recompute", "log_every", "save_every", "keep", "eval_batches", "prompts", "decode_every",
+        "decode_prompts", "decode_tokens", "decode_steps", "wandb",
+    )
+}  # fmt: skip
+SILENT = {"out", "resume"}
+
+
+def check_same_run(config: DictConfig, out: Path) -> list[str]:
+    """Compare settings with those of the run in `out`; a run without config.yaml is not looked at.
+
+    Returns those that differ, without changing the run, as 'NAME was A and is B'. Raises ValueError, which names all
+    that differ, if one changes it."""
+    if not (out / "config.yaml").is_file():
+        return []
+    before = dict(_flat(read_yaml(out / "config.yaml", "settings")))
+    now = dict(_flat(OmegaConf.to_container(config, resolve=True)))
+    names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
+    said = {name: f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in names}
+    changing = [said[name] for name in names if name not in FREE]
+    if changing:
+        raise ValueError(
+            f"{out} holds a run of other settings: {'; '.join(changing)}: give them as they were, or another out="
+        )
+    return [said[name] for name in names if name not in SILENT]
+
+
+def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

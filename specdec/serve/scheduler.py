@@ -135,6 +135,10 @@ class Scheduler:
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
             self.changed.notify()
 
+    def serves(self) -> bool:
+        """Whether jobs are taken and decoded."""
+        return self.thread.is_alive() and self.deadline is None and not self.broken
+
     def join(self, timeout: float | None = None) -> None:
         """Wait until a closed scheduler has ended all jobs."""
         if self.thread.ident is not None:

@@ -93,12 +93,12 @@ class Metrics:
         lines = [f"# HELP {shown} {says}", f"# TYPE {shown} {kind}"]
         if kind != "histogram":
             found = [(labels, value) for (of, labels), value in self.values.items() if of == name]
-            return lines + [f"{shown}{self._labels(*labels)} {value:.17g}" for labels, value in found]
+            return lines + [f"{shown}{self._labels(*labels)} {value}" for labels, value in found]
         histogram, below = self.histograms[name], 0
         for bound, count in zip((*SECONDS, "+Inf"), histogram.counts, strict=True):
             below += count
             lines.append(f"{name}_bucket{self._labels(('le', bound))} {below}")
-        return [*lines, f"{name}_sum{self._labels()} {histogram.sum:.17g}", f"{name}_count{self._labels()} {below}"]
+        return [*lines, f"{name}_sum{self._labels()} {histogram.sum}", f"{name}_count{self._labels()} {below}"]
 
     def _labels(self, *labels: tuple) -> str:
         escaped = ((key, str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))

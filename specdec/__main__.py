@@ -13,6 +13,7 @@ from specdec.cli.errors import one_sentence_errors
 COMMANDS = {
     "generate": ("specdec.cli.generate", "answer prompts, or chat: with a drafter, or plainly"),
     "train": ("training.train", "train a drafter"),
+    "serve": ("specdec.serve.serve_command", "answer OpenAI's clients: a server"),
     "regenerate": ("training.regenerate", "let the target answer prompts: training data in its own words"),
     "cache": ("training.cache", "store the target's features, to train without running it"),
     "estimate": ("training.estimate", "say what a training run takes: disk, memory, time"),

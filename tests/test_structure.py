@@ -39,7 +39,7 @@ ROOMS = [
     ["trees", "drafters"],
     ["specdec.auto"],
     ["specdec.api"],
-    ["training"],
+    ["training", "specdec.serve"],
     ["lab"],
 ]
 # Commands put the pieces together: these may import from every room, and nobody imports from them but the lab.

@@ -1,0 +1,108 @@
+"""One request for text, from its body to its answer: whole, or as a stream of server-sent events."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from specdec.cli.reading import parse_json
+from specdec.serve.protocol import Ask, Refusal, read
+from specdec.serve.replies import Choice
+from specdec.serve.scheduler import Closed, Delta, Full
+from specdec.serve.service import Service
+
+Receive = Callable[[], Awaitable[dict]]  # of ASGI
+DONE = "data: [DONE]\n\n"
+GONE = Refusal("the client went away", status=499)  # nobody reads it; nginx's number
+
+
+async def read_body(receive: Receive, most: int) -> Any:
+    """The JSON of a body. `Refusal` for one of more than `most` bytes, and for anything else."""
+    body, more = bytearray(), True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise GONE
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > most:
+            raise Refusal(f"the body has more than {most} bytes", status=413, code="request_too_large")
+    try:
+        return parse_json(bytes(body), "the body")
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+
+
+class Exchange:
+    """The jobs of a request while they are decoded. All of it happens on the event loop but `Service.prepare`."""
+
+    def __init__(self, service: Service, kind: type[Ask], body: Any):
+        """`Refusal` for a body that is no such request."""
+        self.service, self.ask = service, read(kind, body)
+        self.inbox: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
+
+    async def begin(self, receive: Receive, tokenizing: Executor) -> None:
+        """Let the jobs wait for rows. If `receive` says that the client went away, nobody wants them any more."""
+        prepare = self.service.prepare, self.ask, lambda choice, delta: self.inbox.put_nowait((choice, delta))
+        self.reply = await asyncio.get_running_loop().run_in_executor(tokenizing, *prepare)
+        self.jobs = [choice.job for choice in self.reply.choices]
+        try:
+            self.service.scheduler.submit(self.jobs)
+        except Full as error:
+            raise Refusal(str(error), status=429, code="queue_full") from None
+        except Closed as error:
+            raise Refusal(str(error), status=503) from None
+        except ValueError as error:
+            raise Refusal(str(error), "prompt") from None
+        self.watch = asyncio.create_task(self._watch(receive))  # held here, as the event loop does not hold it
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._cancel()
+
+    def _cancel(self) -> None:
+        self.service.scheduler.cancel(self.jobs)
+
+    async def whole(self) -> dict:
+        """The answer, when all of it is there. `Refusal` if it cannot be had."""
+        try:
+            async for _ in self._pieces():
+                pass
+            return self.reply.whole()
+        finally:
+            self._cancel()
+            self.watch.cancel()
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as server-sent events. Every step that gives a choice tokens is one, though its text may be held
+        back. An error is the last event but [DONE]."""
+        usage, always = self.ask.usage_in_stream()
+        try:
+            async for choice, piece in self._pieces():
+                yield _event(self.reply.chunk(choice, piece, always))
+            if usage:
+                yield _event(self.reply.last_chunk())
+        except Refusal as refusal:
+            yield _event(refusal.body())
+        finally:
+            self._cancel()
+            self.watch.cancel()
+        yield DONE
+
+    async def _pieces(self):
+        """(choice, piece) as they come, until all choices have ended."""
+        left = len(self.jobs)
+        while left:
+            choice, delta = await self.inbox.get()
+            if delta.finish == "abort":
+                raise GONE
+            if delta.finish == "error":
+                raise Refusal(delta.error, status=503 if self.service.scheduler.deadline is not None else 500)
+            left -= delta.finish is not None
+            yield choice, choice.take(delta)
+
+
+def _event(body: dict) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

@@ -1,0 +1,285 @@
+"""Continuous batching: one thread owns an engine, and lets jobs join and leave it between rounds.
+
+Jobs come from any thread by a queue, and join first come first served as rows are free. What a job is told comes from
+the thread of the engine. A job's tokens are those that it has alone, as a row draws by its own seed: nothing here can
+change them.
+"""
+
+import logging
+import threading
+import time
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.engine.engine import Engine
+from specdec.engine.report import Reads, RoundReport
+from specdec.engine.sequence import Sequence, Stop, make_sequence
+from specdec.sampling.noise import Seed
+from specdec.serve.metrics import Metrics, count
+from specdec.types import Sampling
+
+LOG = logging.getLogger(__name__)
+REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
+
+
+class Full(Exception):
+    """The queue takes no more for now."""
+
+
+class Closed(Exception):
+    """The scheduler takes nothing any more."""
+
+
+@dataclass
+class Delta:
+    """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
+    'abort'), or 'error', with what happened in `error`."""
+
+    job: "Job"
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    finish: str | None = None
+    error: str = ""
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence that is asked for, as `Engine.add` takes it, and who is told of it. `tell` gets every `Delta`, in
+    order."""
+
+    prompt: list[int]
+    tell: Callable[[Delta], None]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: Seed = (0, 0)
+    eos: frozenset[int] | None = None  # None: the target's
+    stop: Stop | None = None
+    logprobs: bool = False
+    # The scheduler's own
+    sequence: Sequence | None = None  # once it has a row
+    unwanted: bool = False
+    arrived: float = 0.0
+    heard: float = 0.0  # when it was told of tokens last
+
+
+class Scheduler:
+    """Serves jobs with an engine until it is closed. `start` begins, and nobody else may touch the engine then."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rows: int = 8,
+        room: int = 2048,
+        queue: int = 256,
+        prefill_tokens: int = 2048,
+        metrics: Metrics | None = None,
+    ):
+        """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
+        row. prefill_tokens: of the prompts that are prefilled together, padding counted; a longer prompt goes alone.
+
+        ValueError if the engine cannot hold that many."""
+        self.engine, self.rows, self.queue_limit, self.prefill_tokens = engine, rows, queue, prefill_tokens
+        # Nothing is copied for reports of launched rounds; of replayed ones what the host knows is enough.
+        self.reads = Reads.TREES if engine.graphs is None else Reads.TOKENS
+        self.reserved = room
+        engine.reserve(rows, room, reads=self.reads)
+        self.room = engine.room
+        steps = engine.policy.steps if engine.policy else 0
+        self.metrics = metrics or Metrics(engine.target.name or "target", steps)
+        self.deliver: Callable[[list[Delta]], None] = (
+            hand_out  # a step's deltas -> their jobs; another thread may do it
+        )
+        self.changed = threading.Condition()
+        self.queue: list[Job] = []
+        self.running: dict[Sequence, Job] = {}
+        self.prefilled = False  # the last step was a prefill
+        self.deadline: float | None = None  # when closed: until then, what runs may run
+        self.broken = ""  # why nothing can be decoded any more
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # For every thread
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, jobs: abc.Sequence[Job]) -> None:
+        """Let jobs wait for rows: all of them, or none. ValueError for what the target does not take, `Full`,
+        `Closed`."""
+        for job in jobs:
+            self._check(job)
+        with self.changed:
+            if self.deadline is not None or self.broken:
+                raise Closed(self.broken or "the server stops")
+            under_way = len(self.queue) + len(self.running)
+            if under_way + len(jobs) > self.rows + self.queue_limit:
+                raise Full(f"{self.rows} sequences are decoded and {self.queue_limit} may wait: try again later")
+            for job in jobs:
+                job.arrived = time.perf_counter()
+            self.queue += jobs
+            self.changed.notify()
+
+    def cancel(self, jobs: abc.Sequence[Job]) -> None:
+        """Nobody wants these any more: each ends with the step in flight, told 'abort', unless it has ended."""
+        with self.changed:
+            for job in jobs:
+                job.unwanted = True
+            self.changed.notify()
+
+    def close(self, grace: float = 0.0) -> None:
+        """Take no more jobs, and end those that wait. Those that run may do so for `grace` more seconds. This does not
+        wait for them: `join` does. Whoever closes twice may shorten the grace."""
+        with self.changed:
+            deadline = time.perf_counter() + grace
+            self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
+            self.changed.notify()
+
+    def serves(self) -> bool:
+        """Whether jobs are taken and decoded."""
+        return self.thread.is_alive() and self.deadline is None and not self.broken
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until a closed scheduler has ended all jobs."""
+        if self.thread.ident is not None:
+            self.thread.join(timeout)
+
+    def _check(self, job: Job) -> None:
+        target = self.engine.target
+        size = {"vocab": target.config.vocab, "context": self.room}
+        make_sequence(job.prompt, job.max_new_tokens, job.sampling, job.seed, None, frozenset(), False, **size)
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:
+            LOG.exception("the engine's thread ends")
+            self._break(f"decoding has failed: {error}")
+
+    def _turn(self) -> bool:
+        """One step of the engine, and what is between two steps. False when everything has ended and is closed."""
+        with self.changed:
+            while not (self.queue or self.running or self.deadline is not None):
+                self.changed.wait()
+            leaving = self._take_leaving()
+            if not self.engine.waiting:
+                self._admit()
+        self._send([Delta(job, finish="error" if why else "abort", error=why) for job, why in leaving])
+        if not self.running:
+            return self.deadline is None
+        try:
+            report = self.engine.step()
+        except Exception as error:
+            LOG.exception("a step of the engine has failed")
+            self._start_over(f"decoding has failed: {error}")
+            return True
+        if report is not None:
+            self.prefilled = report.prefill
+            self._tell(report)
+        return True
+
+    def _take_leaving(self) -> list[tuple[Job, str]]:
+        """End the jobs that end here, each with why if that is news to whoever asked for it. Called with the lock
+        held."""
+        leaving = [(job, "") for job in (*self.queue, *self.running.values()) if job.unwanted]
+        if self.deadline is not None:
+            late = time.perf_counter() >= self.deadline
+            others = [*self.queue, *(self.running.values() if late else ())]
+            leaving += [(job, "the server stops") for job in others if not job.unwanted]
+        gone = {id(job) for job, _ in leaving}
+        self.queue = [job for job in self.queue if id(job) not in gone]
+        for job, _ in leaving:
+            if job.sequence is not None:
+                self.engine.abort(job.sequence)
+                del self.running[job.sequence]
+        return leaving
+
+    def _admit(self) -> None:
+        """Give the engine the first that wait, as many as there are free rows and as the budget of a prefill takes.
+        Between two prefills there is a round for those that run already. Called with the lock held."""
+        if self.prefilled and self.running:
+            return
+        joining, longest = [], 0
+        for job in self.queue[: self.rows - len(self.running)]:
+            longest = max(longest, len(job.prompt))
+            if joining and longest * (len(joining) + 1) > self.prefill_tokens:
+                break
+            joining.append(job)
+        del self.queue[: len(joining)]
+        for job in joining:
+            job.sequence = self.engine.add(
+                job.prompt,
+                max_new_tokens=job.max_new_tokens,
+                sampling=job.sampling,
+                seed=job.seed,
+                eos=job.eos,
+                stop=job.stop,
+                logprobs=job.logprobs,
+            )
+            self.running[job.sequence] = job
+            self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
+
+    def _tell(self, report: RoundReport) -> None:
+        """Send what a step has emitted, and let those go that have ended."""
+        now, deltas, metrics = time.perf_counter(), [], self.metrics
+        with metrics.lock:
+            count(metrics, report, [row in self.running for row in report.rows], self.engine.round.nodes)
+            for sequence, tokens in zip(report.rows, report.emitted, strict=True):
+                job = self.running.get(sequence)
+                if job is None:  # ended before, its row not yet dropped
+                    continue
+                logprobs = sequence.logprobs and sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
+                deltas.append(Delta(job, tokens, logprobs, sequence.finish))
+                since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")
+                metrics.observe(f"vllm:{name}_seconds", now - since)
+                job.heard = now
+                if sequence.finish is not None:
+                    del self.running[sequence]
+            self._book(deltas)
+        self.deliver(deltas)
+
+    def _send(self, deltas: list[Delta]) -> None:
+        if deltas:
+            self._book(deltas)
+            self.deliver(deltas)
+
+    def _book(self, deltas: list[Delta]) -> None:
+        """Count those that have ended, and what is left to do."""
+        now, metrics = time.perf_counter(), self.metrics
+        with metrics.lock:
+            for delta in deltas:
+                if delta.finish is not None:
+                    reason = REASONS.get(delta.finish, delta.finish)
+                    metrics.add("vllm:request_success", finished_reason=reason)
+                    metrics.observe("vllm:e2e_request_latency_seconds", now - delta.job.arrived)
+            metrics.set("vllm:num_requests_running", len(self.running))
+            metrics.set("vllm:num_requests_waiting", len(self.queue))
+            metrics.set("vllm:kv_cache_usage_perc", len(self.running) / self.rows)
+
+    # When decoding fails
+
+    def _start_over(self, why: str) -> None:
+        """All that run end with an error, and the engine begins anew with those that wait."""
+        failed = list(self.running.values())
+        self.running.clear()
+        self._send([Delta(job, finish="error", error=why) for job in failed])
+        self.engine.reserve(self.rows, self.reserved, reads=self.reads)
+        self.prefilled = False
+
+    def _break(self, why: str) -> None:
+        """Nothing can be decoded any more: say so to all that wait, and to all that come."""
+        with self.changed:
+            self.broken = why
+            failed = [*self.running.values(), *self.queue]
+            self.running.clear()
+            self.queue.clear()
+        self._send([Delta(job, finish="error", error=why) for job in failed])
+
+
+def hand_out(deltas: list[Delta]) -> None:
+    """Tell jobs what a step did to them."""
+    for delta in deltas:
+        delta.job.tell(delta)

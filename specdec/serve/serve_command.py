@@ -1,0 +1,141 @@
+"""The command `specdec serve`: a target and a drafter behind OpenAI's interface."""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from specdec import kernels
+from specdec.api import ModelSettings
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
+from specdec.serve.app import make_app
+from specdec.serve.metrics import Metrics
+from specdec.serve.scheduler import Scheduler
+from specdec.serve.service import Limits, Service
+from specdec.verify import VerifierSettings
+from trees.spec import AUTO, TreeSettings
+
+ROOM = 4096  # tokens of a text where nothing is said and the target takes more
+KEY = "SPECDEC_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_parser("serve", "Answer OpenAI's clients: docs/serve.md says what they may send.")
+    server = p.add_argument_group("server")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
+    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
+    server.add_argument("--api-key", metavar="KEY", help=f"what clients must send (default: ${KEY}, else nothing)")
+    server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
+    server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
+    limits = p.add_argument_group("limits")
+    limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
+    limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
+    limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
+    limits.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts read together (default 2048)")
+    limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
+    limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
+    model = p.add_argument_group("models")
+    add_flags(model, ModelSettings)
+    model.add_argument("--no-draft", action="store_true", help="decode plainly")
+    model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
+    model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
+    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    add_flags(p.add_argument_group("verification"), VerifierSettings)
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        raise ValueError(f"{' and '.join(missing)} are not installed: pip install 'specdec[serve]'")
+    listener = listen(args.host, args.port)  # before models, which take a while
+    with listener:
+        engine = make_engine(args)
+        service = make_service(args, engine)
+        key = args.api_key or os.environ.get(KEY) or None
+        host, port = listener.getsockname()[:2]
+        print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        serve(make_app(service, key), listener, service.scheduler, args.grace)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address. ValueError, one sentence, if it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {host}: {error.strerror or error}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise ValueError(f"cannot listen at {host} port {port}: {error.strerror}") from None
+    return bound
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """The engine that the flags ask for; settings are checked first, because models take a while."""
+    models, trees = read_flags(ModelSettings, args), read_flags(TreeSettings, args)
+    verifier = read_flags(VerifierSettings, args).make()
+    if trees.tree == AUTO:
+        raise ValueError(
+            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or another tree"
+        )
+    if not args.no_draft:
+        models.check_pair(", or --no-draft to decode plainly")
+    tree = None if args.no_draft else trees.spec().build()
+    target = models.load_target()
+    drafter = None if args.no_draft else models.load_drafter(target)
+    if args.compile and target.device.type == "cuda":
+        kernels.use("torch")  # as for `specdec generate`
+    how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+    return Engine(target, drafter, tree, verifier, children=args.children, **how)
+
+
+def make_service(args: argparse.Namespace, engine: Engine) -> Service:
+    """The service with the limits of the flags."""
+    target, name = engine.target, args.served_model_name or name_of(args, engine.target)
+    metrics = Metrics(name, engine.policy.steps if engine.policy else 0)
+    scheduler = Scheduler(
+        engine,
+        rows=args.batch_size,
+        room=args.room or min(target.config.context, ROOM),
+        queue=args.queue,
+        prefill_tokens=args.prefill_tokens,
+        metrics=metrics,
+    )
+    most = min(args.max_n, args.batch_size + args.queue)
+    return Service(target, scheduler, name, Limits(args.max_body, most))
+
+
+def name_of(args: argparse.Namespace, target: Target) -> str:
+    """A hub name as it is, of a folder its last part, and 'demo' for what is bundled."""
+    if args.target is None:
+        return "demo"
+    return Path(args.target).resolve().name if Path(args.target).is_dir() else args.target
+
+
+def serve(app, listener: socket.socket, scheduler: Scheduler, grace: float) -> None:
+    """Serve until SIGINT or SIGTERM. Then nothing is taken any more, what runs may end within `grace` seconds, and what
+    does not is told. A second signal ends that too."""
+    import uvicorn
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(grace) + 10)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, number: int, frame) -> None:
+            first = not self.should_exit
+            scheduler.close(grace if first else 0.0)
+            if first:
+                print(f"{signal.Signals(number).name}: finishing what runs", file=sys.stderr, flush=True)
+            self.should_exit = True
+
+    Server(config).run(sockets=[listener])

@@ -1,0 +1,113 @@
+"""Between requests and jobs: prompts to ids, limits, choices, and what is told of the model."""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specdec.model.target import Target
+from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
+from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
+from specdec.serve.scheduler import Delta, Job, Scheduler
+from specdec.text import StopStrings, clean, encode_chat
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may not exceed, beside the room of a text."""
+
+    body_bytes: int = 4 << 20
+    choices: int = 16  # texts of a response: prompts times n
+
+
+class Service:
+    """A model that answers by a scheduler. Everything here is quick but to tokenize: call `prepare` where that may take
+    a moment."""
+
+    def __init__(self, target: Target, scheduler: Scheduler, model: str, limits: Limits | None = None):
+        """ValueError for a target without a tokenizer."""
+        if target.tokenizer is None:
+            raise ValueError("a server needs a tokenizer, and this target has none")
+        self.target, self.scheduler, self.model = target, scheduler, model
+        self.limits = limits or Limits()
+        self.created = int(time.time())
+
+    def models(self) -> dict:
+        entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
+        entry |= {"root": self.model, "max_model_len": self.scheduler.room}
+        return {"object": "list", "data": [entry]}
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model:
+            raise Refusal(
+                f"there is no model {name!r} here; there is {self.model!r}", "model", status=404, code="model_not_found"
+            )
+
+    def prepare(self, ask: Ask, tell: Callable[[Choice, Delta], None]) -> Reply:
+        """The reply to a request, with a job for each choice, which nobody has submitted yet. tell: is told of every
+        delta. `Refusal` for what is not served."""
+        self.check_model(ask.model)
+        ask.usage_in_stream()
+        prompts = self._prompts(ask)
+        if len(prompts) * ask.n > self.limits.choices:
+            wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
+            raise Refusal(f"a response has {self.limits.choices} texts at most, got {wanted}", "n")
+        seed = secrets.randbits(62) if ask.seed is None else ask.seed
+        choices = []
+        for prompt in prompts:
+            for _ in range(ask.n):
+                choice = Choice(len(choices), self.target.tokenizer, ask.stops)
+                choice.job = self._job(ask, prompt, (seed, len(choices)), lambda delta, of=choice: tell(of, delta))
+                choices.append(choice)
+        kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
+        used = sum(map(len, prompts))
+        return kind(f"{name}-{secrets.token_hex(12)}", self.model, int(time.time()), choices, used)
+
+    def tokenize(self, body: dict) -> dict:
+        """vLLM's answer to {prompt} or {messages}."""
+        self.check_model(body.get("model"))
+        if "messages" in body:
+            ids = self.encode_chat(read(ChatAsk, {"messages": body["messages"]}))
+        elif isinstance(body.get("prompt"), str):
+            ids = self._encode(clean(body["prompt"]), bool(body.get("add_special_tokens", True)))
+        else:
+            raise Refusal("give a text as prompt, or messages", "prompt")
+        return {"count": len(ids), "max_model_len": self.scheduler.room, "tokens": ids}
+
+    def detokenize(self, body: dict) -> dict:
+        self.check_model(body.get("model"))
+        ids, vocab = body.get("tokens"), self.target.config.vocab
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab for i in ids):
+            raise Refusal(f"tokens must be a list of ids from 0 to {vocab - 1}", "tokens")
+        return {"prompt": self.target.tokenizer.decode(ids)}
+
+    def encode_chat(self, ask: ChatAsk) -> list[int]:
+        if not self.target.tokenizer.chat_template:
+            raise Refusal("the target's tokenizer has no chat template: ask for completions", "messages")
+        try:
+            return encode_chat(self.target, ask.conversation)
+        except Refusal:
+            raise
+        except ValueError as error:
+            raise Refusal(str(error), "messages") from None
+
+    def _prompts(self, ask: Ask) -> list[list[int]]:
+        if isinstance(ask, ChatAsk):
+            return [self.encode_chat(ask)]
+        assert isinstance(ask, CompletionAsk)
+        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+
+    def _encode(self, text: str, special: bool = True) -> list[int]:
+        return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
+
+    def _job(self, ask: Ask, prompt: list[int], seed: tuple[int, int], tell: Callable[[Delta], None]) -> Job:
+        return Job(
+            prompt,
+            tell,
+            max_new_tokens=ask.limit(len(prompt), self.scheduler.room),
+            sampling=ask.sampling,
+            seed=seed,
+            eos=frozenset() if ask.ignore_eos else None,
+            stop=StopStrings(self.target.tokenizer, ask.stops) if ask.stops else None,
+            logprobs=ask.wants_logprobs,
+        )

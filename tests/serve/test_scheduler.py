@@ -1,0 +1,235 @@
+"""Jobs that come, run together and go: everyone gets the text that it has alone, is told of its end once, and leaves
+nothing behind."""
+
+import random
+import threading
+import time
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from helpers import tiny_target
+from serving import Heard, alone, mixed, serving, tiny_engine
+from tape import Tape
+
+from specdec.serve.scheduler import Closed, Full
+
+
+def idle(scheduler) -> bool:
+    return not scheduler.queue and not scheduler.running
+
+
+@cache
+def expected(number: int) -> tuple[list[int], str]:
+    return alone(tiny_target(), mixed(number).job)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "how", "count"),
+    [(True, {}, 60), (True, {"overlap": True}, 60), (False, {}, 30), (True, {"graphs": Tape()}, 12)],
+    ids=["speculative", "overlapped", "plain", "recorded"],
+)
+def test_every_text_is_the_one_it_has_alone(drafted, how, count):
+    """Jobs of three threads for 4 rows, every sixth of which is given up at some time."""
+    jobs = [mixed(number) for number in range(count)]
+    with serving(tiny_engine(drafted, **how), prefill_tokens=30) as scheduler:
+
+        def send(part: int) -> None:
+            draw = random.Random(part)
+            for number in range(part, len(jobs), 3):
+                scheduler.submit([jobs[number].job])
+                if draw.random() < 0.5:
+                    time.sleep(0.002)
+                if number % 6 == 0:
+                    scheduler.cancel([jobs[number].job])
+
+        threads = [threading.Thread(target=send, args=(part,)) for part in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for job in jobs:
+            job.wait()
+        assert idle(scheduler)
+        assert scheduler.engine.loop.batch.free() == 4
+        assert scheduler.engine.waiting == []
+    ends = []
+    for number, heard in enumerate(jobs):
+        tokens, finish = expected(number)
+        ends.append(heard.finish)
+        if heard.finish == "abort":
+            assert number % 6 == 0
+            assert heard.tokens == tokens[: len(heard.tokens)]
+        else:
+            assert (heard.tokens, heard.finish) == (tokens, finish)
+        assert [len(d.logprobs or []) for d in heard.deltas] == [
+            len(d.tokens) * (number % 4 == 0) for d in heard.deltas
+        ]
+    assert {"eos", "length", "abort"} <= set(ends)
+    check_books(scheduler, jobs, drafted)
+
+
+def check_books(scheduler, jobs: list[Heard], drafted: bool) -> None:
+    """The counters add up to what the jobs were told."""
+    value = scheduler.metrics.value
+    began = [heard for heard in jobs if heard.tokens]
+    assert value("vllm:generation_tokens") == sum(len(heard.tokens) for heard in jobs)
+    assert value("vllm:prompt_tokens") == sum(len(heard.job.prompt) for heard in began)
+    assert value("specdec:round_tokens") == sum(len(heard.tokens) - 1 for heard in began)
+    assert value("specdec:sequence_rounds") == sum(len(heard.job.sequence.trace.emitted) for heard in began)
+    reasons = {"eos": "stop", "length": "length", "abort": "abort"}
+    for finish, reason in reasons.items():
+        assert value("vllm:request_success", finished_reason=reason) == sum(h.finish == finish for h in jobs)
+    for name, number in (("time_to_first_token", len(began)), ("e2e_request_latency", len(jobs))):
+        assert sum(scheduler.metrics.histograms[f"vllm:{name}_seconds"].counts) == number
+    drafts = value("vllm:spec_decode_num_drafts")
+    assert drafts == drafted * value("specdec:sequence_rounds")
+    assert value("vllm:spec_decode_num_draft_tokens") == 8 * drafts
+    accepted = value("vllm:spec_decode_num_accepted_tokens")
+    places = [value("vllm:spec_decode_num_accepted_tokens_per_pos", position=p) for p in range(3)]
+    assert sum(places) == accepted
+    assert places == sorted(places, reverse=True)
+    assert (accepted > 0) == drafted
+
+
+def test_first_come_first_served_within_the_budget_of_a_prefill():
+    """Prefills are of at most 20 tokens, padding counted, or of one prompt. Who runs has a round between two."""
+    engine = tiny_engine()
+    steps, step = [], engine.step
+
+    def watched():
+        report = step()
+        steps.append((report.prefill, [row.prompt for row in report.rows]))
+        return report
+
+    engine.step = watched
+    lengths = [5, 5, 9, 3, 30, 2, 2, 2, 2, 2, 2, 2]
+    jobs = [Heard(prompt=[1 + i] * n, max_new_tokens=6, eos=frozenset()) for i, n in enumerate(lengths)]
+    with serving(engine, started=False, prefill_tokens=20) as scheduler:
+        for job in jobs:
+            scheduler.submit([job.job])
+        scheduler.start()
+        for job in jobs:
+            job.wait()
+    groups = [prompts for prefill, prompts in steps if prefill]
+    assert [prompt for group in groups for prompt in group] == [job.job.prompt for job in jobs]
+    assert all(len(group) == 1 or len(group) * max(map(len, group)) <= 20 for group in groups)
+    assert max(map(len, groups)) > 1
+    assert groups[:2] == [[jobs[0].job.prompt, jobs[1].job.prompt], [jobs[2].job.prompt, jobs[3].job.prompt]]
+    kinds = [prefill for prefill, _ in steps]
+    assert not any(first and second for first, second in pairwise(kinds))
+    assert max(len(prompts) for _, prompts in steps) <= 4
+
+
+def test_a_full_queue_takes_all_jobs_of_a_request_or_none():
+    with serving(tiny_engine(), started=False, rows=2, queue=1) as scheduler:
+        jobs = [Heard(prompt=[1, 2], max_new_tokens=3) for _ in range(5)]
+        scheduler.submit([jobs[0].job])
+        with pytest.raises(Full, match="2 sequences are decoded and 1 may wait"):
+            scheduler.submit([job.job for job in jobs[1:4]])
+        scheduler.submit([job.job for job in jobs[1:3]])
+        with pytest.raises(Full):
+            scheduler.submit([jobs[4].job])
+        scheduler.start()
+        for job in jobs[:3]:
+            job.wait()
+        scheduler.submit([jobs[4].job])
+        jobs[4].wait()
+        assert jobs[3].deltas == []
+
+
+def test_what_the_target_does_not_take_is_said_where_it_is_asked():
+    with serving(tiny_engine()) as scheduler:
+        for prompt, message in (([], "empty"), ([1] * 40, "40 tokens"), ([99], "token 99")):
+            with pytest.raises(ValueError, match=message):
+                scheduler.submit([Heard(prompt=[1]).job, Heard(prompt=prompt).job])
+        assert idle(scheduler)
+
+
+def test_one_that_nobody_wants_any_more_leaves_its_row_to_another():
+    target = tiny_target()
+    with serving(tiny_engine(), rows=1) as scheduler:
+        first, second = (Heard(prompt=[n, 5], max_new_tokens=30, eos=frozenset()) for n in (1, 2))
+        told = threading.Event()
+        first.job.tell = lambda delta: (first.tell(delta), told.set())
+        scheduler.submit([first.job])
+        assert told.wait(30)
+        scheduler.submit([second.job])
+        scheduler.cancel([first.job])
+        first.wait()
+        scheduler.cancel([first.job])  # once more, to no effect
+        assert (second.wait().tokens, second.finish) == alone(target, second.job)
+        assert first.finish == "abort"
+        scheduler.cancel([second.job])
+    assert len(second.tokens) == 30
+    assert [heard.finish for heard in (first, second)] == ["abort", "length"]
+
+
+def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
+    target = tiny_target()
+    with serving(tiny_engine(), rows=1) as scheduler:
+        runs, waits = (Heard(prompt=[n, 5], max_new_tokens=20, eos=frozenset()) for n in (1, 2))
+        told = threading.Event()
+        runs.job.tell = lambda delta: (runs.tell(delta), told.set())
+        scheduler.submit([runs.job])
+        assert told.wait(30)
+        scheduler.submit([waits.job])
+        scheduler.close(grace=30)
+        assert (waits.wait().finish, waits.deltas[-1].error) == ("error", "the server stops")
+        with pytest.raises(Closed, match="the server stops"):
+            scheduler.submit([Heard(prompt=[1]).job])
+        assert (runs.wait().tokens, runs.finish) == alone(target, runs.job)
+
+
+def test_what_still_runs_when_the_grace_is_over_is_told():
+    with serving(tiny_engine()) as scheduler:
+        heard, told = Heard(prompt=[1, 5], max_new_tokens=30, eos=frozenset()), threading.Event()
+
+        def tell(delta):
+            heard.tell(delta)
+            scheduler.close()  # by the engine's own thread, so that it cannot have ended before
+            told.set()
+
+        heard.job.tell = tell
+        scheduler.submit([heard.job])
+        assert (heard.wait().finish, heard.deltas[-1].error) == ("error", "the server stops")
+        assert len(heard.tokens) < 30
+        scheduler.join(30)
+        assert idle(scheduler)
+
+
+def test_a_step_that_fails_costs_those_that_run_and_nobody_else():
+    engine, fails, target = tiny_engine(), [True], tiny_target()
+    step = engine.step
+
+    def failing():
+        if len(scheduler.running) == 2 and not scheduler.prefilled and fails:
+            fails.clear()
+            raise RuntimeError("no memory")
+        return step()
+
+    engine.step = failing
+    with serving(engine, started=False, rows=2) as scheduler:
+        jobs = [Heard(prompt=[n, 3], max_new_tokens=12, eos=frozenset()) for n in range(1, 5)]
+        scheduler.submit([job.job for job in jobs])
+        scheduler.start()
+        for job in jobs:
+            job.wait()
+        assert [job.finish for job in jobs] == ["error", "error", "length", "length"]
+        assert jobs[0].deltas[-1].error == "decoding has failed: no memory"
+        for job in jobs[2:]:
+            assert job.tokens == alone(target, job.job)[0]
+
+
+def test_an_engine_that_cannot_begin_anew_ends_everything(monkeypatch):
+    engine = tiny_engine()
+    with serving(engine, started=False, rows=1) as scheduler:
+        jobs = [Heard(prompt=[n, 3]) for n in (1, 2)]
+        scheduler.submit([job.job for job in jobs])
+        monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(engine, "reserve", lambda *_, **__: 1 / 0)
+        scheduler.start()
+        assert [job.wait().finish for job in jobs] == ["error", "error"]
+        scheduler.join(30)
+        with pytest.raises(Closed, match="decoding has failed: division by zero"):
+            scheduler.submit([Heard(prompt=[1]).job])

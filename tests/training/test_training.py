@@ -222,7 +222,7 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["drafter.init=zeros"], "init must be"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
         (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
-        (["objective=nothing"], "Could not find 'objective/nothing'. There is eagle, eagle3, hass"),
+        (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["objective.mean=none"], "mean must be 'masked' or 'all'"),
     ],
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
 from specdec.model.cache import KVCache
-from specdec.model.checkpoint import resolve
 from specdec.model.loader import load_target
+from specdec.model.names import resolve
 from specdec.model.target import Target
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")

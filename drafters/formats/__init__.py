@@ -32,8 +32,9 @@ from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
-from specdec.model.checkpoint import bundled, read_headers, read_json, read_tensors, resolve, write_folder
+from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
+from specdec.model.names import bundled, resolve
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {

@@ -14,7 +14,8 @@ from drafters.layers import SharedHead
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model.archs import read_config
-from specdec.model.checkpoint import read_json, read_tensors, resolve, write_folder
+from specdec.model.checkpoint import read_json, read_tensors, write_folder
+from specdec.model.names import resolve
 
 # A tied target has no head but its embedding.
 PARTS = {

@@ -4,7 +4,7 @@ import os
 
 from drafters.formats import open_checkpoint
 from specdec.acceptance import read_acceptance
-from specdec.model.checkpoint import resolve
+from specdec.model.names import resolve
 
 
 def inspect(path: str | os.PathLike) -> dict:

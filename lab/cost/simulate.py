@@ -23,7 +23,8 @@ from lab.output import console, write_figure
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser, whole_numbers
 from specdec.model.archs import read_config
-from specdec.model.checkpoint import read_json, resolve
+from specdec.model.checkpoint import read_json
+from specdec.model.names import resolve
 from trees.optimal import expected_tau, optimal_paths
 from trees.spec import TreeSpec
 

@@ -11,7 +11,8 @@ import torch
 from specdec.acceptance import FILE
 from specdec.api import load_drafter
 from specdec.contracts import Drafter
-from specdec.model.checkpoint import SMALL_FILES, bundled, resolve, weight_files
+from specdec.model.checkpoint import weight_files
+from specdec.model.names import SMALL_FILES, bundled, resolve
 from specdec.model.target import Target
 from trees.spec import TreeSpec
 

@@ -5,7 +5,6 @@ torch's restricted unpickler only, which makes tensors and plain values, and run
 """
 
 import json
-import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,50 +22,7 @@ from specdec.cli.reading import parse_json, read_text
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.schema import shown
 
-DEMO = Path(__file__).parents[1] / "demo"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def bundled(name: str | os.PathLike) -> str:
-    """What a name stands for: demo/NAME is the bundled target, drafter or file of that name, and any other name stays
-    as it is. ./demo/NAME is a folder of yours."""
-    inside = DEMO / str(name).removeprefix("demo/")
-    return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
-
-
-def resolve(path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: a local folder itself, a bundled one (`bundled`), or the snapshot of a hub name
-    `owner/model`, downloaded if it is not in the hub's cache. Raises ValueError if there is none."""
-    if not str(path).strip():
-        raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
-    folder = Path(bundled(path))
-    if str(path).startswith("demo/") and not folder.is_dir():
-        there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
-        raise ValueError(f"nothing bundled is called {path}; there is {there}")
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
-    if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {path}")
-    try:
-        snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
-        if not any(snapshot.glob("*.safetensors")):
-            snapshot = _download(str(path), [*SMALL_FILES, "*.bin", "*.pt"])
-    except Exception as error:  # the hub's library and its HTTP library raise errors of many types
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
-    return snapshot
-
-
-SMALL_FILES = ["*.json", "*.jinja", "*.model"]
-
-
-def _download(name: str, patterns: list[str]) -> Path:
-    """The snapshot's folder. With HF_HUB_OFFLINE=1 the hub's library reads its cache only."""
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def read_json(path: Path) -> dict:

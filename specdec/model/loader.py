@@ -21,10 +21,10 @@ from specdec.model.checkpoint import (
     read_headers,
     read_json,
     read_tensors,
-    resolve,
     whole,
 )
 from specdec.model.config_fields import ConfigFields
+from specdec.model.names import resolve
 from specdec.model.target import Target
 from specdec.schema import check
 

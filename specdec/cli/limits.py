@@ -50,6 +50,14 @@ class Limits:
     heads: int = ranged(1, 64, 1)
     blocks: int = ranged(1, 64, 1)
     taps: int | None = ranged(0, 1024, None)
+    # Of the server
+    port: int = ranged(0, 65_535, 8000)
+    room: int | None = ranged(2, MOST, None)
+    queue: int = ranged(0, MOST, 256)
+    prefill_tokens: int = ranged(1, MOST, 2048)
+    max_n: int = ranged(1, 1 << 16, 16)
+    max_body: int = ranged(1, MOST, 4 << 20)
+    grace: float = ranged(0, MOST, 30.0)
     # Of sampling
     temperature: float = ranged(0, 1e6, 0.0)
     top_k: int = ranged(0, MOST, 0)

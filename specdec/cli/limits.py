@@ -62,6 +62,14 @@ class Limits:
     feature: float = ranged(0, 1e6, 1.0)
     noise: float = ranged(0, 1000, 0.0)
     noise_length: int | None = ranged(1, MOST, None)
+    # Of the server
+    port: int = ranged(0, 65_535, 8000)
+    room: int | None = ranged(2, MOST, None)
+    queue: int = ranged(0, MOST, 256)
+    prefill_tokens: int = ranged(1, MOST, 2048)
+    max_n: int = ranged(1, 1 << 16, 16)
+    max_body: int = ranged(1, MOST, 4 << 20)
+    grace: float = ranged(0, MOST, 30.0)
     # Of sampling
     temperature: float = ranged(0, 1e6, 0.0)
     top_k: int = ranged(0, MOST, 0)

@@ -13,7 +13,6 @@ from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
-from specdec.model.target import Target
 from specdec.serve.app import make_app
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler
@@ -60,9 +59,11 @@ def main(argv: list[str] | None = None) -> None:
         engine = make_engine(args)
         service = make_service(args, engine)
         key = args.api_key or os.environ.get(KEY) or None
+        app = make_app(service, key)
+        listener.listen()  # whoever reads the next line may connect
         host, port = listener.getsockname()[:2]
         print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
-        serve(make_app(service, key), listener, service.scheduler, args.grace)
+        serve(app, listener, service.scheduler, args.grace)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -102,7 +103,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 def make_service(args: argparse.Namespace, engine: Engine) -> Service:
     """The service with the limits of the flags."""
-    target, name = engine.target, args.served_model_name or name_of(args, engine.target)
+    target, name = engine.target, args.served_model_name or name_of(args)
     metrics = Metrics(name, engine.policy.steps if engine.policy else 0)
     scheduler = Scheduler(
         engine,
@@ -116,7 +117,7 @@ def make_service(args: argparse.Namespace, engine: Engine) -> Service:
     return Service(target, scheduler, name, Limits(args.max_body, most))
 
 
-def name_of(args: argparse.Namespace, target: Target) -> str:
+def name_of(args: argparse.Namespace) -> str:
     """A hub name as it is, of a folder its last part, and 'demo' for what is bundled."""
     if args.target is None:
         return "demo"

@@ -1,0 +1,90 @@
+"""`specdec serve`: a process that listens, stops when it is told to, and says in one sentence why it does not start."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from helpers import run_here
+
+pytest.importorskip("fastapi")
+
+import httpx2
+from clients import TEXT
+
+from specdec.serve import serve_command
+from specdec.serve.serve_command import listen, main, parser
+
+
+def refused(*words: str) -> str:
+    done = run_here(main, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path):
+    words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--topk", "3", "--steps", "3"]
+    command = [sys.executable, "-m", "specdec", "serve", *words, "--served-model-name", "tiny"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    guard = threading.Timer(100, process.kill)
+    guard.start()
+    try:
+        url = re.fullmatch(r"tiny at (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())[1]
+        body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "seed": 1}
+        with httpx2.Client(base_url=url, timeout=60) as client:
+            with client.stream("POST", TEXT, json=body) as gone:
+                next(gone.iter_lines())
+            with client.stream("POST", TEXT, json=body | {"n": 6}) as answer:
+                lines = answer.iter_lines()
+                first = next(lines)
+                process.send_signal(signal.SIGTERM)
+                events = [line.removeprefix("data: ") for line in (first, *lines) if line]
+        _, err = process.communicate(timeout=60)
+    finally:
+        guard.cancel()
+        process.kill()
+    assert events.pop() == "[DONE]"
+    ends = [choice["finish_reason"] for event in events for choice in json.loads(event)["choices"]]
+    assert ends.count("length") == 6
+    assert (process.returncode, err) == (0, "SIGTERM: finishing what runs\n")
+
+
+def test_a_port_that_is_in_use():
+    with listen("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1 port {port}: Address already in use" in refused("--port", str(port))
+    with listen("127.0.0.1", port) as again:
+        assert again.getsockname()[1] == port
+
+
+def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
+    monkeypatch.setattr(serve_command.ModelSettings, "load_target", lambda _: pytest.fail("it was loaded"))
+    assert "give --draft, or --no-draft" in refused("--port", "0", "--target", "somewhere")
+    assert "--tree auto chooses for one load" in refused("--port", "0", "--tree", "auto")
+    assert "--port must be at most 65535" in refused("--port", "70000")
+    assert "cannot listen at 203.0.113.1 port" in refused("--host", "203.0.113.1", "--port", "0")
+    monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
+    assert "fastapi and uvicorn are not installed: pip install 'specdec[serve]'" in refused()
+
+
+def test_the_name_of_the_model(target_path):
+    args = parser().parse_args(["--target", str(target_path), "--no-draft"])
+    assert serve_command.name_of(args) == target_path.name
+    assert serve_command.name_of(parser().parse_args(["--target", "org/name"])) == "org/name"
+    assert serve_command.name_of(parser().parse_args([])) == "demo"
+
+
+def test_the_listener_is_of_the_family_of_its_address():
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    with listen("::1", 0) as bound:
+        assert bound.family == socket.AF_INET6

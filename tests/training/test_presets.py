@@ -132,7 +132,7 @@ def test_preset(name):
 @pytest.mark.parametrize("name", BLOCK_PRESETS)
 def test_block_preset(name):
     config = composed(f"+experiment=preset_{name}")
-    plain = composed(f"drafter={'dflash' if name == 'jetspec' else name}", "objective=block", "trainer=small")
+    plain = composed(f"drafter={'dspark' if name == 'dspark' else 'dflash'}", "objective=block", "trainer=small")
     for group, expected in zip(("drafter", "objective", "trainer", "data"), BLOCK_PRESETS[name], strict=True):
         assert expected.items() <= config[group].items()
         assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"

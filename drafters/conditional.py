@@ -6,8 +6,10 @@ carries along the path, a vector for each node, and no slot is computed twice.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.vocab import DraftVocab
@@ -16,7 +18,14 @@ from specdec.model.layers import Linear, LinearMap
 
 class ConditionalHead(nn.Module):
     """What is carried along a path begins with the anchor. It reads one token after the other, and each slot may
-    change it."""
+    change it. A subclass is made of the draft vocabulary, the target's embedding [V,H], the width R, and its own
+    `settings`."""
+
+    rank: int  # R
+
+    def settings(self) -> dict[str, int]:
+        """What else it is made of, by name."""
+        return {}
 
     @abstractmethod
     def begin(self, anchor: Tensor) -> Tensor:
@@ -48,30 +57,30 @@ class ConditionalHead(nn.Module):
 
 
 class Markov(ConditionalHead):
-    """DSpark's bigram bias, low-rank: w2 w1[token before] is added to the logits (arXiv 2607.05147)."""
+    """DSpark's bigram bias, low-rank: head(embed[token before]) is added to the logits (arXiv 2607.05147)."""
 
     state = 0  # width of what is carried beside the embedding of the last token
 
-    def __init__(self, vocab: DraftVocab, hidden: int, rank: int):
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
         super().__init__()
         self.rank = rank
-        self.w1 = nn.Embedding(vocab.target_size, rank)
-        self.w2 = Linear(rank, vocab.size, bias=False)
-        nn.init.normal_(self.w1.weight, std=0.02)
+        self.embed = nn.Embedding(vocab.target_size, rank)
+        self.head = Linear(rank, vocab.size, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
 
     @property
     def output(self) -> LinearMap:
-        return self.w2
+        return self.head
 
     def set_output(self, output: LinearMap) -> None:
-        self.w2 = output
+        self.head = output
 
     def begin(self, anchor: Tensor) -> Tensor:
-        embedded = self.w1(anchor)
+        embedded = self.embed(anchor)
         return torch.cat([embedded, embedded.new_zeros(*anchor.shape, self.state)], -1) if self.state else embedded
 
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
-        embedded = self.w1(tokens)
+        embedded = self.embed(tokens)
         return torch.cat([embedded, carried[..., self.rank :]], -1) if self.state else embedded
 
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
@@ -81,9 +90,9 @@ class Markov(ConditionalHead):
 class GatedMarkov(Markov):
     """The same, where a gate that sees the slot weighs the token's embedding."""
 
-    def __init__(self, vocab: DraftVocab, hidden: int, rank: int):
-        super().__init__(vocab, hidden, rank)
-        self.gate = Linear(hidden + rank, rank)
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
+        super().__init__(vocab, embedding, rank)
+        self.gate = Linear(embedding.shape[1] + rank, rank)
 
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
@@ -94,10 +103,10 @@ class GatedMarkov(Markov):
 class RecurrentMarkov(Markov):
     """The same, with a state of `rank` numbers that each slot updates from the token before it and from itself."""
 
-    def __init__(self, vocab: DraftVocab, hidden: int, rank: int):
-        super().__init__(vocab, hidden, rank)
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
+        super().__init__(vocab, embedding, rank)
         self.state = rank
-        self.joint = Linear(2 * rank + hidden, 3 * rank)
+        self.joint = Linear(2 * rank + embedding.shape[1], 3 * rank)
 
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
@@ -106,6 +115,45 @@ class RecurrentMarkov(Markov):
         gate = gate.sigmoid()
         state = gate * state + (1 - gate) * new.tanh()
         return out.tanh(), torch.cat([embedded, state], -1)
+
+
+class Domino(ConditionalHead):
+    """Domino's residual: a GRU reads the embeddings of the tokens up to a slot, and a narrow MLP sees its state and the
+    slot (arXiv 2605.29707). The state is carried along the path, where the authors' code reads the block anew."""
+
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, state: int = 1024, prefix: int = 1):
+        """state: width of the GRU. prefix: so many of the first slots that draft keep their base logits."""
+        super().__init__()
+        self.rank, self.state, self.prefix = rank, state, prefix
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        hidden = embedding.shape[1]
+        self.token, self.past = Linear(hidden, 3 * state, bias=False), Linear(state, 3 * state, bias=False)
+        self.down, self.head = Linear(hidden + state, rank, bias=False), Linear(rank, vocab.size, bias=False)
+
+    def settings(self) -> dict[str, int]:
+        return {"state": self.state, "prefix": self.prefix}
+
+    @property
+    def output(self) -> LinearMap:
+        return self.head
+
+    def set_output(self, output: LinearMap) -> None:
+        self.head = output
+
+    def begin(self, anchor: Tensor) -> Tensor:
+        return self.read(anchor, self.embedding.new_zeros(*anchor.shape, self.state))
+
+    def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
+        new, old = self.token(F.embedding(tokens, self.embedding)), self.past(carried)
+        (reset, update, new), (old_reset, old_update, old) = new.chunk(3, -1), old.chunk(3, -1)
+        update = (update + old_update).sigmoid()
+        return update * carried + (1 - update) * (new + (reset + old_reset).sigmoid() * old).tanh()
+
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        if slot < self.prefix:
+            return carried.new_zeros(*carried.shape[:-1], self.rank), carried
+        hidden = hidden.expand(-1, carried.shape[1], -1)
+        return F.silu(self.down(torch.cat([hidden, carried], -1))), carried
 
 
 class Confidence(nn.Module):
@@ -123,4 +171,23 @@ class Confidence(nn.Module):
         return self.proj(features)[..., 0]
 
 
-HEADS: dict[str, type[ConditionalHead]] = {"markov": Markov, "markov_gated": GatedMarkov, "markov_rnn": RecurrentMarkov}
+HEADS: dict[str, type[ConditionalHead]] = {
+    "markov": Markov,
+    "markov_gated": GatedMarkov,
+    "markov_rnn": RecurrentMarkov,
+    "domino": Domino,
+}
+
+
+def head_of(
+    kind: str | None, vocab: DraftVocab, embedding: Tensor, rank: int, settings: Mapping[str, int]
+) -> ConditionalHead | None:
+    """The conditional head of a name. Raises ValueError for a name or a setting that is not there."""
+    if kind is None:
+        return None
+    if kind not in HEADS:
+        raise ValueError(f"there is no conditional head {kind!r}: choose one of {', '.join(HEADS)}")
+    try:
+        return HEADS[kind](vocab, embedding, rank, **settings)
+    except TypeError as error:
+        raise ValueError(f"head: {error}") from None

@@ -7,14 +7,14 @@ token. No layer changes them, so they are written once, at prefill or when a tok
 overwritten by the next round.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.block_forward import BlockForward
-from drafters.conditional import HEADS, ConditionalHead, Confidence
+from drafters.conditional import ConditionalHead, Confidence, head_of
 from drafters.eagle3 import spread_taps
 from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
 from drafters.unroll_block import Blocks, blocks_behind
@@ -245,6 +245,7 @@ def create(
     rope_theta: float | None = None,
     conditional: str | None = None,
     rank: int = 256,
+    head: Mapping[str, int] | None = None,
     confidence: bool = False,
     init: str = "target",
     **forward,
@@ -253,16 +254,14 @@ def create(
 
     taps: indices, or how many to spread over the layers. mask_token: None is the last row of the target's embedding.
     sliding_layers: so many of the first layers have windows. conditional: a name of `conditional.HEADS`, of rank
-    `rank`. confidence: with a confidence head, which sees the token before a slot if there is a conditional one.
-    forward: further fields of `BlockForward`. init: see `layers.start`.
+    `rank`; head: its own settings. confidence: with a confidence head, which sees the token before a slot if there is a
+    conditional one. forward: further fields of `BlockForward`. init: see `layers.start`.
     """
     config = target.config
     if layers < 1 or not 0 <= sliding_layers <= layers:
         raise ValueError(
             f"layers must be at least 1 and sliding_layers from 0 to it, got {layers} and {sliding_layers}"
         )
-    if conditional is not None and conditional not in HEADS:
-        raise ValueError(f"there is no conditional head {conditional!r}: choose one of {', '.join(HEADS)}")
     taps = default_taps(config.layers, taps) if isinstance(taps, int) else tuple(taps)
     check_taps(taps, config.layers)
     shape = shape_like(
@@ -278,7 +277,7 @@ def create(
         raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
     sliding = tuple(index < sliding_layers for index in range(layers))
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
-    behind = HEADS[conditional](vocab, shape.hidden, rank) if conditional else None
+    behind = head_of(conditional, vocab, embedding, rank, head or {})
     sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None
     drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind, sure)
     start(drafter, target, init)

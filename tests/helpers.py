@@ -117,6 +117,7 @@ BLOCKS = {
     "dflash-windows": {"sliding_layers": 1, "window": 3, "causal": True},
     "dspark": {"label": "p+k+1", "conditional": "markov", "confidence": True},
     "dspark-rnn": {"label": "p+k+1", "conditional": "markov_rnn"},
+    "domino": {"label": "p+k+1", "conditional": "domino", "head": {"state": 6, "prefix": 1}},
 }
 
 

@@ -6,13 +6,14 @@ embeddings and head. The files of z-lab and SpecForge have neither.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from drafters.block_forward import BlockForward
-from drafters.conditional import HEADS, Confidence
+from drafters.conditional import HEADS, Confidence, head_of
 from drafters.dflash import BlockDrafter
 from drafters.formats.base import (
     Meaning,
@@ -31,7 +32,13 @@ from specdec.model.checkpoint import whole
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
-PARTS = {"w1": "markov_w1", "w2": "markov_w2", "gate": "gate_proj", "joint": "joint_proj"}
+PARTS = {  # of a conditional head
+    "markov": {"embed": "markov_head.markov_w1", "head": "markov_head.markov_w2"},
+    "domino": {"down": "embed_proj.0", "head": "embed_proj.2"},
+}
+PARTS["markov_gated"] = PARTS["markov"] | {"gate": "markov_head.gate_proj"}
+PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
+GRU = {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"}
 ALREADY = ("d2t", "t2d", "embed_tokens.weight")
 
 
@@ -47,6 +54,7 @@ class BlockMeaning(Meaning):
     taps: tuple[int, ...]
     conditional: str | None = None
     rank: int = 0
+    head: Mapping[str, int] = field(default_factory=dict)  # settings of the conditional head
     confidence: int | None = None  # the rank of what its confidence head sees of tokens; None: there is none
 
     @property
@@ -59,8 +67,13 @@ def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
     out = whole(drafter.fc, "fc") | whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm")
     for i, layer in enumerate(drafter.layers):
         out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-    for name, part in drafter.conditional.named_children() if drafter.conditional else ():
-        out |= whole(part, f"markov_head.{PARTS[name]}")
+    if (head := drafter.conditional) is not None:
+        kind = next(name for name, one in HEADS.items() if type(head) is one)
+        for part, name in PARTS[kind].items():
+            out |= whole(getattr(head, part), name)
+        for part, name in GRU.items() if kind == "domino" else ():
+            weight = getattr(head, part).weight
+            out[name] = weight, 0, len(weight)
     if drafter.confidence is not None:
         out |= whole(drafter.confidence.proj, "confidence_head.proj")
     return out | whole(drafter.head, "lm_head")
@@ -81,7 +94,7 @@ def construct(meaning: BlockMeaning, tensors: Tensors, target, name: str) -> Blo
 
 def _empty(meaning: BlockMeaning, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> BlockDrafter:
     hidden = meaning.shape.hidden
-    conditional = HEADS[meaning.conditional](vocab, hidden, meaning.rank) if meaning.conditional else None
+    conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
     confidence = None if meaning.confidence is None else Confidence(hidden, meaning.confidence)
     head = None if meaning.own_head else head
     how = meaning.layers, meaning.taps, vocab, embedding, head, meaning.forward, conditional, confidence
@@ -111,6 +124,7 @@ def dismantle(drafter: BlockDrafter, target) -> tuple[BlockMeaning, Tensors]:
         taps=drafter.taps,
         conditional=kinds[type(head)] if head else None,
         rank=head.rank if head else 0,
+        head=head.settings() if head else {},
         confidence=sure.rank if sure else None,
     )
     tensors = rows_of(parameters(drafter))
@@ -127,9 +141,9 @@ def meaning_of(
     `BlockForward`; windowed: those that count if a layer has a window. What the tensors show is read from them, and not
     from the config. Copies of the target's are left out."""
     shape = read_shape(layer, name)
-    for field in ("block_size", "mask_token_id"):
-        if not isinstance(config.get(field), int):
-            raise ValueError(f"{name}: config.json lacks the number {field}")
+    for key in ("block_size", "mask_token_id"):
+        if not isinstance(config.get(key), int):
+            raise ValueError(f"{name}: config.json lacks the number {key}")
     windows = {}
     if "sliding_attention" in (kinds := layer.get("layer_types") or []):
         sliding = tuple(kind == "sliding_attention" for kind in kinds)
@@ -142,6 +156,11 @@ def meaning_of(
     markov, sure = (tensors.get(f"{key}.weight") for key in ("markov_head.markov_w1", "confidence_head.proj"))
     if markov is not None and kind not in MARKOV:
         raise ValueError(f"{name}: markov_head_type must be one of {', '.join(MARKOV)}, got {kind!r}")
+    head = {} if markov is None else {"conditional": MARKOV[kind], "rank": markov.shape[1]}
+    if (down := tensors.get("embed_proj.0.weight")) is not None:
+        state = down.shape[1] - shape.hidden
+        settings = {"state": state, "prefix": config.get("pure_draft_prefix_len", 1)}
+        head = {"conditional": "domino", "rank": len(down), "head": settings}
     meaning = BlockMeaning(
         shape=shape,
         vocab=vocab,
@@ -149,8 +168,7 @@ def meaning_of(
         layers=len({key.split(".")[1] for key in tensors if key.startswith("layers.")}),
         taps=taps,
         forward=forward,
-        conditional=None if markov is None else MARKOV[kind],
-        rank=0 if markov is None else markov.shape[1],
+        **head,
         confidence=None if sure is None else sure.shape[1] - shape.hidden,
     )
     return meaning, tensors
@@ -180,6 +198,9 @@ def layer_fields(meaning: BlockMeaning) -> dict:
 
 def head_fields(meaning: BlockMeaning) -> dict:
     """The fields of the heads behind the backbone."""
+    if meaning.conditional == "domino":
+        settings = {"gru_hidden_dim": meaning.head["state"], "pure_draft_prefix_len": meaning.head["prefix"]}
+        return {"emb_dim": meaning.rank, **settings}
     names = {ours: theirs for theirs, ours in MARKOV.items()}
     return {
         "markov_rank": meaning.rank,

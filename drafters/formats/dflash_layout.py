@@ -28,7 +28,7 @@ from drafters.formats.fields import dtype_name
 from drafters.formats.maps import membership
 from drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
-PROJECTORS = (None, "dflash", "dspark")  # of those that SpecForge has
+PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -40,8 +40,9 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tenso
     kind = how.get("projector_type")
     if kind not in PROJECTORS or "selector_rank" in how:
         raise ValueError(f"{name}: block drafters of the kind {kind or 'DFlash2'} are not supported")
+    shifted = kind == "dspark" or how.get("draft_shift") or how.get("shift_label")
     switches = {
-        "label": "p+k+1" if kind == "dspark" or how.get("draft_shift") else "p+k",
+        "label": "p+k+1" if shifted else "p+k",
         "causal": bool(how.get("causal_head", False)),
     }
     windowed = {"sliding_causal": bool(config.get("is_causal", True))}
@@ -56,11 +57,13 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
     if how.window_from != "slot":
         raise ValueError("a window before the anchor has no name in this layout: take the layout speculators")
     fields = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
-    if meaning.conditional or meaning.confidence is not None:
+    if meaning.conditional == "domino":
+        fields |= {"projector_type": "domino", "shift_label": how.label == "p+k+1", **head_fields(meaning)}
+    elif meaning.conditional or meaning.confidence is not None:
         fields |= {"projector_type": "dspark", **head_fields(meaning)}
     elif how.label == "p+k+1":
         fields["draft_shift"] = True
-    if meaning.conditional and how.label == "p+k":
+    if meaning.conditional not in (None, "domino") and how.label == "p+k":
         raise ValueError("a Markov head with slot k for token p+k has no name in this layout")
     if how.causal:
         fields["causal_head"] = True
@@ -85,6 +88,8 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     how = meaning.forward
     if meaning.own_head:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
+    if meaning.conditional == "domino":
+        raise ValueError("this layout has no GRU: take the layout dflash")
     if how.label != "p+k+1" or how.causal or any(how.sliding):
         raise ValueError("this layout is for blocks whose slot k tells token p+k+1, without windows and causal slots")
     if target is None:
@@ -116,6 +121,8 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMe
 
 def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     how = meaning.forward
+    if meaning.conditional == "domino":
+        raise ValueError("this layout has no GRU: take the layout dflash")
     if how.causal:
         raise ValueError("this layout has no name for full layers in which a slot sees no later one")
     if any(how.sliding) and how.window_from != "anchor":

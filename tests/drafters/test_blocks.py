@@ -8,9 +8,9 @@ from golden_blocks import GOLDEN, golden_drafter, golden_heads
 from safetensors.torch import load_file
 
 from drafters.block_forward import BlockForward
-from drafters.conditional import HEADS, Confidence
+from drafters.conditional import HEADS, Confidence, Domino
 from drafters.dflash import BlockDrafter
-from drafters.formats.dflash import MARKOV, PARTS
+from drafters.formats.dflash import GRU, MARKOV, PARTS
 from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
 from specdec.model.layers import Linear
@@ -94,12 +94,10 @@ def test_markov_and_confidence_heads_match(kind):
     """From the backbone's states and base logits: what the path changes of every slot, and where a proposal is cut."""
     reference, vocab = load_file(GOLDEN / "dspark.safetensors"), DraftVocab(320)
     heads = golden_heads(reference, kind)
-    conditional, confidence = HEADS[MARKOV[kind]](vocab, 64, 16), Confidence(64, 16)
-    for part, name in PARTS.items():
-        if hasattr(conditional, part):
-            prefix = f"markov_head.{name}."
-            held = {k.removeprefix(prefix): v for k, v in heads.items() if prefix in k}
-            getattr(conditional, part).load_state_dict(held)
+    conditional, confidence = HEADS[MARKOV[kind]](vocab, torch.zeros(320, 64), 16), Confidence(64, 16)
+    for part, name in PARTS[MARKOV[kind]].items():
+        held = {k.removeprefix(f"{name}."): v for k, v in heads.items() if k.startswith(f"{name}.")}
+        getattr(conditional, part).load_state_dict(held)
     confidence.proj.load_state_dict({k.split(".")[-1]: v for k, v in heads.items() if "confidence" in k})
     shape = golden_drafter("dflash").shape
     drafter = BlockDrafter(
@@ -125,6 +123,43 @@ def test_markov_and_confidence_heads_match(kind):
                 assert drafter._kept(first).item() == kept.item()
 
 
+def domino_head(reference: dict, prefix: int) -> Domino:
+    """The golden GRU and residual."""
+    head = Domino(DraftVocab(320), reference["embed_tokens.weight"], 20, state=28, prefix=prefix)
+    for part, name in (PARTS["domino"] | {k: v.removesuffix(".weight") for k, v in GRU.items()}).items():
+        weight = reference.get(f"domino.{name}.weight", reference.get(f"domino.{name}"))
+        getattr(head, part).weight.data.copy_(weight)
+    return head
+
+
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("label", ["p+k", "p+k+1"])
+@torch.inference_mode()
+def test_domino_head_matches(label, prefix):
+    """From the backbone's states: what the GRU over the path changes of every slot. With label p+k+1 the authors do not
+    draft from the last one."""
+    reference, shape = load_file(GOLDEN / "domino.safetensors"), golden_drafter("dflash").shape
+    head, embedding = reference["lm_head.weight"], reference["embed_tokens.weight"]
+    how = BlockForward(6, 318, label)
+    conditional = domino_head(reference, prefix)
+    drafter = BlockDrafter(shape, 1, (1,), DraftVocab(320), embedding, head, how, conditional)
+    name, number = f"{'' if how.unused == 0 else 'no'}shift_prefix{prefix}", 0
+    while (expected := reference.get(f"{name}.round{number}.final_logits")) is not None:
+        drafted = reference[f"{name}.round{number}.draft_tokens"]
+        carried = conditional.begin(reference[f"round{number}.anchor"])
+        first = DraftState(carried, reference[f"round{number}.hidden"][:, how.unused :], drafter.head)
+        state = drafter.root(first)
+        for slot in range(drafter.block):
+            at = how.unused + slot
+            torch.testing.assert_close(state.logits, expected[:, at : at + 1], **CLOSE)
+            if slot + 1 < drafter.block:
+                state = drafter.expand(first, drafted[:, slot : slot + 1], state.hidden, slot + 1, None)
+        tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
+        assert tree.tokens[:, 1:].tolist() == drafted.tolist()
+        number += 1
+    assert number >= 1
+
+
 class Fixed(Linear):
     """A head whose logits of the slots are given: it is asked for one slot after the other."""
 
@@ -146,5 +181,5 @@ def test_dspark_files_are_read(layout, kind):
     drafter = golden_drafter(layout, extra=heads, keeps=layout == "dspark", markov_head_type=kind)
     assert (drafter.block, drafter.switches.label) == (5, "p+k+1")
     assert type(drafter.conditional) is HEADS[MARKOV[kind]]
-    assert torch.equal(drafter.conditional.w2.weight, heads["markov_head.markov_w2.weight"])
+    assert torch.equal(drafter.conditional.head.weight, heads["markov_head.markov_w2.weight"])
     assert torch.equal(drafter.confidence.proj.weight, heads["confidence_head.proj.weight"])

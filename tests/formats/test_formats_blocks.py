@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
+from golden_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
 from safetensors.torch import load_file, save_file
-from test_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
 
 from drafters.formats import FAMILIES, dflash_layout, family_of, load_drafter, open_checkpoint, save_drafter
 from drafters.formats.base import facts_of
@@ -108,7 +108,7 @@ def test_misreadings_are_those_of_the_field(target):
         ({"dflash_config": {"mask_token_id": 318}}, "target_layer_ids must be a list"),
         ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1, 5, 9]}}, "embedding has 320 rows"),
         ({"dflash_config": {"target_layer_ids": [1, 5, 9]}}, "lacks the number mask_token_id"),
-        ({"dflash_config": {"projector_type": "domino"}}, "kind domino are not supported"),
+        ({"dflash_config": {"projector_type": "lilicorr"}}, "kind lilicorr are not supported"),
         ({"block_size": 1}, "drafts nothing"),
         ({"layer_types": SLIDING}, "window of at least 1"),
         ({"vocab_size": 300}, "vocabulary of 300"),

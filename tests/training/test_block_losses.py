@@ -7,7 +7,10 @@ import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads
 from safetensors.torch import load_file
 
+from drafters import unroll_block
 from drafters.block_forward import BlockForward
+from drafters.conditional import Domino
+from drafters.dflash import BlockDrafter
 from drafters.formats.dflash import parameters
 from training.objectives.anchors import gathered, slots
 from training.objectives.block import BlockObjective
@@ -130,6 +133,42 @@ def test_losses_and_gradients_of_published_trainers(golden, name):
     wanted = {k.split(".grad.")[1]: v for k, v in golden.items() if k.startswith(f"{case}.grad.")}
     if loss_name == "loss" and wanted:
         compare_gradients(drafter, loss, wanted)
+
+
+def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
+    """Base and final loss in their shares, and the gradients of the head, from SpecForge's hidden states."""
+    held = load_file(GOLDEN / "domino.safetensors")
+    drafter = golden_drafter("dflash")
+    embedding, weight = held["embed_tokens.weight"], held["lm_head.weight"]
+    head = Domino(drafter.vocab, embedding, 20, state=28, prefix=1)
+    drafter = BlockDrafter(
+        drafter.shape, 1, (1,), drafter.vocab, embedding, weight, BlockForward(6, 318, "p+k+1"), head
+    )
+    tensors = {key.removeprefix("domino."): tensor for key, tensor in held.items() if key.startswith("domino.")}
+    names = {key: place for key, place in parameters(drafter).items() if key in tensors}
+    for key, (parameter, _, _) in names.items():
+        parameter.data.copy_(tensors.pop(key))
+    assert not tensors
+    monkeypatch.setattr(unroll_block, "slots_behind", lambda *_: held["train.hidden"])
+    objective = AtTheirAnchors(TOKENS, gamma=4.0, base=0.3)
+    objective.theirs, objective.counted = (held["train.anchors"], held["train.keep"]), None
+    inputs = inputs_of(golden, False, "domino", weight)
+    loss, _ = objective(drafter, **inputs)
+    torch.testing.assert_close(loss.detach(), held["train.loss"], rtol=1e-5, atol=0)
+    loss.backward()
+    for key, (parameter, _, _) in names.items():
+        angles = torch.arange(1, parameter.shape[1] + 1)[:, None] * torch.arange(1, 5)
+        wanted = held[f"train.grad.{key}"]
+        got = parameter.grad @ angles.float().cos()
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * wanted.abs().max().item())
+    objective.base = 1.0  # the base logits' own loss alone, which is gone halfway
+    torch.testing.assert_close(objective(drafter, **inputs)[0].detach(), held["train.base_loss"], rtol=1e-5, atol=0)
+    objective.progress = 0.25
+    halfway = objective(drafter, **inputs)[0]
+    objective.base, objective.progress = 0.5, 0.0
+    assert objective(drafter, **inputs)[0] == halfway
+    objective.progress = 0.5
+    assert objective.base_share == 0
 
 
 def compare_gradients(drafter, loss, wanted: dict) -> None:

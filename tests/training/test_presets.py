@@ -61,6 +61,18 @@ BLOCK_PRESETS = {
         {"lr": 6e-4, "muon_lr": None, "epochs": 10, "warmup": 0.04, "clip": 1.0, "weight_decay": 0.0},
         {"max_length": 4096},
     ),
+    "domino": (
+        {
+            "layers": 5,
+            "block_size": 16,
+            "label": "p+k+1",
+            "conditional": "domino",
+            "head": {"state": 1024, "prefix": 1},
+        },
+        {"terms": {"tokens": 1.0}, "anchors": 256, "gamma": 7.0, "base": 1.0, "base_until": 1.0},
+        {"lr": 6e-4, "muon_lr": None, "epochs": 6, "warmup": 0.04, "clip": 1.0},
+        {"max_length": 3072},
+    ),
     "jetspec": (
         {"layers": 5, "taps": 5, "block_size": 16, "label": "p+k", "causal": True, "conditional": None},
         {"terms": {"kl": 1.0}, "anchors": 512, "where": "whole", "weights": "uniform", "denominator": "weights"},
@@ -127,7 +139,7 @@ def test_block_preset(name):
     _, drafter, inputs = prepared(config, length=20)
     loss, metrics = instantiate(config["objective"])(drafter, **inputs)
     loss.backward()
-    assert len(metrics["losses"]) == drafter.block == (7 if name == "dspark" else 15)
+    assert len(metrics["losses"]) == drafter.block == {"dspark": 7, "domino": 16}.get(name, 15)
     assert metrics["counted"] > 1
     learnt = {key for key, parameter in drafter.named_parameters() if parameter.grad is not None}
     assert learnt == {key for key, _ in drafter.named_parameters()}

@@ -32,6 +32,8 @@ class BlockObjective(Objective):
       tokens that rejection sampling accepts. It has no gradient by p and q.
     - e2e: weight of 1 - mean_j prod_{i<=j} sum min(p_i, q_i), the mean over blocks: what of a block is not accepted
       (DFly). Slots that do not count are taken to be accepted.
+    - base: share of the loss that is that of the base logits, before a conditional head (Domino). It falls in a line to
+      0 over the share `base_until` of the run.
     """
 
     def __init__(
@@ -47,6 +49,8 @@ class BlockObjective(Objective):
         denominator: str = "weights",
         confidence: float = 1.0,
         e2e: float = 0.0,
+        base: float = 0.0,
+        base_until: float = 0.5,
         **settings,
     ):
         super().__init__(terms or {"tokens": 1.0}, steps=1, decay=1.0, known_only=False, **settings)
@@ -60,11 +64,18 @@ class BlockObjective(Objective):
                 raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
         if anchors < 1 or gamma <= 0:
             raise ValueError(f"objective.anchors must be at least 1 and gamma above 0, got {anchors} and {gamma}")
+        if not 0 <= base <= 1 or not 0 < base_until <= 1:
+            raise ValueError(f"objective.base and base_until are shares, from 0 to 1, got {base} and {base_until}")
         if weights == "d_pace" and denominator == "weights":
             raise ValueError("objective.weights=d_pace is known after the loss only: divide by slots or texts")
         self.anchors, self.where, self.counts = anchors, where, counts
         self.weights, self.gamma, self.alpha, self.denominator = weights, gamma, alpha, denominator
-        self.confidence, self.e2e = confidence, e2e
+        self.confidence, self.e2e, self.base, self.base_until = confidence, e2e, base, base_until
+
+    @property
+    def base_share(self) -> float:
+        """What `base` has come to by now."""
+        return self.base * max(0.0, 1 - self.progress / self.base_until)
 
     lookahead = 0  # no block leaves its document
 
@@ -87,8 +98,12 @@ class BlockObjective(Objective):
         following = F.pad(tokens[:, 1:], (0, 1))
         blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0))
         judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, len(tokens))
-        readouts = blocks.readout[chosen.chosen].unbind(1)
-        loss = head_loss(judge, readouts, [blocks.head.weights] * drafter.block)
+        rows, heads = blocks.readout[chosen.chosen], [blocks.head.weights] * drafter.block
+        readouts = rows.unbind(1)
+        if drafter.conditioned and self.base_share > 0:  # as many steps more
+            readouts += rows[..., : drafter.shape.hidden].unbind(1)
+            heads += [drafter.head.weights] * drafter.block
+        loss = head_loss(judge, readouts, heads)
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
         if blocks.confidence is not None:
             sure = blocks.confidence[chosen.chosen].float()
@@ -153,6 +168,7 @@ class _Slots:
         self.counted = slots.mask.sum(0).clamp(min=1e-6)  # of each slot
         self.losses, self.accuracy = torch.zeros(2, slots.mask.shape[1], device=labels.device).unbind()
         self.weights, self.accepted = torch.zeros(2, *slots.mask.shape, device=labels.device).unbind()
+        self.conditioned = drafter.conditioned
         self.rates = objective.e2e > 0 or drafter.confidence is not None  # what is accepted is asked for
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
@@ -166,31 +182,40 @@ class _Slots:
     def judge(
         self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shape, mask = logits.shape[:2], self.slots.mask[rows]
+        shape, mask, base = logits.shape[:2], self.slots.mask[rows], self.objective.base_share
         student = Student(logits.flatten(0, 1)[:, None])
         if isinstance(teacher, TopTeacher):
             teacher = teacher.facing(student)
         value, slope, total = self.objective.weigh(student, teacher)
         losses = value.view(shape)
         weights = self.objective.weigh_slots(losses, mask)
-        share = weights / self.divisor
+        if steps[0] == mask.shape[1]:
+            return self._loss(student, losses, slope, total, weights * base / self.divisor)
+        share = weights * (1 - base if self.conditioned else 1) / self.divisor
         self.losses += (losses * mask).sum(0) / self.counted
         hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]).view(shape) * mask
         self.accuracy += hits.sum(0) / self.counted
         self.weights[rows] = weights
-        loss, scale = (losses * share).sum(), share
         if self.rates:
             missed, pull, pull_total = tv(student, teacher)
             self.accepted[rows] = (1 - missed).view(shape)
-        if self.objective.e2e:
-            lost, by_slot = unaccepted(self.accepted[rows], mask)
-            blocks = len(self.slots.mask)
-            loss, by_slot = loss + self.objective.e2e * lost / blocks, self.objective.e2e / blocks * by_slot.view(-1, 1)
-            slope = slope * share.view(-1, 1, 1) + pull * by_slot[..., None]
-            total, scale = total * share.view(-1, 1) + pull_total * by_slot, torch.ones_like(share)
+        if not self.objective.e2e:
+            return self._loss(student, losses, slope, total, share)
+        lost, by_slot = unaccepted(self.accepted[rows], mask)
+        each = self.objective.e2e / len(self.slots.mask)
+        by_slot = each * by_slot.view(-1, 1)
+        slope = slope * share.view(-1, 1, 1) + pull * by_slot[..., None]
+        total = total * share.view(-1, 1) + pull_total * by_slot
+        _, slope, ones = self._loss(student, losses, slope, total, torch.ones_like(share))
+        return (losses * share).sum() + each * lost, slope, ones
+
+    def _loss(
+        self, student: Student, losses: Tensor, slope: Tensor, total: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a judge returns, given a term's slope and total, and the share [n,W] of each slot's loss [n,W]."""
         # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
         slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
-        return loss, slope.view(*shape, -1), scale[..., None]
+        return (losses * share).sum(), slope.view(*losses.shape, -1), share[..., None]
 
 
 def unaccepted(accepted: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,7 +42,7 @@ from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from training.data import Batches, Sample, hold_out, load_samples
 from training.loop.checkpoint import checkpoints
-from training.loop.evaluate import beginnings, tau_interval
+from training.loop.evaluate import beginnings, measured_tau
 from training.loop.log import read_log
 from trees.spec import TreeSpec
 
@@ -163,7 +163,7 @@ def tau_of(folder: Path, tree: TreeSpec, ground: Ground) -> dict:
     engine = Engine(ground.target, load_drafter(folder, ground.target), tree.build())
     traces = [row.trace for row in engine.generate(ground.prompts, max_new_tokens=ground.args.new_tokens).rows]
     emitted, rounds = [sum(trace.emitted) for trace in traces], [trace.rounds for trace in traces]
-    return {"tau": sum(emitted) / sum(rounds)} | tau_interval(traces) | {"emitted": emitted, "rounds": rounds}
+    return measured_tau(traces) | {"emitted": emitted, "rounds": rounds}
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

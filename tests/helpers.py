@@ -1,6 +1,10 @@
 """Small models made on the spot."""
 
+import io
+import subprocess
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from unittest import mock
 
 import torch
 from scipy import stats
@@ -45,6 +49,18 @@ def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: 
                 parameter.mul_(head)  # a larger head makes the next token less of a lottery
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def run_here(main, *words: str) -> subprocess.CompletedProcess:
+    """A command's `main` with these arguments in this process, as `subprocess.run` would tell of it: a process of its
+    own takes seconds to import what is imported here already."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with mock.patch("sys.argv", ["command", *words]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 256) -> Target:

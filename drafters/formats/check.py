@@ -19,13 +19,13 @@ from drafters.formats.evidence import Answer, Followed, batches, follow
 from drafters.formats.taps import Taps, search_taps
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.engine.trace import tau_interval
 from specdec.text import encode_prompt
 
 LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried
 ROUNDS = 3  # so many things may be declared wrongly
 HARDLY = 1.1  # a tau below which nothing worth the name is accepted
 NAMED = 3  # so many of the best taps are tried like other readings
-RESAMPLES = 1000
 
 
 @dataclass
@@ -184,15 +184,9 @@ class _Trial:
 
 
 def tau_of(rounds: Tensor) -> tuple[float, tuple[float, float] | None]:
-    """tau from rounds and emitted tokens [answers,2], and its interval: percentiles over resampled answers."""
+    """tau from rounds and emitted tokens [answers,2], and its interval over answers."""
     total = rounds.sum(0)
-    tau = float(total[1] / total[0])
-    if len(rounds) < 2:
-        return tau, None
-    generator = torch.Generator().manual_seed(0)
-    drawn = rounds[torch.randint(len(rounds), (RESAMPLES, len(rounds)), generator=generator)].sum(1)
-    low, high = (drawn[:, 1] / drawn[:, 0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return tau, (low, high)
+    return float(total[1] / total[0]), tau_interval(rounds)
 
 
 def judge(other: Outcome, start: Outcome, tests: int) -> None:

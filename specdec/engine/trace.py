@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 
 @dataclass
 class RowTrace:
@@ -22,6 +25,19 @@ def tau(rows: list[RowTrace]) -> float:
     does what lies behind the end of the text. The micro-average of Spec-Bench, with its ends cut off."""
     rounds = sum(row.rounds for row in rows)
     return sum(sum(row.emitted) for row in rows) / rounds if rounds else 0.0
+
+
+def tau_interval(rounds: Tensor, resamples: int = 1000) -> tuple[float, float] | None:
+    """The 95 % interval of tau by drawing texts anew with replacement (percentiles of a bootstrap, always the same).
+
+    rounds [texts,2]: of each its rounds and the tokens that they emitted. None for fewer than two texts, of which
+    nothing can be said."""
+    if len(rounds) < 2:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    drawn = rounds.double()[torch.randint(len(rounds), (resamples, len(rounds)), generator=generator)].sum(1)
+    low, high = (drawn[:, 1] / drawn[:, 0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
 
 
 def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:

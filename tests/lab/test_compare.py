@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers import run_here
 
 import specdec
+from lab.sweep.compare_command import main as compare_main
 from specdec.text import read_prompts
 
 
@@ -62,7 +64,7 @@ def test_table_chart_and_result(prompts, tmp_path):
     ],
 )
 def test_mistakes(prompts, tmp_path, overrides, message):
-    done = compare(f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))
+    done = run_here(compare_main, f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -19,7 +19,7 @@ from specdec.engine.trace import RowTrace, tau
 from specdec.model.loader import load_target
 from training import train
 from training.data import Batches, Sample, hold_out
-from training.loop.evaluate import beginnings, tau_interval
+from training.loop.evaluate import beginnings, measured_tau
 from training.loop.log import read_log
 from training.loop.parallel import Processes
 from training.loop.settings import TrainerConfig
@@ -132,14 +132,14 @@ def test_prompts_of_what_is_held_out():
 def test_the_interval_of_tau_is_that_of_drawn_prompts():
     rng = np.random.default_rng(1)
     traces = [RowTrace(emitted=rng.integers(1, 5, 20).tolist()) for _ in range(40)]
-    found = tau_interval(traces)
-    assert found["tau_low"] < tau(traces) < found["tau_high"]
+    found = measured_tau(traces)
+    assert found["tau_low"] < found["tau"] == tau(traces) < found["tau_high"]
     # For rows of equal length tau is the mean of the rows' own.
     own = np.array([tau([trace]) for trace in traces])
     half = 1.96 * own.std() / len(own) ** 0.5
     assert found["tau_high"] - found["tau_low"] == pytest.approx(2 * half, rel=0.15)
-    assert tau_interval([traces[0]] * 5) == {"tau_low": tau(traces[:1]), "tau_high": tau(traces[:1])}
-    assert tau_interval(traces[:1]) == {}
+    assert set(measured_tau([traces[0]] * 5).values()) == {tau(traces[:1])}
+    assert measured_tau(traces[:1]) == {"tau": tau(traces[:1])}
 
 
 @pytest.mark.parametrize(("steps", "said"), [(45, True), (40, False)])

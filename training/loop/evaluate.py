@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,7 +12,7 @@ from specdec.acceptance import FILE, Acceptance
 from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
-from specdec.engine.trace import RowTrace, tau
+from specdec.engine.trace import RowTrace, tau, tau_interval
 from specdec.text import encode_prompt, read_prompts
 from training.data import Batches, Sample
 from training.loop.settings import TrainerConfig
@@ -90,8 +89,7 @@ class Decoding:
         drafter = load_drafter(folder, self.target)
         steps = min(self.steps, drafter.max_steps or self.steps)
         result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
-        traces = [row.trace for row in result.rows]
-        return {"tau": tau(traces)} | tau_interval(traces)
+        return measured_tau([row.trace for row in result.rows])
 
     def keep_acceptance(self, folder: Path) -> None:
         """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`."""
@@ -135,13 +133,8 @@ def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list
     return list(found.values())
 
 
-def tau_interval(traces: list[RowTrace], resamples: int = 1000) -> dict[str, float]:
-    """The 95 % interval of tau by drawing prompts anew with replacement (a percentile bootstrap): tau_low and tau_high.
-    Empty for fewer than two prompts, of which nothing can be said."""
-    if len(traces) < 2:
-        return {}
-    emitted, rounds = (np.array(column) for column in zip(*((sum(t.emitted), t.rounds) for t in traces), strict=True))
-    drawn = np.random.default_rng(0).integers(len(traces), size=(resamples, len(traces)))
-    taus = emitted[drawn].sum(1) / np.maximum(rounds[drawn].sum(1), 1)
-    low, high = np.quantile(taus, [0.025, 0.975])
-    return {"tau_low": round(float(low), 4), "tau_high": round(float(high), 4)}
+def measured_tau(traces: list[RowTrace]) -> dict[str, float]:
+    """tau, and, of two prompts or more, tau_low and tau_high: its 95 % interval over prompts."""
+    between = tau_interval(torch.tensor([[trace.rounds, sum(trace.emitted)] for trace in traces]))
+    interval = dict(zip(("tau_low", "tau_high"), between or (), strict=False))
+    return {"tau": tau(traces)} | {name: round(value, 4) for name, value in interval.items()}

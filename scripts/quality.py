@@ -30,6 +30,7 @@ from training.loop.checkpoint import checkpoints
 from training.loop.log import read_log
 from training.loop.same_run import check_same_run
 
+TERMS = {"ce": "the target's distribution", "tokens": "tokens", "lk": "LK", "lk_hybrid": "LK, hybrid", "kl": "KL"}
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 
 
@@ -79,9 +80,25 @@ def measurements(run: TrainingRun) -> list[dict]:
     if missing := [field for field in FIELDS if field not in rows[0]]:
         raise ValueError(f"{log} does not count {missing[0]} tokens: it is of an older version, train anew")
     config = OmegaConf.load(run.folder / "config.yaml")
-    who = {"run": run.name, "seed": config.trainer.seed, "folder": str(run.folder)}
+    who = {"run": run.name, "method": method(config), "seed": config.trainer.seed, "folder": str(run.folder)}
+    who["after"] = str(Path(config.init_from).parent) if config.get("init_from") else ""
     before = seen_before(config)
-    return [who | {key: row[key] + before.get(key, 0) for key in ("step", *FIELDS)} for row in rows]
+    limits = [{key: row.get(key, "") for key in ("tau_low", "tau_high")} for row in rows]
+    counted = [{key: row[key] + before.get(key, 0) for key in ("step", *FIELDS)} for row in rows]
+    return [who | count | limit for count, limit in zip(counted, limits, strict=True)]
+
+
+def method(config: DictConfig) -> str:
+    """What a run does, as its authors call it: the drafter, the terms of its loss, whether its data are on-policy."""
+    module = config.drafter["_target_"].split(".")[1]
+    name = {"eagle": "EAGLE-2", "eagle3": "EAGLE-3", "mtp": "MTP", "medusa": "Medusa"}.get(module, module)
+    if module == "eagle3" and config.drafter.get("tap_norms"):
+        name = "EAGLE-3.1"
+    terms = config.objective.get("terms") or {"ce": 1.0}
+    used = [term for term, weight in terms.items() if weight]
+    used += [f"then {term}" for term, weight in (config.objective.get("then") or {}).items() if weight]
+    own = ", on-policy" if (config.data.get("on_policy") or {}).get("share") else ""
+    return f"{name}: {' + '.join(TERMS.get(term, term) for term in used)}{own}"
 
 
 def seen_before(config: DictConfig) -> dict[str, float]:
@@ -95,7 +112,8 @@ def seen_before(config: DictConfig) -> dict[str, float]:
 
 
 def draw(runs: list[list[dict]], path: Path) -> None:
-    """Draw tau over learnt tokens. Runs of one name share a colour, and differ in their lines."""
+    """Draw tau over learnt tokens, with 95 % intervals over prompts where the log has them. Runs of one name share a
+    colour, and differ in their lines. A run that goes on from another one is joined to it, if that is drawn too."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -104,8 +122,17 @@ def draw(runs: list[list[dict]], path: Path) -> None:
     for i, rows in enumerate(runs):
         name, seed = rows[0]["run"], rows[0]["seed"]
         style = ["-", "--", ":", "-."][sum(r[0]["run"] == name for r in runs[:i]) % 4]
-        x, y = [r["learnt"] / 1e6 for r in rows], [r["tau"] for r in rows]
-        axes.plot(x, y, style, marker=".", color=f"C{names.index(name)}", label=f"{name}, seed {seed}: {y[-1]:.2f}")
+        label = rows[0]["method"]
+        if len({r[0]["run"] for r in runs if r[0]["method"] == label}) > 1:
+            label += f" ({name})"
+        colour, x, y = f"C{names.index(name)}", [r["learnt"] / 1e6 for r in rows], [r["tau"] for r in rows]
+        axes.plot(x, y, style, marker=".", color=colour, label=f"{label}, seed {seed}: {y[-1]:.2f}")
+        known = [r for r in rows if r["tau_low"] != ""]
+        axes.fill_between([r["learnt"] / 1e6 for r in known], [r["tau_low"] for r in known],
+                          [r["tau_high"] for r in known], color=colour, alpha=0.12, linewidth=0)  # fmt: skip
+        before = next((o[-1] for o in runs if Path(o[0]["folder"]).resolve() == Path(rows[0]["after"]).resolve()), None)
+        if rows[0]["after"] and before is not None:
+            axes.plot([before["learnt"] / 1e6, x[0]], [before["tau"], y[0]], ":", color=colour)
     axes.set(xlabel="learnt tokens seen, millions", ylabel="tau (tokens a round), greedy, held-out prompts")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", title="at the end")

@@ -183,7 +183,7 @@ def draw(rows: list[TreeCost], best: TreeCost, token: float, tau: float, title: 
         left.set_xlabel("num_draft_tokens (N)")
         left.set_ylabel("topk (W)")
         left.grid(visible=False)
-        figure.colorbar(image, ax=left)
+        figure.colorbar(image, ax=left, label="plain tokens a round")
         own = [row for row in rows if row.tree.topk == best.tree.topk]
         start = [0.0] * len(own)
         for part in ("draft", "verify", REST):

@@ -88,7 +88,7 @@ def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) 
 
 LAYOUT = Layout("recipe", "ours: the YAML that made the drafter, and its parameters", recognise, read, write)
 FAMILY = Family(
-    "a recipe",
+    "a drafter saved with its settings",
     construct,
     expected,
     describe,

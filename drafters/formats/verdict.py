@@ -85,6 +85,13 @@ def verdict(report: Report) -> str:
         )
     else:
         text = "No other reading does better than the declared one."
+        above = [o for o in _rivals(report) if o.tau is not None and o.tau > declared.tau]
+        if above:
+            top = max(above, key=lambda o: o.tau)
+            text = (
+                f"'{top.name}' came out with tau {top.tau:.2f} and the declared reading with {declared.tau:.2f}, which "
+                "chance explains: no other reading is shown to do better."
+            )
     if not best.followed.logp.isfinite().all():
         return f"{text} But it computes NaN or Inf."
     if best.tau < HARDLY:

@@ -14,6 +14,7 @@ from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.target import Target
 from specdec.text import Prompt
 from specdec.types import Sampling, Verifier
+from specdec.verify import in_words
 from trees.spec import describe
 
 
@@ -34,6 +35,7 @@ class Score:
     drafter: str  # its class
     tree: str  # as `trees.spec.describe` has it
     verifier: str
+    rule: str  # the verifier, as a user names it
     lossless: bool
     tau: float
     tau_interval: Interval  # 95 % over prompts, as the next; nan for a single one
@@ -151,6 +153,7 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         drafter=type(way.drafter).__name__,
         tree=describe(way.tree),
         verifier=str(way.verifier),
+        rule=in_words(way.verifier),
         lossless=way.verifier.lossless,
         tau=tau(traces),
         tau_interval=bootstrap(_tau_of, tally.single)[0],

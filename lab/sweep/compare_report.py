@@ -33,7 +33,7 @@ def _table(scores: list[Score], plain_rate: float) -> Table:
     table.add_column("lossless")
     for s in scores:
         parts = s.milliseconds_a_round
-        claim = "yes" if s.lossless else f"NO: {s.verifier}"
+        claim = "yes" if s.lossless else f"NO: {s.rule}"
         table.add_row(
             s.name,
             s.tree,

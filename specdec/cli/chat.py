@@ -11,6 +11,7 @@ from specdec.cli.signals import Terminated
 from specdec.cli.summary import LOSSY, drafting
 from specdec.engine.sequence import Sequence
 from specdec.text import StopStrings, clean, decode_row, encode_chat
+from specdec.verify import in_words
 
 COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
 KEYS = "Ctrl-C stops an answer, Ctrl-D ends."
@@ -45,7 +46,7 @@ def banner(session: Session) -> str:
     """Who talks, and what can be typed."""
     lines = [f"chat with {session.target.name}; {drafting(session)}"]
     if not session.verifier.lossless:
-        lines.append(f"verifier: {session.verifier}, {LOSSY}")
+        lines.append(f"verifier: {in_words(session.verifier)}, {LOSSY}")
     return "\n".join([*lines, f"{_commands()} {KEYS}"])
 
 

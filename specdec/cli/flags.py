@@ -5,6 +5,7 @@ A field says its help as `field(default=..., metadata={"help": "..."})`; `choice
 
 import argparse
 import math
+import re
 import shutil
 import textwrap
 import types
@@ -101,6 +102,8 @@ def add_flags(
     for name in names or known:
         setting, kind = known[name], kind_of(known[name])
         how = {"help": setting.metadata.get("help")}
+        if name in required:  # then nobody meets its default
+            how["help"] = re.sub(r" \(default[^)]*\)", "", how["help"] or "")
         if kind is bool:
             how["action"] = "store_true"
         else:

@@ -14,7 +14,7 @@ from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.text import check_stops, clean
-from specdec.verify import SampleAndMatch, VerifierSettings
+from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 from trees.spec import TreeSettings
 
 
@@ -126,7 +126,7 @@ def _obstacle(session: Session) -> str | None:
     if session.drafter.acceptance is None:
         return "this drafter has no acceptance.json; `specdec tree --keep` writes it"
     if not isinstance(session.verifier, SampleAndMatch):
-        return f"acceptance was measured with the rule match, and not with {session.verifier}"
+        return f"acceptance was measured with the rule match, and not with {in_words(session.verifier)}"
     return None
 
 

@@ -1,9 +1,17 @@
 """The summary of `specdec generate`: one JSON object, or a few lines."""
 
+import re
+
 from specdec.api import Generation
 from specdec.cli.session import Session
+from specdec.verify import in_words
 from trees.spec import describe, shape_of
 
+READ = (("feedback", "feeds back"), ("token map", "token map"))
+SLOWER = (
+    "slower than plain decoding here: a smaller tree costs less a round (--topk 1 --steps 3), --tree auto chooses by "
+    "what is measured, and specdec tune finds the fastest setting"
+)
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
 
@@ -70,6 +78,21 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
     return summary
 
 
+def _drafter(conventions: dict[str, str]) -> str:
+    """How a drafter's checkpoint was read, in words. Taps are indices of transformers' hidden_states: 0 is the
+    embedding, and i what layer i gives."""
+    taps, said = conventions.get("taps", ""), [f"drafter: {conventions['family']}"]
+    layers = re.findall(r"\d+", taps) if "N" not in taps else []
+    if layers:
+        several = len(layers) > 1
+        named = f"{', '.join(layers[:-1])} and {layers[-1]}" if several else layers[0]
+        said.append(f"reads the hidden state behind layer{'s' * several} {named}")
+    elif "last one" in taps:
+        said.append("reads the last hidden state, after the final norm")
+    said += [f"{does} {conventions[key]}" for key, does in READ if key in conventions]
+    return "; ".join(said)
+
+
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
     print(
@@ -80,15 +103,16 @@ def print_summary(session: Session, s: dict) -> None:
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
     if s["drafter"]:
-        told = [f"{key} {s['drafter'][key]}" for key in ("taps", "feedback", "token map") if key in s["drafter"]]
-        print("; ".join([f"drafter: {s['drafter']['family']}", *told]))
+        print(_drafter(s["drafter"]))
     if s["verifier"] is not None:
-        print(f"verifier: {s['verifier']}, {'lossless' if s['lossless'] else LOSSY}")
+        print(f"verifier: {in_words(session.verifier)}, {'lossless' if s['lossless'] else LOSSY}")
     times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
+        if s["speedup"] is not None and s["speedup"] < 1:
+            print(SLOWER)
         if s["identical"] is not None:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {s['compared_rows']})")
         else:

@@ -3,7 +3,7 @@
 conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, whose fields are the rule's settings.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from specdec import registry
 from specdec.types import Verifier
@@ -26,6 +26,15 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
     return registry.make("verifier", name, **settings)
+
+
+def in_words(verifier: Verifier) -> str:
+    """A verifier as a user names it, with its settings: 'match', 'typical (epsilon 0.09, alpha 0.3)'."""
+    name = next((name for name, rule in VERIFIERS.items() if rule is type(verifier)), type(verifier).__name__)
+    settings = (
+        ", ".join(f"{f.name} {getattr(verifier, f.name):g}" for f in fields(verifier)) if is_dataclass(verifier) else ""
+    )
+    return f"{name} ({settings})" if settings else name
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ __all__ = [
     "TwoThresholds",
     "TypicalAcceptance",
     "VerifierSettings",
+    "in_words",
     "make_verifier",
     "sample_and_match",
 ]

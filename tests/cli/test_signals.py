@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from specdec.cli import chat, session
+from specdec.cli import chat, session, summary
 from specdec.cli import generate as cli
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.trace_files import read_trace
@@ -62,6 +62,19 @@ def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, t
     rows = read_trace(tmp_path / "t").rows
     assert [row.tokens for row in rows] == summary["token_ids"]
     assert rows[1].finish == "abort"
+
+
+@pytest.mark.parametrize(
+    ("taps", "said"),
+    [
+        ("hidden_states[2], hidden_states[5], hidden_states[8]", "reads the hidden state behind layers 2, 5 and 8"),
+        ("hidden_states[0, 3]", "reads the hidden state behind layers 0 and 3"),
+        ("hidden_states[N], the last one, after the final norm", "reads the last hidden state, after the final norm"),
+        ("not listed: the default hidden_states[2], [N//2], [N-3] of 3 streams", ""),
+    ],
+)
+def test_how_a_drafter_reads_is_said_in_words(taps, said):
+    assert summary._drafter({"family": "F", "taps": taps}) == "; ".join(filter(None, ["drafter: F", said]))
 
 
 def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(

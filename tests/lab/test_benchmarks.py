@@ -80,6 +80,17 @@ def test_a_saved_data_set(tmp_path):
     assert [q.id for q in found] == ["0", "1", "2", "3", "4"]
 
 
+def test_a_text_has_a_question_a_line(tmp_path):
+    (tmp_path / "q.txt").write_text("What is a tree?\n\nWho?\n", encoding="utf-8-sig")
+    assert [q.turns for q in load_benchmark("mt_bench", str(tmp_path / "q.txt")).questions] == [
+        ("What is a tree?",),
+        ("Who?",),
+    ]
+    (tmp_path / "q.txt").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match=r"q.txt line 1 is not UTF-8 text"):
+        load_benchmark("mt_bench", str(tmp_path / "q.txt"))
+
+
 def test_a_system_message_and_several_turns(tmp_path):
     says = (("system", "Be brief."), ("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))
     path = write(tmp_path, {"messages": [{"role": role, "content": text} for role, text in says]})

@@ -25,7 +25,8 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
     scores = []
     for name in speeds:
         times, interval = ratio(tallies[name], tallies[""])
-        shared = {"drafter": "D", "tree": "1/3/4", "verifier": "match", "lossless": True, "tau": 2.0, "settled": True,
+        shared = {"drafter": "D", "tree": "1/3/4", "verifier": "match", "rule": "match", "lossless": True,
+                  "tau": 2.0, "settled": True,
                   "tau_interval": (1.9, 2.1), "acceptance_by_depth": [0.5], "tokens_per_second": 1.0, "draft_vocab": 9,
                   "milliseconds_a_round": dict.fromkeys(("draft", "verify", "commit"), 1.0), "same_as_plain": 3,
                   "prompts": 3, "num_draft_tokens": 4}  # fmt: skip
@@ -71,14 +72,14 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
     tree, rule = specdec.make_tree(1, 3), specdec.make_verifier("match")
     sampling = specdec.Sampling(temperature=0.8, top_k=9)
     made = specdec.generate(target, PROMPTS, drafter, tree=tree, verifier=rule, sampling=sampling, max_new_tokens=8)
-    how = {"tree": "1/3/4", "verifier": "match", "temperature": 0.8, "top_k": 9, "max_new_tokens": 8}
+    how = {"tree": "1/3/4", "verifier": "match", "rule": "match", "temperature": 0.8, "top_k": 9, "max_new_tokens": 8}
     assert specdec.generate(target_path, PROMPTS, drafter_path, **how).text == made.text
     ids = [row.prompt for row in made.rows]
     assert specdec.generate(target, ids, drafter, **how).text == made.text
     assert specdec.generate(target, ids[0], drafter, **how).text == made.text[:1]
     message = [{"role": "user", "content": PROMPTS[0]}]
     assert specdec.generate(target, message, drafter, **how).text == made.text[:1]
-    assert specdec.generate(target, [message, message], **how).rows[1].prompt == ids[0]
+    assert specdec.generate(target, [message, message], drafter, **how).rows[1].prompt == ids[0]
 
 
 @pytest.mark.parametrize(

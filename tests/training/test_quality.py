@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 from test_training import CONVERSATIONS
 
+from scripts import quality
 from scripts.quality import main
 from specdec.model.loader import load_target
 from training.data import Batches, tokenise
@@ -64,6 +65,33 @@ def test_runs_are_trained_once_and_read_again(command, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["demo_mtp-seed1-seed1"] == float(rows[-1]["tau"])
     main(["demo_mtp", "--dry", "--out", str(out)])
     assert len(table(out / "quality.csv")) == 2
+
+
+@pytest.mark.parametrize(
+    ("drafter", "objective", "share", "said"),
+    [
+        ({"_target_": "drafters.mtp.create"}, {"terms": {"tokens": 1.0, "ce": 0}}, 0, "MTP: tokens"),
+        ({"_target_": "drafters.eagle3.create", "tap_norms": True}, {"terms": None, "then": {"tokens": 1.0}}, 0,
+         "EAGLE-3.1: the target's distribution + then tokens"),
+        ({"_target_": "drafters.eagle.create"}, {"terms": {"lk": 1.0}}, 0.25, "EAGLE-2: LK, on-policy"),
+    ],
+)  # fmt: skip
+def test_a_run_is_called_by_its_method(drafter, objective, share, said):
+    config = {"drafter": drafter, "objective": objective, "data": {"on_policy": {"share": share}}}
+    assert quality.method(OmegaConf.create(config)) == said
+
+
+def test_a_run_is_joined_to_the_one_it_goes_on_from(tmp_path, monkeypatch):
+    def rows(name: str, after: str, learnt: list[float], low: float | str) -> list[dict]:
+        who = {"run": name, "method": name, "seed": 0, "folder": str(tmp_path / name), "after": after}
+        return [who | {"learnt": 1e6 * n, "tau": n, "tau_low": low, "tau_high": 3.0} for n in learnt]
+
+    drawn = []
+    monkeypatch.setattr(quality, "write_figure", lambda path, figure: drawn.append(figure.axes[0]))
+    quality.draw([rows("a", "", [1, 2], 1.0), rows("b", str(tmp_path / "a"), [2.5, 3], "")], tmp_path / "x.png")
+    lines = [line.get_xydata().tolist() for line in drawn[0].lines]
+    assert lines == [[[1, 1], [2, 2]], [[2.5, 2.5], [3, 3]], [[2, 2], [2.5, 2.5]]]
+    assert len(drawn[0].collections) == 2  # the bands of intervals, of which b's is empty
 
 
 def test_learnt_tokens_are_those_of_answers_and_other_settings_refused(command, target_path, tmp_path, capsys):

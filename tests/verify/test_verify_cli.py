@@ -37,10 +37,10 @@ def test_every_rule_is_named(run, flags, name, lossless, temperature):
 
 def test_a_lossy_rule_says_so_and_its_differences_are_no_bug(run):
     _, out, _ = run(*PROMPT, "--verifier", "typical", "--temperature", 1, "--compare")
-    assert "verifier: TypicalAcceptance(epsilon=0.09, alpha=0.3), LOSSY" in out
+    assert "verifier: typical (epsilon 0.09, alpha 0.3), LOSSY" in out
     assert "identical: not asked, both are draws from two distributions, for the verifier is lossy" in out
     _, out, _ = run(*PROMPT, "--temperature", 1, "--compare")
-    assert "verifier: SampleAndMatch(), lossless" in out
+    assert "verifier: match, lossless" in out
     assert "LOSSY" not in out
 
 

@@ -17,7 +17,7 @@ from specdec.text import clean
 
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
-FILES = (".json", ".jsonl", ".jsonl.xz")
+FILES = (".json", ".jsonl", ".jsonl.xz", ".txt")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 Message = dict[str, str]
@@ -96,9 +96,9 @@ def read_records(
     - Plain text: `text`. It becomes one message of the role 'text'.
     - Prompts: `turns` or `prompt`. The first turn is taken.
 
-    Files are `.json`, `.jsonl` and `.jsonl.xz`. Everything else is read through `datasets`: `.parquet`, a folder, the
-    name of a data set on the hub. `split` ('train' if not given), `subset` and `streaming` are for these; streaming
-    reads rows as they are needed instead of downloading the data set first.
+    Files are `.json`, `.jsonl`, `.jsonl.xz` and `.txt`, a prompt a line. Everything else is read through `datasets`:
+    `.parquet`, a folder, the name of a data set on the hub. `split` ('train' if not given), `subset` and `streaming`
+    are for these; streaming reads rows as they are needed instead of downloading the data set first.
 
     Raises ValueError for what cannot be read or holds no record.
     """
@@ -126,12 +126,21 @@ def _file(path: Path) -> Iterator[Record]:
                 return
             for number, line in enumerate(lines, 1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
-                if line.strip():
+                if line.strip() and path.suffix == ".txt":
+                    yield Record(f"{path} line {number}", {"prompt": _text(line, f"{path} line {number}")})
+                elif line.strip():
                     yield Record(f"{path} line {number}", line)
     except (lzma.LZMAError, EOFError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _text(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where} is not UTF-8 text: {error}") from None
 
 
 def _json(path: Path, content: bytes) -> Iterator[Record]:

@@ -193,7 +193,7 @@ class Trainer:
             average.lerp_(self.parameters[name].detach(), 1 - config.ema)
         self.step, self.batches = self.step + 1, self.batches + len(group) * world
         self.tokens, self.learnt = self.tokens + tokens, self.learnt + learnt
-        return metrics, asked, {"loss": loss, "gradient_norm": norm, "lr_scale": scale}
+        return metrics, asked, {"loss": loss, "gradient_norm": norm, "learning_rate": scale * config.lr}
 
     def _autocast(self):
         return self.config.autocasting(self.target.device)

@@ -223,8 +223,7 @@ def test_a_client_that_vanishes(pair, stream):
         again = await server.post(TEXT, prompt="The", max_tokens=20, temperature=0)
         assert again["choices"][0]["text"] == expected.text
 
-    step_slowly = {"rows": 1}
-    serve(pair, use, **step_slowly)
+    serve(pair, use, rows=1)
 
 
 async def call(app, messages: asyncio.Queue, gone: asyncio.Event) -> None:
@@ -264,6 +263,8 @@ WRONG = [
     (TEXT, {"prompt": "x", "echo": True}, "echo", "is not built"),
     (TEXT, {"prompt": "x", "min_tokens": 4}, "min_tokens", "is not built"),
     (TEXT, {"prompt": "x", "temprature": 1}, "temprature", "there is no parameter 'temprature'"),
+    (TEXT, {"prompt": "x", "\ud800": 1}, "\ufffd" * 3, "there is no parameter"),
+    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages", "which is not built"),
     (TEXT, {"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options", "has no 'usage'"),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("/tokenize", {"text": "x"}, "prompt", "give a text as prompt"),
@@ -279,11 +280,12 @@ def test_what_is_wrong_is_told_in_openais_form(pair):
             error = answer.json()["error"]
             assert re.search(message, error["message"]), error
             assert "\n" not in error["message"]
-            assert (error["param"], error["type"]) == (param, error["type"])
+            kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+            assert (error["param"], error["type"]) == (param, kinds.get(status, "invalid_request_error"))
             assert code is None or error["code"] == code
 
         for path, body, param, message in WRONG:
-            await refused(400, message, param, path=path, json=body)
+            await refused(400, message, param, path=path, content=json.dumps(body).encode())
         await refused(404, "no model 'gpt'", "model", "model_not_found", json={"model": "gpt", "prompt": "x"})
         await refused(400, "not valid JSON", content=b"{")
         await refused(400, "must be a JSON object", content=b"[1]")

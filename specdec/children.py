@@ -76,7 +76,7 @@ class Coupled:
         [B,W,U] given the noise."""
         levels = level if isinstance(level, slice) else slice(level, level + 1)
         if self.of is None or self.of[0] is not vocab:
-            self.of = vocab, vocab.select(self.noise.whole)  # [B,D',U]
+            self.of = vocab, self.noise.among(vocab.select)  # [B,D',U]
         scores = warmed(logits, self.sampling, self.trust)
         return perturbed(scores, self.sampling, self.of[1][:, levels]).log_softmax(-1)
 

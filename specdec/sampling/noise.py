@@ -15,7 +15,7 @@ mix64 is SplitMix64's finalizer, and mix32, whose two halves surround b, is "low
 computes the same bits. A small e wins, so u is exact near 0; at the other end it stays below 1, and no e is above 16.7.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -114,6 +114,12 @@ class RoundNoise:
     def whole(self) -> Tensor:
         """[B,D',V] Gumbel noise of the target's draws."""
         return gumbel(bits_of(self.keys, self.noise.hashes))
+
+    def among(self, select: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B,D',U] Gumbel noise of the target's draws, of the tokens that `select` picks out of [V]. To make it anew is
+        quicker than to pick it out of `whole`."""
+        hashes = select(self.noise.hashes)
+        return self.whole if hashes is self.noise.hashes else gumbel(bits_of(self.keys, hashes))
 
     def at(self, depth: Tensor | None = None) -> Tensor:
         """depth [B] or [B,N] of nodes -> Gumbel noise [B,V] or [B,N,V] of what follows them; None: [B,D',V], of all."""

@@ -14,7 +14,11 @@ from specdec.serve.service import Service
 
 Receive = Callable[[], Awaitable[dict]]  # of ASGI
 DONE = "data: [DONE]\n\n"
-GONE = Refusal("the client went away", status=499)  # nobody reads it; nginx's number
+
+
+def gone() -> Refusal:
+    """What ends the work for a client that went away: nobody reads it. The number is nginx's."""
+    return Refusal("the client went away", status=499)
 
 
 async def read_body(receive: Receive, most: int) -> Any:
@@ -23,7 +27,7 @@ async def read_body(receive: Receive, most: int) -> Any:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise GONE
+            raise gone()
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > most:
@@ -97,7 +101,7 @@ class Exchange:
         while left:
             choice, delta = await self.inbox.get()
             if delta.finish == "abort":
-                raise GONE
+                raise gone()
             if delta.finish == "error":
                 raise Refusal(delta.error, status=503 if self.service.scheduler.deadline is not None else 500)
             left -= delta.finish is not None

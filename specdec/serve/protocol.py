@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from specdec.cli.limits import MOST
-from specdec.schema import check_value, ranged, shown
+from specdec.schema import SHOWN, check_value, ranged, shown
 from specdec.text import check_stops, clean
 from specdec.types import FILTERS, Sampling
 
@@ -183,7 +183,7 @@ def read(kind: type[Kind], body: Any) -> Kind:
         given.pop("min_tokens", None)  # only max_tokens can end it
     for name in [name for name in given if name not in known]:
         if name not in OFF:
-            raise Refusal(f"there is no parameter {shown(name)}", name, code="unknown_parameter")
+            raise Refusal(f"there is no parameter {shown(name)}", clean(name)[:SHOWN], code="unknown_parameter")
         if given[name] not in OFF[name]:
             raise Refusal(f"{name} is not built, got {shown(given[name])}", name, code="unsupported_parameter")
         del given[name]
@@ -215,7 +215,7 @@ def _fitting(asked: int, prompt: int, room: int, param: str) -> int:
 def _message(message: Mapping, where: str) -> dict[str, str]:
     others = {name for name, value in message.items() if value not in (None, [])} - {"role", "content", "name"}
     if others:
-        raise Refusal(f"{where}.{min(others)} is not built", "messages", code="unsupported_parameter")
+        raise Refusal(f"{where} has {shown(min(others))}, which is not built", "messages", code="unsupported_parameter")
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise Refusal(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")

@@ -12,6 +12,8 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads, RoundReport
 from specdec.engine.sequence import Sequence, Stop, make_sequence
@@ -152,6 +154,8 @@ class Scheduler:
     # The engine's thread
 
     def _run(self) -> None:
+        if self.engine.device.type == "cuda":
+            torch.cuda.set_device(self.engine.device)  # each thread has its own; Triton launches on it
         try:
             while self._turn():
                 pass

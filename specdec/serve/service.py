@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.model.target import Target
+from specdec.schema import shown
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Delta, Job, Scheduler
@@ -39,9 +40,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model:
-            raise Refusal(
-                f"there is no model {name!r} here; there is {self.model!r}", "model", status=404, code="model_not_found"
-            )
+            what = f"there is no model {shown(name)} here; there is {self.model!r}"
+            raise Refusal(what, "model", status=404, code="model_not_found")
 
     def prepare(self, ask: Ask, tell: Callable[[Choice, Delta], None]) -> Reply:
         """The reply to a request, with a job for each choice, which nobody has submitted yet. tell: is told of every

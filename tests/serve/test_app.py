@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 
 import pytest
 
@@ -202,20 +203,25 @@ def test_a_client_that_vanishes(pair, stream):
     """While it is decoded, and while it waits for the only row."""
 
     async def use(server):
+        step, hold = server.scheduler.engine.step, threading.Event()
+        server.scheduler.engine.step = lambda: (step(), hold.wait())[0]  # so that no text ends before they vanish
         body = {"prompt": "The", "max_tokens": 90, "ignore_eos": True, "stream": stream, "temperature": 0}
-        calls = []
-        for _ in range(2):
-            messages, gone = asyncio.Queue(), asyncio.Event()
+        calls, gone = [asyncio.Queue(), asyncio.Queue()], asyncio.Event()
+        for messages in calls:
             messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-            calls.append((asyncio.create_task(call(server.app, messages, gone)), messages, gone))
-            await asyncio.sleep(0)
-        while not server.scheduler.running or not server.scheduler.queue:
-            await asyncio.sleep(0.001)
-        for _, messages, gone in reversed(calls):
+        tasks = [asyncio.create_task(call(server.app, messages, gone)) for messages in calls]
+        try:
+            while not (server.scheduler.running and server.scheduler.queue):
+                await asyncio.sleep(0.001)
+            jobs = [*server.scheduler.running.values(), *server.scheduler.queue]
             gone.set()
-            messages.put_nowait({"type": "http.disconnect"})
-            messages.put_nowait({"type": "http.disconnect"})
-        await asyncio.wait_for(asyncio.gather(*(task for task, _, _ in calls), return_exceptions=True), 60)
+            for messages in calls:
+                messages.put_nowait({"type": "http.disconnect"})
+            while not all(job.unwanted for job in jobs):
+                await asyncio.sleep(0.001)
+        finally:
+            hold.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
         while server.scheduler.running or server.scheduler.queue:
             await asyncio.sleep(0.001)
         assert (await server.counters())['vllm:request_success_total{,finished_reason="abort"}'] == 2
@@ -223,8 +229,10 @@ def test_a_client_that_vanishes(pair, stream):
         again = await server.post(TEXT, prompt="The", max_tokens=20, temperature=0)
         assert again["choices"][0]["text"] == expected.text
 
-    step_slowly = {"rows": 1}
-    serve(pair, use, **step_slowly)
+    async def in_time(server):
+        await asyncio.wait_for(use(server), 300)
+
+    serve(pair, in_time, rows=1)
 
 
 async def call(app, messages: asyncio.Queue, gone: asyncio.Event) -> None:
@@ -264,6 +272,8 @@ WRONG = [
     (TEXT, {"prompt": "x", "echo": True}, "echo", "is not built"),
     (TEXT, {"prompt": "x", "min_tokens": 4}, "min_tokens", "is not built"),
     (TEXT, {"prompt": "x", "temprature": 1}, "temprature", "there is no parameter 'temprature'"),
+    (TEXT, {"prompt": "x", "\ud800": 1}, "\ufffd" * 3, "there is no parameter"),
+    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages", "which is not built"),
     (TEXT, {"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options", "has no 'usage'"),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("/tokenize", {"text": "x"}, "prompt", "give a text as prompt"),
@@ -279,11 +289,12 @@ def test_what_is_wrong_is_told_in_openais_form(pair):
             error = answer.json()["error"]
             assert re.search(message, error["message"]), error
             assert "\n" not in error["message"]
-            assert (error["param"], error["type"]) == (param, error["type"])
+            kinds = {404: "not_found_error", 429: "rate_limit_error", 503: "server_error"}
+            assert (error["param"], error["type"]) == (param, kinds.get(status, "invalid_request_error"))
             assert code is None or error["code"] == code
 
         for path, body, param, message in WRONG:
-            await refused(400, message, param, path=path, json=body)
+            await refused(400, message, param, path=path, content=json.dumps(body).encode())
         await refused(404, "no model 'gpt'", "model", "model_not_found", json={"model": "gpt", "prompt": "x"})
         await refused(400, "not valid JSON", content=b"{")
         await refused(400, "must be a JSON object", content=b"[1]")

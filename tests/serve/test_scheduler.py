@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from helpers import tiny_target
-from serving import Heard, alone, mixed, serving, tiny_engine
+from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
 from tape import Tape
 
 from specdec.serve.scheduler import Closed, Full
@@ -30,13 +30,15 @@ def expected(number: int) -> tuple[list[int], str]:
     ids=["speculative", "overlapped", "plain", "recorded"],
 )
 def test_every_text_is_the_one_it_has_alone(drafted, how, count):
-    """Jobs of three threads for 4 rows, every sixth of which is given up at some time."""
+    """Jobs of three threads for 4 rows. Some are given up at their first token, and some at any time."""
     jobs = [mixed(number) for number in range(count)]
     with serving(tiny_engine(drafted, **how), prefill_tokens=30) as scheduler:
 
         def send(part: int) -> None:
             draw = random.Random(part)
             for number in range(part, len(jobs), 3):
+                if gives_up(number):
+                    at_first(jobs[number], lambda of=jobs[number]: scheduler.cancel([of.job]))
                 scheduler.submit([jobs[number].job])
                 if draw.random() < 0.5:
                     time.sleep(0.002)
@@ -57,8 +59,9 @@ def test_every_text_is_the_one_it_has_alone(drafted, how, count):
     for number, heard in enumerate(jobs):
         tokens, finish = expected(number)
         ends.append(heard.finish)
+        assert heard.finish == "abort" or not gives_up(number)
         if heard.finish == "abort":
-            assert number % 6 == 0
+            assert gives_up(number) or number % 6 == 0
             assert heard.tokens == tokens[: len(heard.tokens)]
         else:
             assert (heard.tokens, heard.finish) == (tokens, finish)
@@ -148,33 +151,26 @@ def test_what_the_target_does_not_take_is_said_where_it_is_asked():
 
 def test_one_that_nobody_wants_any_more_leaves_its_row_to_another():
     target = tiny_target()
-    with serving(tiny_engine(), rows=1) as scheduler:
-        first, second = (Heard(prompt=[n, 5], max_new_tokens=30, eos=frozenset()) for n in (1, 2))
-        told = threading.Event()
-        first.job.tell = lambda delta: (first.tell(delta), told.set())
-        scheduler.submit([first.job])
-        assert told.wait(30)
-        scheduler.submit([second.job])
-        scheduler.cancel([first.job])
+    with serving(tiny_engine(), started=False, rows=1) as scheduler:
+        first, second, never = (Heard(prompt=[n, 5], max_new_tokens=30, eos=frozenset()) for n in (1, 2, 3))
+        at_first(first, lambda: scheduler.cancel([first.job, never.job]))
+        scheduler.submit([first.job, second.job, never.job])
+        scheduler.start()
         first.wait()
         scheduler.cancel([first.job])  # once more, to no effect
         assert (second.wait().tokens, second.finish) == alone(target, second.job)
-        assert first.finish == "abort"
         scheduler.cancel([second.job])
-    assert len(second.tokens) == 30
-    assert [heard.finish for heard in (first, second)] == ["abort", "length"]
+    assert [heard.finish for heard in (first, second, never)] == ["abort", "length", "abort"]
+    assert (len(first.tokens), never.tokens) == (1, [])
 
 
 def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
     target = tiny_target()
-    with serving(tiny_engine(), rows=1) as scheduler:
+    with serving(tiny_engine(), started=False, rows=1) as scheduler:
         runs, waits = (Heard(prompt=[n, 5], max_new_tokens=20, eos=frozenset()) for n in (1, 2))
-        told = threading.Event()
-        runs.job.tell = lambda delta: (runs.tell(delta), told.set())
-        scheduler.submit([runs.job])
-        assert told.wait(30)
-        scheduler.submit([waits.job])
-        scheduler.close(grace=30)
+        at_first(runs, lambda: scheduler.close(grace=300))
+        scheduler.submit([runs.job, waits.job])
+        scheduler.start()
         assert (waits.wait().finish, waits.deltas[-1].error) == ("error", "the server stops")
         with pytest.raises(Closed, match="the server stops"):
             scheduler.submit([Heard(prompt=[1]).job])
@@ -183,18 +179,12 @@ def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
 
 def test_what_still_runs_when_the_grace_is_over_is_told():
     with serving(tiny_engine()) as scheduler:
-        heard, told = Heard(prompt=[1, 5], max_new_tokens=30, eos=frozenset()), threading.Event()
-
-        def tell(delta):
-            heard.tell(delta)
-            scheduler.close()  # by the engine's own thread, so that it cannot have ended before
-            told.set()
-
-        heard.job.tell = tell
+        heard = Heard(prompt=[1, 5], max_new_tokens=30, eos=frozenset())
+        at_first(heard, scheduler.close)
         scheduler.submit([heard.job])
         assert (heard.wait().finish, heard.deltas[-1].error) == ("error", "the server stops")
-        assert len(heard.tokens) < 30
-        scheduler.join(30)
+        assert len(heard.tokens) == 1
+        scheduler.join(300)
         assert idle(scheduler)
 
 
@@ -230,6 +220,6 @@ def test_an_engine_that_cannot_begin_anew_ends_everything(monkeypatch):
         monkeypatch.setattr(engine, "reserve", lambda *_, **__: 1 / 0)
         scheduler.start()
         assert [job.wait().finish for job in jobs] == ["error", "error"]
-        scheduler.join(30)
+        scheduler.join(300)
         with pytest.raises(Closed, match="decoding has failed: division by zero"):
             scheduler.submit([Heard(prompt=[1]).job])

@@ -34,12 +34,12 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    guard = threading.Timer(100, process.kill)
+    guard = threading.Timer(500, process.kill)
     guard.start()
     try:
         url = re.fullmatch(r"tiny at (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())[1]
         body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "seed": 1}
-        with httpx2.Client(base_url=url, timeout=60) as client:
+        with httpx2.Client(base_url=url, timeout=400) as client:
             with client.stream("POST", TEXT, json=body) as gone:
                 next(gone.iter_lines())
             with client.stream("POST", TEXT, json=body | {"n": 6}) as answer:
@@ -47,7 +47,7 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
                 first = next(lines)
                 process.send_signal(signal.SIGTERM)
                 events = [line.removeprefix("data: ") for line in (first, *lines) if line]
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=400)
     finally:
         guard.cancel()
         process.kill()

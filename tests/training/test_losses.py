@@ -33,6 +33,7 @@ def plain(name: str, logits, teacher_logits, ids, labels, renormalise):
         "reverse_kl": lambda: (q * (logq - p.log())).sum(-1),
         "jsd": lambda: 0.5 * (p * (p / m).log()).sum(-1) + 0.5 * (q * (q / m).log()).sum(-1),
         "tv": lambda: 0.5 * ((whole - q).abs().sum(-1) + 1 - whole.sum(-1)),
+        "l1": lambda: (whole - q).abs().sum(-1) + 1 - whole.sum(-1),
         "choice": lambda: F.cross_entropy(logits, p.argmax(-1), reduction="none"),
         "tokens": lambda: F.cross_entropy(logits, labels, reduction="none", ignore_index=-1),
         "lk": lambda: -alpha.log(),
@@ -61,6 +62,21 @@ def test_every_term_equals_its_formula(name, renormalise):
         (wanted,) = torch.autograd.grad(expected.sum(), logits)
         torch.testing.assert_close(value[:, j], expected.detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
+
+
+def test_kl_at_a_temperature():
+    """T^2 KL of both at temperature T, and its gradient by the student's logits."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(30, 1, 20, dtype=torch.float64)).requires_grad_()
+    theirs = 3 * torch.randn(30, 20, dtype=torch.float64)
+    ((_, term),) = read_terms({"kl": {"temperature": 2.5}})
+    student = Student(logits.detach())
+    value, slope, total = term(student, Teacher(theirs.log_softmax(-1), None, None, None))
+    logp, logq = (theirs / 2.5).log_softmax(-1), (logits[:, 0] / 2.5).log_softmax(-1)
+    expected = 2.5**2 * (logp.exp() * (logp - logq)).sum(-1)
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(value[:, 0], expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(slope - student.q * total[..., None], wanted, rtol=1e-10, atol=1e-10)
 
 
 class Squares:

@@ -1,16 +1,19 @@
 """Drafters side by side on one target: every prompt is decoded plainly and by each, in turn."""
 
+import math
 from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
+
+import torch
 
 from lab.trace.summary import Interval, bootstrap
 from specdec.api import answer
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result
 from specdec.engine.sequence import Sequence
-from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.engine.trace import acceptance_by_depth, tau, tau_interval
 from specdec.model.target import Target
 from specdec.text import Prompt
 from specdec.types import Sampling, Verifier
@@ -156,7 +159,7 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         rule=in_words(way.verifier),
         lossless=way.verifier.lossless,
         tau=tau(traces),
-        tau_interval=bootstrap(_tau_of, tally.single)[0],
+        tau_interval=_tau_interval(tally.single),
         acceptance_by_depth=acceptance_by_depth(traces, way.tree.steps),
         tokens_per_second=tally.rate,
         ratio_to_plain=times,
@@ -170,8 +173,13 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
     )
 
 
-def _tau_of(single: list[Decoded]) -> float:
-    return sum(one.emitted for one in single) / max(sum(one.rounds for one in single), 1)
+def _tau_interval(single: list[Decoded]) -> Interval:
+    """Over prompts, each with all its trials."""
+    of_prompts: dict[str, list[int]] = {}
+    for one in single:
+        counts = of_prompts.setdefault(one.question, [0, 0])
+        counts[0], counts[1] = counts[0] + one.rounds, counts[1] + one.emitted
+    return tau_interval(torch.tensor(list(of_prompts.values()))) or (math.nan, math.nan)
 
 
 def as_rows(scores: list[Score]) -> list[dict]:

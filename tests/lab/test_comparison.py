@@ -72,7 +72,7 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
     tree, rule = specdec.make_tree(1, 3), specdec.make_verifier("match")
     sampling = specdec.Sampling(temperature=0.8, top_k=9)
     made = specdec.generate(target, PROMPTS, drafter, tree=tree, verifier=rule, sampling=sampling, max_new_tokens=8)
-    how = {"tree": "1/3/4", "verifier": "match", "rule": "match", "temperature": 0.8, "top_k": 9, "max_new_tokens": 8}
+    how = {"tree": "1/3/4", "verifier": "match", "temperature": 0.8, "top_k": 9, "max_new_tokens": 8}
     assert specdec.generate(target_path, PROMPTS, drafter_path, **how).text == made.text
     ids = [row.prompt for row in made.rows]
     assert specdec.generate(target, ids, drafter, **how).text == made.text

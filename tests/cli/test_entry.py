@@ -83,7 +83,7 @@ def test_everything_is_installed():
 
 
 def test_the_interface_is_named_in_both_places():
-    assert set(api.__all__) == specdec.INTERFACE
+    assert set(api.__all__) == {name for name, module in specdec.INTERFACE.items() if module == "specdec.api"}
     assert specdec.TreeSpec is api.TreeSpec
 
 

@@ -14,6 +14,7 @@ from specdec import auto
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
 from specdec.auto import Candidate, candidates, choose, choose_tree
 from specdec.cli.generate import main as generate
+from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.trace import tau
 from specdec.model.loader import load_target
@@ -163,8 +164,8 @@ def test_compiled_rounds_have_costs_of_their_own():
 
 
 def test_candidates_keep_to_the_drafter():
-    class Shallow:
-        max_steps, block = 2, None
+    class Shallow(Drafter):
+        max_steps = 2
 
     assert max(c.tree.steps for c in candidates(LIKELY, Shallow(), 0.0)) == 2
     assert max(c.tree.steps for c in TREES) == 4

@@ -28,8 +28,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def bundled(name: str | os.PathLike) -> str:
-    """What a name stands for: demo/NAME is the bundled target, drafter or file of that name, and any other name stays
-    as it is. ./demo/NAME is a folder of yours."""
+    """The path of what is bundled as demo/NAME; any other name stays as it is, ./demo/NAME too."""
     inside = DEMO / str(name).removeprefix("demo/")
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 

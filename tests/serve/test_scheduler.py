@@ -162,6 +162,7 @@ def test_one_that_nobody_wants_any_more_leaves_its_row_to_another():
         scheduler.cancel([second.job])
     assert [heard.finish for heard in (first, second, never)] == ["abort", "length", "abort"]
     assert (len(first.tokens), never.tokens) == (1, [])
+    assert (first.job.sequence.tokens, first.job.sequence.finish) == (first.tokens, "abort")  # not decoded any further
 
 
 def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():

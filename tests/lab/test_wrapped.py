@@ -9,8 +9,8 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from trees import DynamicTree
 
-OWN = {"capturable", "learns", "documents", "recipe", "unroll", "heads_in_use", "set_heads"}  # of training and graphs
-DERIVED = {"chain"}  # which calls what is passed on
+OWN = {"capturable", "learns", "recompute", "documents", "recipe", "unroll", "heads_in_use", "set_heads"}  # training, graphs
+DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 
 def test_everything_that_decoding_asks_of_a_drafter_is_passed_on():

@@ -9,7 +9,7 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from trees import DynamicTree
 
-OWN = {"capturable", "learns", "recompute", "documents", "recipe", "unroll", "heads_in_use", "set_heads"}  # training, graphs
+OWN = {"capturable", "learns", "recompute", "documents", "recipe", "unroll", "heads_in_use", "set_heads"}  # training
 DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 

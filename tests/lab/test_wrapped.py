@@ -11,7 +11,7 @@ from trees import DynamicTree
 
 # Of training and graphs.
 OWN = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads"}
-DERIVED = {"chain", "deepest"}  # which calls what is passed on
+DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 
 def test_everything_that_decoding_asks_of_a_drafter_is_passed_on():

@@ -22,6 +22,7 @@ class ConditionalHead(nn.Module):
     `settings`."""
 
     rank: int  # R
+    head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
 
     def settings(self) -> dict[str, int]:
         """What else it is made of, by name."""
@@ -37,23 +38,14 @@ class ConditionalHead(nn.Module):
 
     @abstractmethod
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """hidden [B,1,H], what a slot's base logits are made of, behind W paths: carried [B,W,C] -> what `output` reads
+        """hidden [B,1,H], what a slot's base logits are made of, behind W paths: carried [B,W,C] -> what `head` reads
         [B,W,R], and what is carried further [B,W,C]. slot: which of those that draft. In training hidden is [B,W,H]."""
-
-    @property
-    @abstractmethod
-    def output(self) -> LinearMap:
-        """Its matrix [U,R], with a row for each token of the draft vocabulary."""
-
-    @abstractmethod
-    def set_output(self, output: LinearMap) -> None:
-        """Put another in its place."""
 
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """base [B,1,U], the logits of a slot -> the logits of its W paths [B,W,U], and what is carried further. The
         rest is as for `narrow`."""
         low, carried = self.narrow(hidden, carried, slot)
-        return base + self.output(low), carried
+        return base + self.head(low), carried
 
 
 class Markov(ConditionalHead):
@@ -67,13 +59,6 @@ class Markov(ConditionalHead):
         self.embed = nn.Embedding(vocab.target_size, rank)
         self.head = Linear(rank, vocab.size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
-
-    @property
-    def output(self) -> LinearMap:
-        return self.head
-
-    def set_output(self, output: LinearMap) -> None:
-        self.head = output
 
     def begin(self, anchor: Tensor) -> Tensor:
         embedded = self.embed(anchor)
@@ -132,13 +117,6 @@ class Domino(ConditionalHead):
 
     def settings(self) -> dict[str, int]:
         return {"state": self.state, "prefix": self.prefix}
-
-    @property
-    def output(self) -> LinearMap:
-        return self.head
-
-    def set_output(self, output: LinearMap) -> None:
-        self.head = output
 
     def begin(self, anchor: Tensor) -> Tensor:
         return self.read(anchor, self.embedding.new_zeros(*anchor.shape, self.state))

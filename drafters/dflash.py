@@ -103,12 +103,12 @@ class BlockDrafter(Drafter):
         return self.conditional is not None
 
     def heads_in_use(self) -> list[LinearMap]:
-        return [self.head, *([self.conditional.output] if self.conditional else [])]
+        return [self.head, *([self.conditional.head] if self.conditional else [])]
 
     def set_heads(self, heads: list[LinearMap]) -> None:
         self.head, *others = heads
         if self.conditional:
-            self.conditional.set_output(*others)
+            (self.conditional.head,) = others
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Features of the target [B,n,F] -> what all layers take for the context [B,n,H]."""

@@ -74,13 +74,13 @@ class Blocks:
 def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
     """The blocks of a `BlockDrafter` behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
     later."""
-    slots, head = slots_behind(drafter, feats, tokens, anchors), drafter.conditional
+    slots, conditional = slots_behind(drafter, feats, tokens, anchors), drafter.conditional
     readout, output = slots, drafter.head
-    if head is None:
+    if conditional is None:
         carried = [slots.new_empty(*anchors.shape, 0)] * slots.shape[2]
     else:
-        carried, low = _along(head, slots, tokens, anchors)
-        readout, output = torch.cat([slots, low], -1), SumHead(drafter.head, head.output)
+        carried, low = _along(conditional, slots, tokens, anchors)
+        readout, output = torch.cat([slots, low], -1), SumHead(drafter.head, conditional.head)
     sure = drafter.confidence
     if sure is not None:
         sure = sure(slots, torch.stack(carried, 2)[..., : sure.rank])
@@ -88,7 +88,7 @@ def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Bl
 
 
 def _along(head: ConditionalHead, slots: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[list[Tensor], Tensor]:
-    """What a conditional head carries to each slot [B,A,C], and what its output reads there [B,A,W,R]."""
+    """What a conditional head carries to each slot [B,A,C], and what its head reads there [B,A,W,R]."""
     carried, low, now = [], [], head.begin(tokens.gather(1, anchors))
     for j in range(slots.shape[2]):
         if j:

@@ -14,10 +14,10 @@ from specdec.model.target import Target
 GOLDEN = Path(__file__).parent / "golden" / "blocks"
 
 
-def golden_target(tensors: dict) -> Target:
+def golden_target(tensors: dict, layers: int = 12) -> Target:
     """A stand-in: only its embedding, its head, its size and its depth matter here."""
     config = ModelConfig(
-        layers=12, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
+        layers=layers, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
         context=512, tied=False,
     )  # fmt: skip
     target = Target(config)

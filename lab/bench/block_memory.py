@@ -7,9 +7,6 @@ process before the step. The logits [anchors, slots, vocab] in fp32 have matrix_
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 
@@ -18,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters import dflash
-from lab.bench.objective_memory import peak_gib
+from lab.bench.by_way import by_way, peak_gib
 from lab.bench.pair import random_batch, random_pair
 from training.features.online import online_features
 from training.objectives.block import BlockObjective
@@ -68,13 +65,7 @@ def main() -> None:
     defaults = {"vocab": 128000, "length": 2048, "hidden": 128, "block": 16, "anchors": 512}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--way", choices=WAYS, help="this one only, in this process")
-    args = parser.parse_args()
-    if args.way:
-        print(json.dumps(measure(args)))
-        return
-    for way in WAYS:
-        subprocess.run([sys.executable, "-m", "lab.bench.block_memory", *sys.argv[1:], "--way", way], check=True)
+    by_way(parser, WAYS, measure, "lab.bench.block_memory")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,10 @@ matrix [length, vocab] in fp32 has matrix_gib. The peak is `ru_maxrss` on the CP
 """
 
 import argparse
-import json
-import resource
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 
+from lab.bench.by_way import by_way, peak_gib
 from lab.bench.pair import random_batch, random_pair
 from lab.bench.plain_eagle3 import PlainEagle3
 from training.features.online import online_features
@@ -22,10 +19,6 @@ from training.objectives.eagle3 import Eagle3Objective
 from training.objectives.terms import all_terms
 
 WAYS = ("plain", "pieces", "deferred")
-
-
-def peak_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def measure(args: argparse.Namespace) -> dict:
@@ -57,13 +50,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learnt", type=float, default=1.0, help="share of the assistant's tokens")
     parser.add_argument("--term", choices=all_terms(), default="ce", help="of the loss; plain has ce only")
-    parser.add_argument("--way", choices=WAYS, help="this one only, in this process")
-    args = parser.parse_args()
-    if args.way:
-        print(json.dumps(measure(args)))
-        return
-    for way in WAYS:
-        subprocess.run([sys.executable, "-m", "lab.bench.objective_memory", *sys.argv[1:], "--way", way], check=True)
+    by_way(parser, WAYS, measure, "lab.bench.objective_memory")
 
 
 if __name__ == "__main__":

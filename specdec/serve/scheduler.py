@@ -90,9 +90,8 @@ class Scheduler:
         self.room = engine.room
         steps = engine.policy.steps if engine.policy else 0
         self.metrics = metrics or Metrics(engine.target.name or "target", steps)
-        self.deliver: Callable[[list[Delta]], None] = (
-            hand_out  # a step's deltas -> their jobs; another thread may do it
-        )
+        # A step's deltas -> their jobs; another thread may do it.
+        self.deliver: Callable[[list[Delta]], None] = hand_out
         self.changed = threading.Condition()
         self.queue: list[Job] = []
         self.running: dict[Sequence, Job] = {}

@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_blocks import golden_target
 from safetensors.torch import load_file
 from torch import Tensor
 
 from drafters.formats import eagle3, recognise
-from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
-from specdec.model.target import Target
 from training.objectives.eagle3 import Eagle3Objective
 from trees import DynamicTree
 
@@ -21,15 +19,9 @@ NAMES = ("eagle2", "eagle3", "eagle3_mask")
 
 
 def golden_drafter(name: str):
-    """The golden head on a stand-in target: only its embedding, its head, its size and its depth matter here."""
+    """The golden head on its stand-in target."""
     reference = load_file(GOLDEN / name / "reference.safetensors")
-    config = ModelConfig(
-        layers=8, hidden=64, intermediate=8, heads=4, kv_heads=2, head_dim=16, vocab=320, eps=1e-5, rope=Rope(),
-        context=512, tied=False,
-    )  # fmt: skip
-    target = Target(config)
-    target.embed.weight.copy_(reference["embed_tokens.weight"])
-    target.head.weight.copy_(reference["lm_head.weight"])
+    target = golden_target(reference, layers=8)
     config = json.loads((GOLDEN / name / "config.json").read_text())
     tensors = load_file(GOLDEN / name / "model.safetensors")
     family, layout = recognise(config, tensors, name)

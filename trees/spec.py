@@ -241,9 +241,16 @@ def load_tree(file: str | os.PathLike) -> StaticTree:
 
     Raises ValueError, one sentence, for anything else."""
     content = registry.read_yaml(file, "tree")
-    paths = content.get("paths") if isinstance(content, dict) else None
+    paths = content.pop("paths", None) if isinstance(content, dict) else None
     if not isinstance(paths, list):
-        raise ValueError(f"{file} holds no static tree: it has no list `paths`")
+        raise ValueError(
+            f"{file} holds no static tree: it has no list `paths`. `specdec tree` writes one; a dynamic tree is "
+            "given as topk/steps/num_draft_tokens, such as 4/5/16"
+        )
+    kind = content.pop("_target_", StaticTree.__name__)
+    if not isinstance(kind, str) or kind.rpartition(".")[2] != StaticTree.__name__ or content:
+        what = next(iter(content), f"_target_: {kind}")
+        raise ValueError(f"{file} holds no static tree: beside `paths` it says {what}")
     try:
         return StaticTree(paths)
     except ValueError as error:

@@ -77,8 +77,10 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
     """The loss of `test_loss_by_hand`, slot by slot, from the unroll behind every row."""
     following = F.pad(data["tokens"][:, 1:], (0, 1))
     states, ids = list(drafter.unroll(data["feats"], following, drafter.block)), drafter.vocab.ids.tolist()
-    sure = drafter.blocks(data["feats"], following, torch.arange(12).expand(2, -1)).confidence
+    blocks = drafter.blocks(data["feats"], following, torch.arange(12).expand(2, -1))
+    sure, selects = blocks.confidence, drafter.conditioned and drafter.conditional.candidates
     total = divisor = missed = 0
+    unchosen = chosen = torch.zeros(())
     lost = []
     for b, learnt in enumerate(LEARNT):
         for p in range(1, 11):
@@ -89,23 +91,29 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
                 at = p + 1 + j
                 if at < 12 and learnt[at] and TEXTS[b][at] == TEXTS[b][p]:
                     logq = state.logits[b, p - 1].log_softmax(-1)
+                    if selects:
+                        logq, among = drafter.head(blocks.readout[b, p - 1, j, :32]).log_softmax(-1), logq
                     p_all = data["teacher_logits"][b, at - 1].softmax(-1)[ids]
                     token, weight = data["tokens"][b, at].item(), torch.exp(torch.tensor(-j / gamma))
                     known = logq[ids.index(token)] if token in ids else logq.sum() * 0
                     total -= weight * (0.1 * known - 0.9 * ((p_all - logq.exp()).abs().sum() + 1 - p_all.sum()))
                     accepted = torch.minimum(p_all, logq.exp()).sum()
                     reached, divisor = reached * accepted, divisor + weight
+                    if selects and token in ids and among[ids.index(token)].isfinite():
+                        unchosen, chosen = unchosen - weight * among[ids.index(token)], chosen + weight
                     if sure is not None:
                         missed += weight * F.binary_cross_entropy_with_logits(sure[b, p - 1, j], accepted.detach())
                 reaches.append(reached)
             lost.append(1 - torch.stack(reaches).mean())
-    return (total + missed) / divisor + 0.5 * torch.stack(lost).mean()
+    assert chosen > 0 or not selects
+    return (total + missed) / divisor + 0.5 * torch.stack(lost).mean() + unchosen / chosen.clamp(min=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_loss_by_hand(monkeypatch, kind, pieces):
-    """DSpark's terms, confidence and e2e together, in one piece or block by block: the loss, and every gradient."""
+    """DSpark's terms, confidence, selector and e2e together, in one piece or block by block: the loss, and every
+    gradient."""
     monkeypatch.setattr(losses, "PIECE", pieces)
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
     target = tiny_target()

@@ -52,6 +52,17 @@ def test_a_tree_grows_without_waiting(policy):
         policy.grow(drafter, torch.ones(2, dtype=torch.int64), state)
 
 
+def test_a_tree_is_no_deeper_than_the_block():
+    target = tiny_target()
+    for asked, built in (
+        (BlockTree(), (8, 5, 32)),
+        (BlockTree(2, 16, 100), (2, 5, 63)),
+        (BlockTree(3, 4, 9), (3, 4, 9)),
+    ):
+        policy = Engine(target, DRAFTERS["dflash"](target), asked).policy
+        assert (policy.topk, policy.steps, policy.num_draft_tokens) == built
+
+
 @pytest.mark.parametrize("cut", [0.05, 0.5, 0.999])
 @pytest.mark.parametrize("policy", [Chain(5), DynamicTree(3, 4, 10)], ids=["chain", "dynamic"])
 def test_a_cut_proposal_changes_no_text(policy, cut):

@@ -69,6 +69,7 @@ class BlockDrafter(Drafter):
         self.conditional, self.confidence = conditional, confidence
         if conditional and conditional.head is None:
             conditional.head = self.head
+        self.base: Tensor | None = None  # [B,block,U] logits of the slots of the tree that grows
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
     @property
@@ -163,7 +164,10 @@ class BlockDrafter(Drafter):
         return CacheView(cache, rows, seen.expand(b, rows, rows), groups, depth=depth, window=window)
 
     def root(self, first: DraftState) -> DraftState:
-        return self._told(first, 0, first.hidden) if self.conditional else first.slot(0, 1)
+        if self.conditional is None:
+            return first.slot(0, 1)
+        self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
+        return self._told(first, 0, first.hidden)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
@@ -173,7 +177,7 @@ class BlockDrafter(Drafter):
     def _told(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
         """The state of slot `level` of a block behind paths, of which `carried` [B,W,C] tells the tokens."""
         readout = first.readout[:, level : level + 1]
-        logits, carried = self.conditional(self.head(readout), readout, carried, level)
+        logits, carried = self.conditional(self.base[:, level : level + 1], readout, carried, level)
         return DraftState(carried, logits)
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:

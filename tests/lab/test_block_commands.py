@@ -21,7 +21,10 @@ KINDS = {
     "dspark": {"block_size": 4, "label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True},
 }
 BLOCK = ["--tree", "block"]  # by default far deeper than this block
-TREES = {"dflash": [BLOCK, ["--tree", "block 2/3/6"]], "dspark": [["--topk", "2", "--steps", "4"], ["--topk", "1", "--steps", "4"]]}
+TREES = {
+    "dflash": [BLOCK, ["--tree", "block 2/3/6"]],
+    "dspark": [["--topk", "2", "--steps", "4"], ["--topk", "1", "--steps", "4"]],
+}
 
 
 @pytest.fixture(scope="module")

@@ -183,9 +183,8 @@ class AmongBest(SumHead):
         self.candidates = candidates
 
     def __call__(self, x: Tensor) -> Tensor:
-        base = self.heads[0](x[..., : self.heads[0].weight.shape[1]])
-        ids = base.topk(min(self.candidates, base.shape[-1])).indices
-        logits = super().__call__(x)
+        base, *others = self.parts(x)
+        ids, logits = base.topk(min(self.candidates, base.shape[-1])).indices, sum(others, base)
         return torch.full_like(logits, -torch.inf).scatter(-1, ids, logits.gather(-1, ids))
 
 

@@ -7,7 +7,7 @@ from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
 
 from drafters import unroll_block
 from training.objectives import losses
-from training.objectives.anchors import draw, slots
+from training.objectives.anchors import draw, draw_visible, slots
 from training.objectives.block import BlockObjective, pace
 from training.objectives.eagle3 import Eagle3Objective
 
@@ -56,6 +56,28 @@ def test_slots_that_count():
     assert counted("previous") == [[1, 1, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
     weights = torch.arange(12.0).expand(2, 12)
     assert counted("label", weights)[0] == [3, 0, 5]
+
+
+def test_tokens_that_blocks_are_shown():
+    """As often as they should be, within 5 standard deviations; and their slots do not count."""
+    torch.manual_seed(0)
+    count = 10000
+    drawn = draw_visible(0.9, torch.zeros(100, 100, dtype=torch.int64), 6)
+    for n in range(8):
+        share = 0.9**n / sum(0.9**m for m in range(2, 6)) if 2 <= n <= 5 else 0.0
+        assert abs((drawn == n).sum().item() - count * share) <= 5 * (count * share * (1 - share)) ** 0.5
+    assert draw_visible(0.9, torch.zeros(1, 3, dtype=torch.int64), 2).tolist() == [[1, 1, 1]]
+    mask, anchors = torch.ones(1, 12), torch.tensor([[2, 4]])
+    there, visible = torch.ones_like(anchors, dtype=torch.bool), torch.tensor([[3, 2]])
+    found = slots(anchors, there, 4, "label", mask, torch.zeros(1, 12), None, visible)
+    assert found.mask.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert found.since.tolist() == [[-2, -1, 0, 1], [-1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(("how", "message"), [({"visible": 0.0}, "above 0"), ({"chooses": "best"}, "chooses must be")])
+def test_settings_that_cannot_be(how, message):
+    with pytest.raises(ValueError, match=message):
+        BlockObjective(**how)
 
 
 def test_pace_by_hand():

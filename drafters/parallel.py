@@ -36,6 +36,7 @@ class ParallelDrafter(Drafter):
     capturable = True
     learns = True
     recompute = False
+    earliest = 1  # a block is learnt behind tokens from this place of a document on: the first with a feature before it
     head: LinearMap
 
     def set_block(self, block: int) -> None:

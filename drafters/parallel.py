@@ -100,8 +100,8 @@ class ParallelDrafter(Drafter):
     ) -> MaskedBlocks:
         """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
 
-        lengths: how many slots of each of the A columns are wanted; best in descending order, as columns are computed
-        in pieces of one length. The others are 0. None: all of all."""
+        lengths: how many slots of each of the A columns are wanted, None for all; best in descending order, as pieces
+        of columns are computed as far as the longest needs. The other slots are 0, or what they are."""
         return MaskedBlocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:

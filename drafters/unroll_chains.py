@@ -78,8 +78,7 @@ def _piece(
     here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
     same = documents.gather(1, here)[..., None] == documents[:, None]
     seen = same & (rows <= anchors[..., None])
-    # A chain with nothing before it stands at the beginning of the text.
-    ends = torch.where(anchors < 0, anchors, positions.gather(1, here))
+    ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
     out = drafter.run(rows, places.flatten(1), ChainView(kept, seen, length))

@@ -209,8 +209,17 @@ def family_of(drafter: Drafter) -> Family:
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
-    """Write a drafter in the layout that its family is saved in, as one folder, whole or not at all."""
+    """Write a drafter in the layout that its family is saved in, or, if that cannot say what it is, in the first one
+    that can, as one folder, whole or not at all."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
-    layout = find_layout(family, family.saved_as)
-    write_folder(Path(folder), *layout.write(meaning, tensors, facts_of(target)), apart=layout.apart)
+    usual = find_layout(family, family.saved_as)
+    for layout in (usual, *(other for other in FAMILIES[family] if other is not usual)):
+        try:
+            written = layout.write(meaning, tensors, facts_of(target))
+        except ValueError as reason:
+            refused = refused if layout is not usual else reason
+            continue
+        write_folder(Path(folder), *written, apart=layout.apart)
+        return
+    raise refused

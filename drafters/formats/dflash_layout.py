@@ -144,14 +144,22 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
     return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
 
 
-ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write)
-DEEPSPEC = Layout("deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec)
+ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write, shares_head=True)
+DEEPSPEC = Layout(
+    "deepspec",
+    "block drafters as of DeepSpec",
+    recognise_deepspec,
+    read_deepspec,
+    write_deepspec,
+    shares_head=True,
+)
 SPECULATORS = Layout(
     "speculators",
     "block drafters as of speculators and vLLM",
     recognise_speculators,
     read_speculators,
     write_speculators,
+    shares_head=True,
 )
 FAMILY = Family(
     "DFlash",

@@ -1,5 +1,6 @@
-"""PARD: a small language model that guesses a block by mask tokens behind the text (arXiv 2504.18583), and PARD-2, which
-adds the target's features to its embeddings (arXiv 2605.08632).
+"""PARD: a small language model that guesses a block by mask tokens behind the text (arXiv 2504.18583).
+
+PARD-2 adds the target's features to its embeddings (arXiv 2605.08632).
 
 It keeps a language model's conventions: token t has position t. PARD-2 gives token t the target's feature of token
 t - 1, nothing to token 0, and to mask rows that of the last real row.

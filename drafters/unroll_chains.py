@@ -74,7 +74,6 @@ def _piece(
     drafter, kept: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
     """masked [B,A,E], anchors [B,A] -> [B,A,length,H]"""
-    b, a = anchors.shape
     here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
     same = documents.gather(1, here)[..., None] == documents[:, None]
     seen = same & (rows <= anchors[..., None])
@@ -82,4 +81,4 @@ def _piece(
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
     out = drafter.run(rows, places.flatten(1), ChainView(kept, seen, length))
-    return out.unflatten(1, (a, length))
+    return out.unflatten(1, (-1, length))

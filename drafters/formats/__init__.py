@@ -26,6 +26,7 @@ from drafters.formats import (
     recipe,
     speculators,
     vllm,
+    vllm_blocks,
 )
 from drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
 from drafters.formats.maps import map_doubts
@@ -41,7 +42,12 @@ from specdec.model.names import bundled, resolve
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
-    dflash_layout.FAMILY: (dflash_layout.ZLAB, dflash_layout.DEEPSPEC, dflash_layout.SPECULATORS),
+    dflash_layout.FAMILY: (
+        dflash_layout.ZLAB,
+        dflash_layout.DEEPSPEC,
+        dflash_layout.SPECULATORS,
+        vllm_blocks.BLOCKS,
+    ),
     pard.FAMILY: (pard.LAYOUT,),
     peagle.FAMILY: (peagle.OWN, peagle.FLAT, peagle.SPECULATORS),
     eagle3.FAMILY: (
@@ -213,13 +219,12 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> No
     that can, as one folder, whole or not at all."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
-    usual = find_layout(family, family.saved_as)
+    usual, refused = find_layout(family, family.saved_as), []
     for layout in (usual, *(other for other in FAMILIES[family] if other is not usual)):
         try:
             written = layout.write(meaning, tensors, facts_of(target))
         except ValueError as reason:
-            refused = refused if layout is not usual else reason
+            refused.append(reason)
             continue
-        write_folder(Path(folder), *written, apart=layout.apart)
-        return
-    raise refused
+        return write_folder(Path(folder), *written, apart=layout.apart)
+    raise refused[0]

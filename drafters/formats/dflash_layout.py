@@ -7,6 +7,7 @@ DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own lo
 
 from drafters.dflash import BlockDrafter
 from drafters.formats.base import Family, Layout, TargetFacts, Tensors
+from drafters.formats.block_servers import refuse
 from drafters.formats.dflash import (
     ALREADY,
     BlockMeaning,
@@ -171,6 +172,8 @@ FAMILY = Family(
     BlockDrafter,
     saved_as=ZLAB.name,
     sign="fc.* and hidden_norm.*",
+    servers={"vllm": "vllm", "sglang": "dflash"},
+    refuse=refuse,
     faults=faults,
     streams=streams,
     retap=retap,

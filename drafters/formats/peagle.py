@@ -220,6 +220,8 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleM
 
 
 def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if meaning.forward.qkv_bias and meaning.layers > 1:
+        raise ValueError("this layout has no biases of q, k and v (train with drafter.qkv_bias=false)")
     meaning, tensors = ascending(meaning, tensors)
     config, tensors = speculators.write(meaning, tensors, target)
     stated = speculators.speculators_fields("peagle", "PEagleDraftModel", target)
@@ -230,9 +232,7 @@ def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFa
 
 
 OWN = Layout("specdec", "ours: SpecForge's P-EAGLE, with taps by name", recognise_own, read, write_own)
-FLAT = Layout(
-    "peagle", "P-EAGLE as of SpecForge", recognise, read, write, names_layers=True, doubts=doubts
-)
+FLAT = Layout("peagle", "P-EAGLE as of SpecForge", recognise, read, write, names_layers=True, doubts=doubts)
 SPECULATORS = Layout(
     "speculators",
     "P-EAGLE as of speculators and vLLM",

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from drafters import pard as pard_drafter
 from drafters.draft_model import DraftModel
-from drafters.formats import FAMILIES, family_of, load_drafter, open_checkpoint, pard, peagle, save_drafter
+from drafters.formats import FAMILIES, family_of, load_drafter, pard, peagle, save_drafter
 from drafters.formats.base import facts_of
 from drafters.formats.convert import convert, export
 from drafters.formats.inspect import inspect
@@ -37,7 +37,7 @@ def test_peagle_is_written_and_read_again(source, layout, target):
     assert meaning.taps == (2, 6, 9)
     config, spelled = layout.write(meaning, tensors, facts_of(target))
     config = json.loads(json.dumps(config))
-    assert [one for one in FAMILIES[peagle.FAMILY] if one.recognise(config, spelled)][0] is layout
+    assert next(one for one in FAMILIES[peagle.FAMILY] if one.recognise(config, spelled)) is layout
     again, back = layout.read(config, spelled, "it")
     assert again == meaning
     assert set(back) - {"t2d"} == set(peagle.FAMILY.expected(again, back))
@@ -97,7 +97,7 @@ def test_folders_are_saved_loaded_and_converted(kind, tmp_path):
 
 
 def test_a_pard_folder_is_a_language_model_for_others(tmp_path):
-    """Its authors' folder: what transformers loads, with a mask token in the config. PARD's name is what we look for."""
+    """Its authors' folder: what transformers loads, with a mask token in the config, by which we know it."""
     save_hf(tmp_path / "it", "qwen3", head_dim=8, tie_word_embeddings=True)
     target = load_target(tmp_path / "it", tokenizer=False)
     assert isinstance(load_drafter(tmp_path / "it", target), DraftModel)

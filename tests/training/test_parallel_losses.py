@@ -116,7 +116,9 @@ def test_pard2(weights, name, monkeypatch):
     golden = load_file(GOLDEN / "pard.safetensors")
     inputs = {key.removeprefix("train2."): v for key, v in golden.items() if key.startswith("train2.")}
     changes = {"spd_type": "pard2", "pard2_target_layers": [-1, -4, -8]}
-    drafter = golden_parallel("pard", "pard", {"target_proj.weight": inputs["target_proj.weight"]}, block_size=4, **changes)
+    drafter = golden_parallel(
+        "pard", "pard", {"target_proj.weight": inputs["target_proj.weight"]}, block_size=4, **changes
+    )
     texts, features = drafter.texts, F.pad(inputs["target_feat"], (0, 0, 0, 1))
     monkeypatch.setattr(drafter, "texts", lambda *given: (features, *texts(*given)[1:]))
     known = inputs["teacher_gold_prob"]

@@ -96,7 +96,9 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
     weights = torch.rand(2, 12) + 0.5
     objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
     with torch.no_grad():  # the rows that it draws then, every time
-        kept = objective.kept(drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents)
+        kept = objective.kept(
+            drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents
+        )
     monkeypatch.setattr(objective, "kept", lambda *given: kept)
     kept = kept.clone()
     kept[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it

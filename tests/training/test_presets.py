@@ -84,13 +84,13 @@ BLOCK_PRESETS = {
 PARALLEL_PRESETS = {
     "peagle": (
         {"draft_vocab_size": 32000, "layers": 4, "taps": None, "block_size": 8, "train_head": False},
-        {"terms": {"kl": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "learnt", "counts": "previous", "known_only": False},
+        {"terms": {"kl": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "learnt", "counts": "previous"},
         {"lr": 1e-4, "muon_lr": 1e-3, "schedule": "linear", "clip": 1.0},
         {"max_length": 8192},
     ),
     "pard": (
         {"block_size": 8, "taps": None},
-        {"terms": {"tokens": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "all", "counts": "label", "weights": "uniform"},
+        {"terms": {"tokens": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "all", "counts": "label"},
         {"lr": 1e-5, "muon_lr": None, "epochs": 4, "warmup": 0, "schedule": "constant"},
         {"max_length": 512},
     ),
@@ -198,7 +198,14 @@ def test_spread_taps():
 def test_every_objective_of_conf_learns(name):
     """A small step down the gradient lowers the loss by at least half of its length times the gradient's norm; not just
     by all of it, for what LK's hybrid holds constant is no constant."""
-    drafters = {"medusa": "medusa", "mtp": "mtp", "eagle": "eagle", "hass": "eagle", "block": "dflash", "parallel": "peagle"}
+    drafters = {
+        "medusa": "medusa",
+        "mtp": "mtp",
+        "eagle": "eagle",
+        "hass": "eagle",
+        "block": "dflash",
+        "parallel": "peagle",
+    }
     config = composed(f"objective={name}", f"drafter={drafters.get(name, 'eagle3')}")
     objective = instantiate(config["objective"] | {"noise": 0.0})
     _, drafter, inputs = prepared(config)

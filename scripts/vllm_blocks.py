@@ -44,7 +44,7 @@ def learn(target: Target, drafter: Drafter, tokens: Tensor, mask: Tensor) -> Non
         logits, feats = target(tokens, None, taps=drafter.taps)
     feats = tokens.new_zeros(*tokens.shape, 0, dtype=torch.float32) if feats is None else feats
     own = isinstance(drafter, dflash.BlockDrafter)
-    objective = BlockObjective() if own else ParallelObjective({"tokens": 1.0}, keep=1.0, counts="label")
+    objective = BlockObjective() if own else ParallelObjective({"tokens": 1.0}, kept=1.0, counts="label")
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=RATE)
     drafter.first_tokens = tokens[:, 0]
     for step in range(STEPS):

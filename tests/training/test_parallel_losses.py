@@ -16,7 +16,7 @@ class AtTheirRows(ParallelObjective):
 
     theirs: torch.Tensor
 
-    def kept(self, drafter, learnt, documents):
+    def rows_of(self, drafter, learnt, documents):
         width, depths = learnt.shape[1], self.theirs.shape[2]
         columns = torch.arange(-1, width)[:, None] + torch.arange(depths)
         inside = (columns >= 0) & (columns < width)

@@ -96,10 +96,10 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
     weights = torch.rand(2, 12) + 0.5
     objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
     with torch.no_grad():  # the rows that it draws then, every time
-        kept = objective.kept(
+        kept = objective.rows_of(
             drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents
         )
-    monkeypatch.setattr(objective, "kept", lambda *given: kept)
+    monkeypatch.setattr(objective, "rows_of", lambda *given: kept)
     kept = kept.clone()
     kept[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it
     following = F.pad(data["tokens"][:, 1:], (0, 1))
@@ -153,7 +153,7 @@ def test_a_batch_with_nothing_to_learn_is_harmless():
     ("settings", "message"),
     [
         ({"pool": "some"}, "objective.pool must be one of learnt, all, got 'some'"),
-        ({"keep": 1.5}, "objective.keep is a share"),
+        ({"kept": 1.5}, "objective.kept is a share"),
         ({"anchors": 0}, "objective.anchors must be at least 1"),
     ],
 )

@@ -84,19 +84,19 @@ BLOCK_PRESETS = {
 PARALLEL_PRESETS = {
     "peagle": (
         {"draft_vocab_size": 32000, "layers": 4, "taps": None, "block_size": 8, "train_head": False},
-        {"terms": {"kl": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "learnt", "counts": "previous"},
+        {"terms": {"kl": 1.0}, "kept": 0.7, "kept_min": 0.2, "pool": "learnt", "counts": "previous"},
         {"lr": 1e-4, "muon_lr": 1e-3, "schedule": "linear", "clip": 1.0},
         {"max_length": 8192},
     ),
     "pard": (
         {"block_size": 8, "taps": None},
-        {"terms": {"tokens": 1.0}, "keep": 0.7, "keep_min": 0.2, "pool": "all", "counts": "label"},
+        {"terms": {"tokens": 1.0}, "kept": 0.7, "kept_min": 0.2, "pool": "all", "counts": "label"},
         {"lr": 1e-5, "muon_lr": None, "epochs": 4, "warmup": 0, "schedule": "constant"},
         {"max_length": 512},
     ),
     "pard2": (
         {"block_size": 16, "taps": 4, "scale": 0.02},
-        {"terms": {"tokens": 0.1, "kl": 1.0}, "keep_min": 0.1, "counts": "label", "weights": "teacher", "drop": 0.2},
+        {"terms": {"tokens": 0.1, "kl": 1.0}, "kept_min": 0.1, "counts": "label", "weights": "teacher", "drop": 0.2},
         {"lr": 1e-5, "muon_lr": None, "epochs": 4, "warmup": 0, "schedule": "constant"},
         {"max_length": 512},
     ),

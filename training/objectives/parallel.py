@@ -36,7 +36,7 @@ class Sampled:
 class ParallelObjective(Objective):
     """The weighted mean of terms over sampled rows (`training.objectives.cod`), all depths alike.
 
-    - keep, keep_min, anchors, pool: which rows are drawn.
+    - kept, kept_min, anchors, pool: which rows are drawn.
     - counts: 'previous', a row counts if the token before its own is learnt, as speculators and SpecForge have it;
       'label', if its own is (PARD).
     - weights: 'uniform', or 'teacher', the product of the target's probabilities of the tokens that the mask tokens up
@@ -48,8 +48,8 @@ class ParallelObjective(Objective):
         self,
         terms: Mapping[str, Weight] | None = None,
         *,
-        keep: float = 0.7,
-        keep_min: float = 0.2,
+        kept: float = 0.7,
+        kept_min: float = 0.2,
         anchors: int | None = None,
         pool: str = "learnt",
         counts: str = "previous",
@@ -61,12 +61,12 @@ class ParallelObjective(Objective):
         for name, value, known in (("pool", pool, POOLS), ("counts", counts, COUNTS), ("weights", weights, WEIGHTS)):
             if value not in known:
                 raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
-        for name, value in (("keep", keep), ("keep_min", keep_min), ("drop", drop)):
+        for name, value in (("kept", kept), ("kept_min", kept_min), ("drop", drop)):
             if not 0 <= value <= 1:
                 raise ValueError(f"objective.{name} is a share, from 0 to 1, got {value}")
         if anchors is not None and anchors < 1:
             raise ValueError(f"objective.anchors must be at least 1, or null for all, got {anchors}")
-        self.keep, self.keep_min, self.anchors, self.pool = keep, keep_min, anchors, pool
+        self.kept, self.kept_min, self.anchors, self.pool = kept, kept_min, anchors, pool
         self.counts, self.weights, self.drop = counts, weights, drop
 
     lookahead = 0  # no chain leaves its document
@@ -89,7 +89,7 @@ class ParallelObjective(Objective):
         following = F.pad(tokens[:, 1:], (0, 1))
         documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
         learnt = self.learnt(drafter, teacher_logits, loss_mask, documents)
-        rows = sampled(self.kept(drafter, learnt, documents))
+        rows = sampled(self.rows_of(drafter, learnt, documents))
         blocks = drafter.blocks(self.noisy(feats), following, rows.anchors - 1, rows.lengths)
         readout = blocks.readout[rows.row, rows.place, rows.depth]
         each = torch.ones_like(readout[:, 0], dtype=torch.float32)
@@ -110,9 +110,9 @@ class ParallelObjective(Objective):
             loss_mask = F.pad(loss_mask[:, 1:] * same, (0, 1))
         return self.positions(drafter.vocab, teacher_logits, loss_mask, loss_mask) > 0
 
-    def kept(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
+    def rows_of(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
         """[B,T+1,block] bool: which rows are learnt, as `by_anchor` gives them."""
-        drawn = sample(learnt, drafter.block, self.keep, self.keep_min, self.anchors, self.pool)
+        drawn = sample(learnt, drafter.block, self.kept, self.kept_min, self.anchors, self.pool)
         return by_anchor(drawn, documents, drafter.earliest)
 
     def noisy(self, feats: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class ParallelObjective(Objective):
     def readouts(self, drafter: ParallelDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         drafter.first_tokens = tokens[:, 0]
         width = tokens.shape[1]
-        shares = [1.0] + [max(self.keep**depth, self.keep_min) for depth in range(1, drafter.block)]
+        shares = [1.0] + [max(self.kept**depth, self.kept_min) for depth in range(1, drafter.block)]
         lengths = [sum(column < share * width for share in shares) for column in range(width)]
         return [drafter.blocks(feats, tokens, torch.arange(width).expand_as(tokens), lengths).readout]
 

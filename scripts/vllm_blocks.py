@@ -10,10 +10,12 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from vllm_variants import method_of
 
 from drafters import dflash, pard, peagle
 from drafters.formats import save_drafter
 from drafters.formats.convert import export
+from drafters.parallel import ParallelDrafter
 from drafters.vocab import DraftVocab
 from specdec.api import DEMO_TARGET
 from specdec.contracts import Drafter
@@ -56,8 +58,11 @@ def learn(target: Target, drafter: Drafter, tokens: Tensor, mask: Tensor) -> Non
         optimizer.zero_grad()
 
 
-def make(folder: Path, target: Target, prompts: list[list[int]], new: int) -> list[tuple[str, Path, Path]]:
-    """Name of the case, folder of the drafter, folder of its export."""
+def make(
+    folder: Path, target: Target, prompts: list[list[int]], new: int, only: list[str] | None = None
+) -> list[tuple[str, Path, Path, str, int | None, bool]]:
+    """Name of the case, folder of the drafter, folder of its export, what `vllm_variants.method_of` says, and whether
+    vLLM must be told of mask rows. only: those of these names."""
     rows = Engine(target).generate(prompts, max_new_tokens=new, eos=frozenset(target.eos)).rows
     texts = [torch.tensor(row.prompt + row.tokens) for row in rows]
     answers = [torch.arange(len(text)) >= len(row.prompt) for text, row in zip(texts, rows, strict=True)]
@@ -65,10 +70,12 @@ def make(folder: Path, target: Target, prompts: list[list[int]], new: int) -> li
     made = []
     torch.manual_seed(0)
     for name, drafter in drafters(target, tokens):
+        if only and name not in only:
+            continue
         learn(target, drafter, tokens, mask)
         place = folder / name.replace(": ", "_").replace(" ", "_")
         exported = place.with_name(place.name + "_in_vllm")
         save_drafter(drafter, place, target)
-        export(place, exported, "vllm", DEMO_TARGET)
-        made.append((name, place, exported))
+        checkpoint = export(place, exported, "vllm", DEMO_TARGET)
+        made.append((name, place, exported, *method_of(checkpoint), isinstance(drafter, ParallelDrafter)))
     return made

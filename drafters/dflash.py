@@ -269,7 +269,7 @@ def create(
     mask = len(embedding) - 1 if mask_token is None else mask_token
     if not 0 <= mask < len(embedding):
         raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
-    sliding = tuple(index < sliding_layers for index in range(layers))
+    sliding = tuple(index < sliding_layers for index in range(layers)) if sliding_layers else ()
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
     behind = head_of(conditional, vocab, embedding, rank, head or {})
     sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None

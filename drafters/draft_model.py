@@ -78,6 +78,11 @@ def create(
     """
     if path is None:
         raise ValueError("a draft model is a checkpoint of its own: give its folder or hub name as `path`")
+    return DraftModel(load_model(target, path, allow_nonfinite).to(target.dtype), vocab).eval()
+
+
+def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> Target:
+    """The language model of a checkpoint folder or hub name, on the target's device; ValueError as for `create`."""
     folder = resolve(path)
     tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
@@ -92,7 +97,7 @@ def create(
             f"{path}: the draft model's tokenizer names tokens differently from the target's; take a model of the "
             "target's family"
         )
-    return DraftModel(model.to(target.dtype), vocab).eval()
+    return model
 
 
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:

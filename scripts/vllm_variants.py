@@ -18,7 +18,13 @@ from specdec.api import DEMO_TARGET
 from specdec.model.checkpoint import write_folder
 from specdec.model.layers import Rope
 
-METHODS = {"EAGLE-3": "eagle3", "EAGLE-1/2": "eagle", "Medusa": "medusa"}
+METHODS = {
+    "EAGLE-3": "eagle3",
+    "EAGLE-1/2": "eagle",
+    "Medusa": "medusa",
+    "P-EAGLE": "eagle3",
+    "PARD": "draft_model",
+}
 TAPS = (2, 5, 7)  # instead of 2, 5 and 8: the last is what vLLM has under a name of its own
 
 Change = Callable[..., Checkpoint]
@@ -111,8 +117,10 @@ BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medus
 
 def method_of(checkpoint: Checkpoint) -> tuple[str, int | None]:
     """vLLM's name for the method, and the number of tokens that the drafter always drafts; None for any."""
-    heads = checkpoint.meaning.shape.heads if checkpoint.family.title == "Medusa" else None
-    return METHODS[checkpoint.family.title], heads
+    meaning = checkpoint.meaning
+    if checkpoint.family.title == "DFlash":  # whose slots see each other
+        return "dspark" if meaning.conditional else "dflash", meaning.forward.drafts
+    return METHODS[checkpoint.family.title], meaning.shape.heads if checkpoint.family.title == "Medusa" else None
 
 
 def make(folder: Path, target) -> list[tuple[str, Path, Path, str, int | None]]:

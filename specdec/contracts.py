@@ -128,6 +128,8 @@ class Drafter(nn.Module):
     trust: float = 0.8
     # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
     documents: Tensor | None = None  # None: one text each
+    first_tokens: Tensor | None = None  # [B] for the next `unroll`: token 0 of each row, which it does not bring
+    tap_width: int | None = None  # the target's hidden size, where it is not `shape.hidden`
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     acceptance: Acceptance | None = None  # what its `acceptance.json` says

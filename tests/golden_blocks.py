@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from drafters.dflash import BlockDrafter
 from drafters.formats import recognise
+from drafters.parallel import ParallelDrafter
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import Rope
 from specdec.model.target import Target
@@ -35,6 +37,16 @@ def golden_drafter(name: str, model: str = "dflash", keeps: bool = False, extra=
     config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
     family, layout = recognise(config, tensors | (extra or {}), name)
     return family.construct(*layout.read(config, tensors | (extra or {}), name), target, name).eval()
+
+
+def golden_parallel(name: str, model: str, extra: dict | None = None, **changes) -> ParallelDrafter:
+    """The golden weights of P-EAGLE or PARD, read by the config of this name with other fields."""
+    tensors = load_file(GOLDEN / f"{model}_model.safetensors") | (extra or {})
+    embedding = next(tensor for key, tensor in tensors.items() if key.endswith("embed_tokens.weight"))
+    target = golden_target({"embed_tokens.weight": embedding, "lm_head.weight": torch.zeros(320, 64)})
+    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
+    family, layout = recognise(config, tensors, name)
+    return family.construct(*layout.read(config, tensors, name), target, name).eval()
 
 
 def golden_heads(reference: dict, kind: str) -> dict:

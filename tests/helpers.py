@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import dflash, eagle, eagle3, medusa, mtp, ngram
+from drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, peagle
 from drafters.draft_model import DraftModel
 from drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
@@ -144,6 +144,26 @@ def tiny_block(target: Target, seed: int = 1, **switches):
     return drafter
 
 
+# Drafters of blocks of mask rows, in the same way.
+PARALLEL = {
+    "peagle": partial(peagle.create, layers=3),
+    "peagle-speculators": partial(peagle.create, layers=1, tap_norms=True, residual_norm=True, qk_norm=True),
+    "pard": partial(pard.create, layers=2),
+    "pard2": partial(pard.create, layers=2, taps=2, scale=0.5),
+}
+
+
+def tiny_parallel(target: Target, kind: str, seed: int = 1):
+    """A random drafter of five mask rows for a tiny target; P-EAGLE leaves tokens out."""
+    torch.manual_seed(seed)
+    ids = (torch.arange(8) * 2 % target.config.vocab).sort().values if kind.startswith("peagle") else None
+    drafter = PARALLEL[kind](target, vocab=DraftVocab(target.config.vocab, ids), block_size=6).eval()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+    return drafter
+
+
 # Every way to draft, on a tiny target: name -> a function of the target.
 DRAFTERS = (
     {kind: partial(tiny_drafter, draft_vocab=8, kind=kind) for kind in LEARNERS}
@@ -153,6 +173,7 @@ DRAFTERS = (
         "draft-model": lambda target: DraftModel(tiny_target(seed=5)),
     }
     | {kind: partial(tiny_block, **switches) for kind, switches in BLOCKS.items()}
+    | {kind: partial(tiny_parallel, kind=kind) for kind in ("peagle", "pard2")}
 )
 
 

@@ -6,7 +6,7 @@ A new layout is a file with a `Layout`, and its place in `FAMILIES`; a new famil
 import os
 import warnings
 from dataclasses import dataclass, replace
-from itertools import starmap
+from itertools import chain, starmap
 from pathlib import Path
 
 import torch
@@ -21,9 +21,12 @@ from drafters.formats import (
     modelopt,
     mtp,
     mtp_inside,
+    pard,
+    peagle,
     recipe,
     speculators,
     vllm,
+    vllm_blocks,
 )
 from drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
 from drafters.formats.maps import map_doubts
@@ -32,14 +35,21 @@ from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
-from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
+from specdec.model.checkpoint import read_headers, read_json, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.names import bundled, resolve
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
-    dflash_layout.FAMILY: (dflash_layout.ZLAB, dflash_layout.DEEPSPEC, dflash_layout.SPECULATORS),
+    dflash_layout.FAMILY: (
+        dflash_layout.ZLAB,
+        dflash_layout.DEEPSPEC,
+        dflash_layout.SPECULATORS,
+        vllm_blocks.BLOCKS,
+    ),
+    pard.FAMILY: (pard.LAYOUT,),
+    peagle.FAMILY: (peagle.OWN, peagle.FLAT, peagle.SPECULATORS),
     eagle3.FAMILY: (
         eagle3_layout.OWN,
         eagle3_layout.PUBLISHED,
@@ -104,14 +114,25 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     family, layout = recognise(config, held, str(path))
     tensors = {name: tensor for name, tensor in held.items() if layout.wants(config, name)}
     read = {name for name in tensors if not headers or name.endswith(MAPS)}
-    tensors |= dict(read_tensors(folder, only=read))
+    tensors |= dict(read_tensors(folder, only=read)) | _apart(folder, layout)
     meaning, kept = layout.read(config, tensors, str(path))
     counted = {id(tensor) for name, tensor in kept.items() if name != EMBEDDING or meaning.own_embedding}
     names = {name for name, tensor in tensors.items() if id(tensor) in counted}
-    looked_at = read_tensors(folder, only=names) if headers else ((name, tensors[name]) for name in sorted(names))
+    there = names if not headers else names - set(held)
+    looked_at = chain(read_tensors(folder, only=names - there), ((name, tensors[name]) for name in sorted(there)))
     nonfinite = tuple(filter(None, starmap(finite.nonfinite, looked_at)))
     doubts = (*layout.doubts(config), *map_doubts(kept))
     return Checkpoint(str(path), family, layout, meaning, kept, doubts, nonfinite)
+
+
+def _apart(folder: Path, layout: Layout) -> Tensors:
+    """The tensors that a layout keeps in a pickle of their own."""
+    if layout.apart is None or not (folder / layout.apart[0]).exists():
+        return {}
+    held = read_pickle(folder / layout.apart[0])
+    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
+        raise ValueError(f"{folder / layout.apart[0]} must hold tensors by name")
+    return held
 
 
 def recognise(config: dict, tensors: Tensors, name: str) -> tuple[Family, Layout]:
@@ -181,7 +202,7 @@ def load_drafter(
 def _language_model(path: str | os.PathLike, target, allow_nonfinite: bool) -> Drafter | None:
     folder = resolve(path)
     config, held = read_json(folder / "config.json"), read_headers(folder)
-    if mtp_inside.recognise(config, held):  # then it is loaded for its heads
+    if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself
         return None
     if not draft_model.is_language_model(config, held):
         return None
@@ -194,7 +215,16 @@ def family_of(drafter: Drafter) -> Family:
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
-    """Write a drafter in the layout that its family is saved in, as one folder, whole or not at all."""
+    """Write a drafter in the layout that its family is saved in, or, if that cannot say what it is, in the first one
+    that can, as one folder, whole or not at all."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
-    write_folder(Path(folder), *find_layout(family, family.saved_as).write(meaning, tensors, facts_of(target)))
+    usual, refused = find_layout(family, family.saved_as), []
+    for layout in (usual, *(other for other in FAMILIES[family] if other is not usual)):
+        try:
+            written = layout.write(meaning, tensors, facts_of(target))
+        except ValueError as reason:
+            refused.append(reason)
+            continue
+        return write_folder(Path(folder), *written, apart=layout.apart)
+    raise refused[0]

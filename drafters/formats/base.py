@@ -82,6 +82,7 @@ class Layout:
     names_layers: bool = False  # it lists taps by layers, and not every hidden state of the target has a name there
     doubts: Callable[[dict], list[str]] = lambda config: []
     wants: Callable[[dict, str], bool] = lambda config, name: True  # which tensors belong to the drafter
+    apart: tuple[str, str] | None = None  # a pickle of its own, and how the names of its tensors begin
 
 
 @dataclass(frozen=True)

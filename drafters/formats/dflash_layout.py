@@ -8,6 +8,7 @@ DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own lo
 from drafters.block_forward import BlockForward
 from drafters.dflash import BlockDrafter
 from drafters.formats.base import Family, Layout, TargetFacts, Tensors
+from drafters.formats.block_servers import refuse
 from drafters.formats.dflash import (
     ALREADY,
     MARKOV,
@@ -86,7 +87,7 @@ def convolution_fields(how: BlockForward) -> dict:
     return {"conv_kernel_size": 2, "conv_group_size": how.convolution} if how.convolution else {}
 
 
-def refuse(meaning: BlockMeaning, *, heads: tuple[str, ...]) -> None:
+def check_form(meaning: BlockMeaning, *, heads: tuple[str, ...]) -> None:
     """Raise ValueError for a conditional head other than `heads`, and for context that is not fused as DFlash's."""
     if meaning.conditional not in (None, *heads):
         raise ValueError(f"this layout has no conditional head {meaning.conditional!r}: take the layout dflash")
@@ -108,7 +109,7 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     how = meaning.forward
     if meaning.own_head:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
-    refuse(meaning, heads=tuple(MARKOV.values()))
+    check_form(meaning, heads=tuple(MARKOV.values()))
     if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
         raise ValueError(
             "this layout is for blocks whose slot k tells token p+k+1, without windows, causal slots and convolutions"
@@ -155,7 +156,7 @@ def speculators_kind(meaning: BlockMeaning) -> str:
 
 def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     how = meaning.forward
-    refuse(meaning, heads=(*MARKOV.values(), "selector"))
+    check_form(meaning, heads=(*MARKOV.values(), "selector"))
     if how.causal:
         raise ValueError("this layout has no name for full layers in which a slot sees no later one")
     if any(how.sliding) and how.window_from != "anchor":
@@ -178,14 +179,22 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
     return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
 
 
-ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write)
-DEEPSPEC = Layout("deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec)
+ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write, shares_head=True)
+DEEPSPEC = Layout(
+    "deepspec",
+    "block drafters as of DeepSpec",
+    recognise_deepspec,
+    read_deepspec,
+    write_deepspec,
+    shares_head=True,
+)
 SPECULATORS = Layout(
     "speculators",
     "block drafters as of speculators and vLLM",
     recognise_speculators,
     read_speculators,
     write_speculators,
+    shares_head=True,
 )
 FAMILY = Family(
     "DFlash",
@@ -197,6 +206,8 @@ FAMILY = Family(
     BlockDrafter,
     saved_as=ZLAB.name,
     sign="fc.* and hidden_norm.*",
+    servers={"vllm": "vllm", "sglang": "dflash"},
+    refuse=refuse,
     faults=faults,
     streams=streams,
     retap=retap,

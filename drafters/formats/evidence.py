@@ -31,6 +31,7 @@ class Batch:
 
     Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2."""
 
+    first: Tensor  # [B] token 0
     following: Tensor  # [B,T] token t+1 beside feature t
     states: tuple[Tensor, ...]  # the target's hidden states, each [B,T,H]
     rows: Tensor  # [n]
@@ -89,6 +90,7 @@ def _batch(target, answers: list[Answer]) -> Batch:
     columns = [torch.arange(a.prompt - 1, len(a.tokens) - 2) for a in answers]
     counts, device = [len(c) for c in columns], tokens.device
     return Batch(
+        first=tokens[:, 0],
         following=tokens[:, 1:],
         states=feats.split(target.config.hidden, dim=-1),
         rows=torch.arange(len(answers)).repeat_interleave(torch.tensor(counts)).to(device),
@@ -114,7 +116,8 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
 def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each step and each of the n positions: is the likeliest draft the true token, and the latter's
     log-probability, 0 if the drafter does not know it."""
-    feats = torch.cat([batch.states[tap] for tap in taps], dim=-1)
+    drafter.first_tokens = batch.first
+    feats = torch.cat([batch.states[tap] for tap in taps], dim=-1) if taps else None
     for j, state in enumerate(drafter.unroll(feats, batch.following, steps, batch.needed())):
         true = drafter.vocab.from_target(batch.truth(j))
         readout = state.readout[batch.rows, batch.columns]

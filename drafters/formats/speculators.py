@@ -106,6 +106,9 @@ def spell(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
         )
     if not meaning.own_head:
         raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+    if meaning.draft_vocab == meaning.vocab and "d2t" in tensors and not tensors["d2t"].any():
+        # vLLM has no place for a map of all tokens to themselves.
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
     layer = shape_fields(meaning.shape) | {"vocab_size": meaning.vocab, "attention_bias": how.qkv_bias}
     if how.qk_norm:
         layer["model_type"] = "qwen3"

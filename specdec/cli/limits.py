@@ -63,6 +63,9 @@ class Limits:
     noise: float = ranged(0, 1000, 0.0)
     anchors: int = ranged(1, 1 << 20, 512)
     noise_length: int | None = ranged(1, MOST, None)
+    kept: float = ranged(0, 1, 0.7)
+    kept_min: float = ranged(0, 1, 0.2)
+    drop: float = ranged(0, 1, 0.0)
     # Of the server
     port: int = ranged(0, 65_535, 8000)
     room: int | None = ranged(2, MOST, None)

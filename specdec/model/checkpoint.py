@@ -241,17 +241,31 @@ def check_device(device: str) -> torch.device:
     return torch.device(device)
 
 
-def write_folder(folder: Path, config: dict, tensors: dict[str, Tensor], acceptance: Acceptance | None = None) -> None:
+def write_folder(
+    folder: Path,
+    config: dict,
+    tensors: dict[str, Tensor],
+    acceptance: Acceptance | None = None,
+    apart: tuple[str, str] | None = None,
+) -> None:
     """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
     with them if there is one. They replace older ones.
 
+    apart: the name of a pickle, and how the names of the tensors begin that go there, if there are any.
+
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """
+    pickle_name, prefix = apart or ("", "")
 
     def fill(aside: Path) -> None:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, aside / "model.safetensors")
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        other = {name: held.pop(name) for name in tensors if prefix and name.startswith(prefix)}
+        save_file(held, aside / "model.safetensors")
+        if other:
+            torch.save(other, aside / pickle_name)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if acceptance is not None:
             (aside / ACCEPTANCE).write_text(acceptance.as_text(), encoding="utf-8")
 
-    replace_folder(Path(folder), fill, ("config.json", "model.safetensors", ACCEPTANCE), "a drafter")
+    names = ("config.json", "model.safetensors", ACCEPTANCE, *([pickle_name] if apart else []))
+    replace_folder(Path(folder), fill, names, "a drafter")

@@ -30,7 +30,7 @@ POLICIES = {
     "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
     "sampled": SampledTree((2, 2)),
 }
-CAPTURABLE = [*LEARNERS, "draft-model", *BLOCKS]
+CAPTURABLE = [*LEARNERS, "draft-model", *BLOCKS, "pard2"]
 launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
 

@@ -10,8 +10,19 @@ from golden_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
 from safetensors.torch import load_file, save_file
 
 from drafters.dflash import create
-from drafters.formats import FAMILIES, dflash_layout, family_of, load_drafter, open_checkpoint, save_drafter
+from drafters.formats import (
+    FAMILIES,
+    dflash_layout,
+    family_of,
+    load_drafter,
+    open_checkpoint,
+    save_drafter,
+    vllm_blocks,
+)
 from drafters.formats.base import facts_of
+from drafters.formats.convert import export
+from drafters.vocab import DraftVocab
+from specdec.model.checkpoint import write_folder
 
 SLIDING = ["full_attention", "sliding_attention"]
 # Name -> the config, and what is changed in it, and whether it has DSpark's heads.
@@ -40,8 +51,11 @@ def drafter_of(case: str):
     return golden_drafter(name, extra=extra, **changes)
 
 
+READ = [layout for layout in FAMILIES[dflash_layout.FAMILY] if layout.name != "vllm"]  # that one is one of these
+
+
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", FAMILIES[dflash_layout.FAMILY], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", READ, ids=lambda layout: layout.name)
 def test_what_is_written_is_read_again(case, layout, target):
     """In every layout that can say it, to the last bit; the others say why they cannot."""
     drafter = drafter_of(case)
@@ -121,6 +135,62 @@ def test_misreadings_are_those_of_the_field(target):
     for reading in family.readings(meaning, tensors, target):
         assert reading.meaning != meaning
         family.construct(reading.meaning, reading.tensors, target, "it")
+
+
+# What is changed in a drafter, and what each server says of it; None: it is exported.
+SERVED = {
+    "dflash": ({}, None, None),
+    "jetspec": ({"causal": True}, None, "SGLang knows no full layers"),
+    "windows": ({"sliding": (False, True), "window": 5}, None, None),
+    "windows before the anchor": (
+        {"sliding": (False, True), "window": 5, "window_from": "anchor"}, "no windows before", "no windows before",
+    ),
+    "deepspec": ({"label": "p+k+1"}, "vLLM knows DFlash with slot k for token p", "SGLang knows DFlash with slot k"),
+    "dspark": ({}, None, None),
+    "domino": ({}, "vLLM would draft wrongly with this head: it knows no domino", None),
+    "rnn": ({}, "it knows no markov_rnn", "it knows no markov_rnn"),
+    "taps": ({}, "vLLM gathers taps in ascending order", "SGLang gathers taps in ascending order"),
+    "last": ({}, "vLLM has only as it is before the final norm", None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", SERVED)
+def test_servers_get_what_they_read(name, server, target, tmp_path):
+    """What is exported reads back as what it was."""
+    changes, *said = SERVED[name]
+    meaning, tensors = dflash_layout.FAMILY.dismantle(drafter_of("dspark" if name == "dspark" else "dflash"), target)
+    meaning = dataclasses.replace(meaning, forward=dataclasses.replace(meaning.forward, **changes))
+    if name in ("rnn", "domino"):
+        head = {"rnn": "markov_rnn", "domino": "domino"}[name]
+        made = create(target, layers=2, taps=meaning.taps, block_size=6, label="p+k+1", conditional=head, rank=16)
+        meaning, tensors = dflash_layout.FAMILY.dismantle(made, target)
+    elif name in ("taps", "last"):
+        meaning = dataclasses.replace(meaning, taps={"taps": (6, 2, 10), "last": (2, 6, 12)}[name])
+    usual = dflash_layout.SPECULATORS if "anchor" in name else dflash_layout.ZLAB
+    write_folder(tmp_path / "it", *usual.write(meaning, tensors, facts_of(target)))
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text(json.dumps({"num_hidden_layers": 12}))
+    ends = {"model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.head.weight}
+    save_file({key: tensor.data for key, tensor in ends.items()}, tmp_path / "target" / "model.safetensors")
+    problem = said[server == "sglang"]
+    if problem is not None:
+        with pytest.raises(ValueError, match=problem):
+            export(tmp_path / "it", tmp_path / "out", server, tmp_path / "target")
+        return
+    export(tmp_path / "it", tmp_path / "out", server, tmp_path / "target")
+    assert open_checkpoint(tmp_path / "out").meaning == meaning
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("is_causal") == (True if name == "jetspec" else None)
+
+
+def test_a_part_of_the_vocabulary_in_vllm(target):
+    """In the layout of speculators, of which vLLM would make all layers causal unless windows are said not to be."""
+    drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=DraftVocab(320, torch.arange(96) * 3))
+    config, tensors = vllm_blocks.write(*dflash_layout.FAMILY.dismantle(drafter, target), facts_of(target))
+    assert config["speculators_model_type"] == "dflash"
+    assert config["sliding_window_non_causal"]
+    assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)
 
 
 @pytest.mark.parametrize(

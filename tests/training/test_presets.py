@@ -80,6 +80,27 @@ BLOCK_PRESETS = {
         {"max_length": 3072},
     ),
 }
+# And those of P-EAGLE and PARD
+PARALLEL_PRESETS = {
+    "peagle": (
+        {"draft_vocab_size": 32000, "layers": 4, "taps": None, "block_size": 8, "train_head": False},
+        {"terms": {"kl": 1.0}, "kept": 0.7, "kept_min": 0.2, "pool": "learnt", "counts": "previous"},
+        {"lr": 1e-4, "muon_lr": 1e-3, "schedule": "linear", "clip": 1.0},
+        {"max_length": 8192},
+    ),
+    "pard": (
+        {"block_size": 8, "taps": None},
+        {"terms": {"tokens": 1.0}, "kept": 0.7, "kept_min": 0.2, "pool": "all", "counts": "label"},
+        {"lr": 1e-5, "muon_lr": None, "epochs": 4, "warmup": 0, "schedule": "constant"},
+        {"max_length": 512},
+    ),
+    "pard2": (
+        {"block_size": 16, "taps": 4, "scale": 0.02},
+        {"terms": {"tokens": 0.1, "kl": 1.0}, "kept_min": 0.1, "counts": "label", "weights": "teacher", "drop": 0.2},
+        {"lr": 1e-5, "muon_lr": None, "epochs": 4, "warmup": 0, "schedule": "constant"},
+        {"max_length": 512},
+    ),
+}  # fmt: skip
 
 
 def composed(*overrides: str) -> dict:
@@ -98,12 +119,13 @@ def prepared(config: dict, length: int = 12):
     tokens = torch.randint(17, (3, length))
     with torch.no_grad():
         logits, feats = target(tokens, None, taps=drafter.taps)
+    feats, drafter.first_tokens = torch.zeros(3, length, 0) if feats is None else feats, tokens[:, 0]
     mask = torch.ones(3, length)
     return target, drafter, {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
 
 
 def test_every_preset_is_listed():
-    names = {f"preset_{name}" for name in (*PRESETS, *BLOCK_PRESETS)}
+    names = {f"preset_{name}" for name in (*PRESETS, *BLOCK_PRESETS, *PARALLEL_PRESETS)}
     assert {path.stem for path in (CONF / "experiment").glob("preset_*.yaml")} == names
 
 
@@ -146,6 +168,25 @@ def test_block_preset(name):
     assert drafter.switches.causal == (name == "jetspec")
 
 
+@pytest.mark.parametrize("name", PARALLEL_PRESETS)
+def test_parallel_preset(name):
+    config = composed(f"+experiment=preset_{name}")
+    drafter = "peagle" if name == "peagle" else "pard"
+    plain = composed(f"drafter={drafter}", "objective=parallel", "trainer=small")
+    for group, expected in zip(("drafter", "objective", "trainer", "data"), PARALLEL_PRESETS[name], strict=True):
+        assert expected.items() <= config[group].items()
+        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
+    target, drafter, inputs = prepared(config, length=20)
+    loss, metrics = instantiate(config["objective"])(drafter, **inputs)
+    loss.backward()
+    assert len(metrics["losses"]) == drafter.block == (16 if name == "pard2" else 8)
+    assert metrics["counted"] > 1
+    learnt = {key for key, parameter in drafter.named_parameters() if parameter.grad is not None}
+    assert learnt == {key for key, _ in drafter.named_parameters()}
+    if name == "peagle":
+        assert torch.equal(drafter.head.weight, target.head.weight[drafter.vocab.ids])
+
+
 def test_spread_taps():
     """Five of a 36-layer target: outputs of layers 1, 9, 17, 25, 33, which are hidden states one further on."""
     assert spread_taps(36, 5) == (2, 10, 18, 26, 34)
@@ -157,7 +198,14 @@ def test_spread_taps():
 def test_every_objective_of_conf_learns(name):
     """A small step down the gradient lowers the loss by at least half of its length times the gradient's norm; not just
     by all of it, for what LK's hybrid holds constant is no constant."""
-    drafters = {"medusa": "medusa", "mtp": "mtp", "eagle": "eagle", "hass": "eagle", "block": "dflash"}
+    drafters = {
+        "medusa": "medusa",
+        "mtp": "mtp",
+        "eagle": "eagle",
+        "hass": "eagle",
+        "block": "dflash",
+        "parallel": "peagle",
+    }
     config = composed(f"objective={name}", f"drafter={drafters.get(name, 'eagle3')}")
     objective = instantiate(config["objective"] | {"noise": 0.0})
     _, drafter, inputs = prepared(config)

@@ -66,4 +66,4 @@ def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
 
 
 def _width(drafter: Drafter) -> int:
-    return len(drafter.taps) * drafter.shape.hidden
+    return len(drafter.taps) * (drafter.tap_width or drafter.shape.hidden)

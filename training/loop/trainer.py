@@ -199,9 +199,12 @@ class Trainer:
         return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
-        """The objective's arguments for a batch. The drafter is told where the conversations of a row end."""
+        """The objective's arguments for a batch. The drafter is told where the conversations of a row end, and how it
+        begins."""
         features = self.features(self.target, batch, drafter.taps, self._autocast())
-        drafter.documents = None if batch.documents is None else batch.documents.to(features["tokens"].device)
+        tokens = features["tokens"]
+        drafter.documents = None if batch.documents is None else batch.documents.to(tokens.device)
+        drafter.first_tokens = tokens[:, 0]
         return features
 
     def _loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.dflash import BlockDrafter
 from drafters.unroll_block import Blocks
 from specdec.contracts import Drafter
-from training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, slots
+from training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, once, slots
 from training.objectives.base import Objective
 from training.objectives.divergences import tv
 from training.objectives.losses import head_loss
@@ -212,11 +212,8 @@ class _Slots:
         self.rates = objective.e2e > 0 or drafter.confidence is not None  # what is accepted is asked for
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        row, column = (x[rows].flatten() for x in self.slots.here)
-        length = self.labels.shape[1]
-        places = row * length + column.clamp(max=length - 1)  # those behind the text count nothing
-        once, index = places.unique(return_inverse=True)  # blocks overlap, and the target's logits are dear
-        here = once // length, once % length
+        # Blocks overlap, and slots behind the text count nothing.
+        here, index = once(*(x[rows].flatten() for x in self.slots.here), self.labels.shape[1])
         return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise).at(index)
 
     def judge(

@@ -1,0 +1,260 @@
+"""P-EAGLE: what its checkpoints mean, and the layouts of SpecForge, of vLLM's `speculators`, and ours.
+
+Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers behind the first,
+`mask_hidden` [F], and an embedding of the head's own.
+
+Traps: SpecForge's config states neither the mask token nor how many tokens are drafted. Every mask row is alike, so any
+number can be drafted, but only so many were learnt. `mask_hidden` lies in the order of the taps, as columns of `fc` do.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafters.formats import eagle3, eagle3_layout, speculators
+from drafters.formats.base import Family, Layout, Reading, TargetFacts, Tensors, check_faults, check_target
+from drafters.formats.eagle3 import Eagle3Meaning
+from drafters.formats.fields import fill, layer_parameters, rows_of
+from drafters.formats.maps import read_vocab
+from drafters.layers import SharedHead
+from drafters.peagle import PEagle
+from drafters.vocab import DraftVocab
+from specdec.model.checkpoint import check_shapes, whole
+from specdec.model.target import check_taps
+
+EMBEDDING, MASK = "embed_tokens.weight", "mask_hidden"
+ASIDE = ("d2t", "t2d")
+BLOCK = 8  # speculators' default, where a config does not state how many tokens were learnt
+
+
+@dataclass(frozen=True)
+class PEagleMeaning(Eagle3Meaning):
+    """What the head of a checkpoint is."""
+
+    layers: int = 4
+    block: int = BLOCK
+    mask_token: int = 0
+    embeds: bool = True  # the file holds an embedding, which is the head's own
+
+    @property
+    def own_embedding(self) -> bool:
+        return self.embeds
+
+
+def parameters(drafter: PEagle) -> dict[str, tuple[Tensor, int, int]]:
+    """Published tensor names -> where their rows lie in our modules."""
+    out = eagle3.parameters(drafter)
+    for i, layer in enumerate(drafter.upper, start=1):
+        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
+    return out | {name: (p, 0, len(p)) for name, p in ((EMBEDDING, drafter.embedding), (MASK, drafter.mask_hidden))}
+
+
+def construct(meaning: PEagleMeaning, tensors: Tensors, target, name: str) -> PEagle:
+    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
+    check_faults(faults(meaning, tensors), name)
+    check_target(meaning.tap_width, meaning.vocab, target, name)
+    depth = target.config.layers
+    taps = meaning.taps or (2, depth // 2, depth - 3)
+    check_taps(taps, depth)
+    check_shapes(name, tensors, expected(meaning, tensors))
+    if not meaning.embeds and meaning.shape.hidden != target.config.hidden:
+        raise ValueError(f"{name}: a drafter narrower or wider than the target needs {EMBEDDING} of its own")
+    vocab, embedding = read_vocab(tensors, target.vocab, name), target.embed.weight
+    if vocab.size != meaning.draft_vocab:
+        raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {meaning.draft_vocab}")
+    if meaning.embeds:
+        embedding = torch.empty(meaning.vocab, meaning.shape.hidden, device=embedding.device)
+    with target.device:
+        drafter = _empty(meaning, taps, vocab, embedding)
+    if not meaning.own_head:
+        drafter.head = SharedHead(target.head.weight, vocab.ids)
+    places = parameters(drafter)
+    if not meaning.embeds:
+        del places[EMBEDDING]
+    fill(places, tensors, name, "P-EAGLE", aside=ASIDE)
+    return drafter
+
+
+def _empty(meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor) -> PEagle:
+    how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
+    return PEagle(meaning.shape, meaning.layers, *how)
+
+
+def expected(meaning: PEagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    """Names and shapes that a checkpoint of this meaning must hold."""
+    with torch.device("meta"):
+        embedding = torch.empty(meaning.vocab, meaning.shape.hidden)
+        drafter = _empty(meaning, (0,) * eagle3.streams(meaning, tensors), DraftVocab(meaning.draft_vocab), embedding)
+    shapes = {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
+    if not meaning.own_head:
+        del shapes["lm_head.weight"]
+    if not meaning.embeds:
+        del shapes[EMBEDDING]
+    return shapes | ({"d2t": torch.Size([meaning.draft_vocab])} if meaning.draft_vocab != meaning.vocab else {})
+
+
+def faults(meaning: PEagleMeaning, tensors: Tensors) -> list[str]:
+    """What keeps the head from loading beside its tensors."""
+    out = eagle3.faults(meaning, tensors)
+    if not 0 <= meaning.mask_token < meaning.vocab:
+        out.append(f"mask_token_id is {meaning.mask_token}, but the embedding has {meaning.vocab} rows")
+    if meaning.block < 2:
+        out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
+    return out
+
+
+def dismantle(drafter: PEagle, target) -> tuple[PEagleMeaning, Tensors]:
+    """What the head is, and its tensors."""
+    meaning, tensors = eagle3.dismantle(drafter, target)
+    own = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
+    head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
+    return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
+
+
+def describe(meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
+    """Every convention in force, in words."""
+    out = eagle3.describe(meaning, tensors) | {
+        "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
+        "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+        "embedding": "its own" if meaning.embeds else "the target's",
+    }
+    del out["feedback"]
+    return out
+
+
+def readings(meaning: PEagleMeaning, tensors: Tensors, target) -> list[Reading]:
+    """EAGLE-3's misreadings, but for what is fed back."""
+    return [r for r in eagle3.readings(meaning, tensors, target) if not r.name.startswith("feedback")]
+
+
+def refuse(server: str, meaning: PEagleMeaning) -> None:
+    """Raise ValueError for what vLLM's P-EAGLE would silently leave out."""
+    if meaning.forward.tap_norms:
+        raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")
+
+
+def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[PEagleMeaning, Tensors]:
+    """As `eagle3.ascending`; `mask_hidden` follows too."""
+    taps, moved = meaning.taps, eagle3.ascending(meaning, tensors)
+    if moved[0].taps == taps:
+        return moved
+    streams = tensors[MASK].chunk(len(taps))
+    order = sorted(range(len(taps)), key=taps.__getitem__)
+    return moved[0], moved[1] | {MASK: torch.cat([streams[i] for i in order])}
+
+
+# The layouts
+
+
+def recognise(config: dict, tensors: Tensors) -> bool:
+    return MASK in tensors and "fc.weight" in tensors and speculators.kind_of(config) is None
+
+
+def recognise_own(config: dict, tensors: Tensors) -> bool:
+    return recognise(config, tensors) and "taps" in config
+
+
+def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
+    tensors = from_file(tensors)
+    meaning, tensors = eagle3_layout.read(config, tensors, name)
+    return completed(meaning, tensors, config.get("mask_token_id"), config.get("block_size"), name), tensors
+
+
+def from_file(tensors: Tensors) -> Tensors:
+    """The names and shapes in a file -> ours."""
+    tensors = speculators.renamed(tensors, "layers.0.", "midlayer.")
+    return tensors | ({MASK: tensors[MASK].flatten()} if MASK in tensors else {})
+
+
+def to_file(tensors: Tensors) -> Tensors:
+    return speculators.renamed(tensors, "midlayer.", "layers.0.") | {MASK: tensors[MASK].view(1, 1, -1)}
+
+
+def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block: int | None, name: str):
+    """A P-EAGLE meaning from what EAGLE-3's fields mean."""
+    if not isinstance(mask, int):
+        raise ValueError(f"{name}: config.json lacks the number mask_token_id")
+    layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")}) + 1
+    how = {"layers": layers, "block": block or BLOCK, "mask_token": mask, "embeds": EMBEDDING in tensors}
+    return PEagleMeaning(**vars(meaning), **how)
+
+
+def write(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    meaning, tensors = ascending(meaning, tensors)
+    config, tensors = eagle3_layout.write(meaning, tensors, target)
+    return config | _flat(meaning), to_file(tensors)
+
+
+def write_own(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    config, tensors = eagle3_layout.write_own(meaning, tensors, target)
+    return config | _flat(meaning), to_file(tensors)
+
+
+def _flat(meaning: PEagleMeaning) -> dict:
+    return {
+        "architectures": ["PEagleDraftModel"],
+        "num_hidden_layers": meaning.layers,
+        "mask_token_id": meaning.mask_token,
+        "block_size": meaning.block,
+    }
+
+
+def doubts(config: dict) -> list[str]:
+    out = eagle3_layout.doubts(config)
+    if "block_size" not in config:
+        out.append(f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken")
+    return out
+
+
+def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    return speculators.kind_of(config) == "peagle" and MASK in tensors
+
+
+def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
+    meaning, first = speculators.read(config, kept, name)
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tensors = from_file(tensors | {key: t for key, t in first.items() if key in tensors})
+    return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors
+
+
+def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if meaning.forward.qkv_bias and meaning.layers > 1:
+        raise ValueError("this layout has no biases of q, k and v (train with drafter.qkv_bias=false)")
+    meaning, tensors = ascending(meaning, tensors)
+    config, tensors = speculators.write(meaning, tensors, target)
+    stated = speculators.speculators_fields("peagle", "PEagleDraftModel", target)
+    stated["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = meaning.block
+    config |= stated | {"mask_token_id": meaning.mask_token, "embed_requires_grad": True}
+    config["transformer_layer_config"]["num_hidden_layers"] = meaning.layers
+    return config, to_file(tensors)
+
+
+OWN = Layout("specdec", "ours: SpecForge's P-EAGLE, with taps by name", recognise_own, read, write_own)
+FLAT = Layout("peagle", "P-EAGLE as of SpecForge", recognise, read, write, names_layers=True, doubts=doubts)
+SPECULATORS = Layout(
+    "speculators",
+    "P-EAGLE as of speculators and vLLM",
+    recognise_speculators,
+    read_speculators,
+    write_speculators,
+    names_layers=True,
+)
+FAMILY = Family(
+    "P-EAGLE",
+    construct,
+    expected,
+    describe,
+    readings,
+    dismantle,
+    PEagle,
+    saved_as=OWN.name,
+    sign="mask_hidden",
+    servers={"vllm": SPECULATORS.name},
+    refuse=refuse,
+    faults=faults,
+    streams=eagle3.streams,
+    retap=eagle3.retap,
+    aside=ASIDE,
+)

@@ -1,0 +1,119 @@
+"""Drafters that guess a block by mask tokens behind the text, in one causal forward: P-EAGLE and PARD.
+
+The rows of the committed positions are as those of a recurrent drafter: the target's feature of token t, and token t+1
+beside it. Behind the last of them stand block - 1 mask rows, at the positions that follow. The last committed row and
+the mask rows each draft a token, slot k the one at k + 1 positions behind the last token. Keys and values of the mask
+rows are overwritten by the next forward. No row sees a later one, so a block may as well be shorter.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.layers import Attend
+from drafters.unroll_chains import chains_behind
+from specdec.contracts import Drafter, DraftState
+from specdec.model.attention import CacheView, NoCache
+from specdec.model.cache import KVCache
+from specdec.model.layers import LinearMap
+
+
+@dataclass
+class MaskedBlocks:
+    """A blocks of each of B texts, of W slots that draft."""
+
+    readout: Tensor  # [B,A,W,H] what the head reads
+    head: LinearMap
+
+
+class ParallelDrafter(Drafter):
+    """A subclass says what its layers take of a row (`real`, `masked`), and what they make of it (`run`)."""
+
+    capturable = True
+    learns = True
+    recompute = False
+    earliest = 1  # a block is learnt behind tokens from this place of a document on: the first with a feature before it
+    head: LinearMap
+
+    def set_block(self, block: int) -> None:
+        """Let it draft so many tokens. Raises ValueError for fewer than two, which need no mask row."""
+        if block < 2:
+            raise ValueError(f"block_size must be at least 2, as a block of one token has no mask rows, got {block}")
+        self.block = block
+
+    @abstractmethod
+    def real(self, feats: Tensor | None, tokens: Tensor) -> Tensor:
+        """What the layers take of committed rows: features [B,n,F], tokens [B,n] one further on -> [B,n,E]."""
+
+    @abstractmethod
+    def masked(self, feats: Tensor | None, anchors: Tensor) -> Tensor:
+        """What they take of the mask rows behind rows anchors [B,A] of feats [B,n,F] -> [B,A,E]."""
+
+    @abstractmethod
+    def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
+        """What the head reads of rows [B,n,E] at positions [B,n], which attend by `view` -> [B,n,H]."""
+
+    @abstractmethod
+    def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
+        """How `count` new causal positions see a cache."""
+
+    def heads_in_use(self) -> list[LinearMap]:
+        return [self.head]
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        (self.head,) = heads
+
+    # Decoding
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(
+        self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+    ) -> DraftState:
+        """The first n [B] of P positions, and at once behind them the mask rows: one causal forward of P + block - 1
+        rows. Those that are neither stand behind and are seen by none of them."""
+        b, count = tokens.shape
+        more, last = self.block - 1, (n - 1).clamp(min=0)  # n is 0 for rows that are finished
+        places = cache.places[: count + more]
+        masked = self.masked(feats, last[:, None])
+        rows = F.pad(self.real(feats, tokens), (0, 0, 0, more))
+        rows = torch.where((places < n[:, None])[..., None], rows, masked)
+        hidden = self.run(rows, cache.lens[:, None] + places, self.view(cache, count + more, prefill))
+        slots = last[:, None] + cache.places[: self.block]
+        hidden = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
+        cache.advance(n, max_len)
+        return DraftState(hidden.new_empty(b, self.block, 0), hidden, self.head)
+
+    # Training
+
+    def blocks(
+        self, feats: Tensor, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None = None
+    ) -> MaskedBlocks:
+        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
+
+        lengths: how many slots of each of the A columns are wanted, None for all; best in descending order, as pieces
+        of columns are computed as far as the longest needs. The other slots are 0, or what they are."""
+        return MaskedBlocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
+
+    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+        """The block behind every row."""
+        if steps > self.block:
+            raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
+        every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        readout = self.blocks(feats, tokens, every, [steps] * tokens.shape[1]).readout
+        for j in range(steps):
+            yield DraftState(readout.new_empty(*tokens.shape, 0), readout[:, :, j], self.head)
+
+
+def attend_by(view, layer: int) -> Attend:
+    """The `Attend` of a layer by a view that is no cache's."""
+    return lambda q, k, v: view.attend(layer, q, k, v)

@@ -1,0 +1,143 @@
+"""P-EAGLE: EAGLE-3's layer, ordinary ones behind it, and a block of mask rows in one forward (arXiv 2602.01469)."""
+
+import torch
+from torch import Tensor, nn
+
+from drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
+from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.parallel import ParallelDrafter, attend_by
+from drafters.vocab import DraftVocab
+from specdec.model.attention import CacheView, NoCache
+from specdec.model.cache import KVCache
+from specdec.model.layers import GatedMLP, RMSNorm
+from specdec.model.target import check_taps
+
+
+class UpperLayer(nn.Module):
+    """A pre-norm decoder layer as Llama has it."""
+
+    def __init__(self, shape: DraftShape, bias: bool, qk_norm: bool):
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden, shape.eps)
+        self.attention = DraftAttention(shape, shape.hidden, bias=bias, qk_norm=qk_norm)
+        self.post_norm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
+        return x + self.mlp(normed)
+
+
+class PEagle(ParallelDrafter, Eagle3):
+    """The published head. A mask row has the embedding of the mask token, and `mask_hidden` [F] in the place of the
+    target's features, before `fc`. The embedding is the head's own, and learns."""
+
+    def __init__(
+        self,
+        shape: DraftShape,
+        layers: int,
+        taps: tuple[int, ...],
+        vocab: DraftVocab,
+        embedding: Tensor,
+        block: int,
+        mask_token: int,
+        forward: Eagle3Forward | None = None,
+        tap_width: int | None = None,
+    ):
+        """embedding [V,H]: where its own begins. tap_width: hidden size of the target, where the draft's is another."""
+        super().__init__(shape, taps, vocab, embedding, forward, tap_width)
+        if self.switches.feedback == "post" or not self.switches.head_norm:
+            raise ValueError("P-EAGLE feeds nothing back and has a norm before its head: leave feedback and head_norm")
+        del self.embedding
+        self.embedding = nn.Parameter(embedding.detach().float())  # a copy below
+        self.set_block(block)
+        self.mask_token, self.layers = mask_token, layers
+        how = self.switches
+        self.upper = nn.ModuleList(UpperLayer(shape, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
+        self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
+        self.tap_width = self.fc.in_features // len(taps)
+
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots + self.block)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return super().cache_bytes(rows, slots + self.block)
+
+    def reserve(self, positions: int) -> None:
+        self.rope.reserve(positions, self.embedding)
+
+    def texts(self, feats: Tensor, tokens: Tensor, documents: Tensor, anchors: Tensor) -> tuple[Tensor, ...]:
+        """Texts as rows: as they are."""
+        return feats, tokens, documents, anchors
+
+    def real(self, feats: Tensor, tokens: Tensor) -> Tensor:
+        embeds = nn.functional.embedding(tokens, self.embedding)
+        return torch.cat([embeds, self.fuse(feats.to(self.embedding.dtype))], -1)
+
+    def masked(self, feats: Tensor, anchors: Tensor) -> Tensor:
+        row = torch.cat([self.embedding[self.mask_token], self.fuse(self.mask_hidden[None])[0]])
+        return row.expand(*anchors.shape, -1)
+
+    def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
+        rope, cached = self.rope(positions), isinstance(view, CacheView)
+        attends = [CachedAttention(view, i) if cached else attend_by(view, i) for i in range(self.layers)]
+        embeds, hidden = rows.chunk(2, -1)
+        hidden = self.layer(embeds, hidden, rope, attends[0], 0)
+        for layer, attend in zip(self.upper, attends[1:], strict=True):
+            hidden = layer(hidden, rope, attend)
+        return self.norm(hidden)
+
+    def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
+        return CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
+
+
+def create(
+    target,
+    *,
+    vocab: DraftVocab | None = None,
+    layers: int = 4,
+    taps: tuple[int, ...] | int | str | None = None,
+    block_size: int = 8,
+    mask_token: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    rope_theta: float = 10000.0,
+    init: str = "target",
+    train_head: bool = True,
+    **forward,
+) -> PEagle:
+    """A fresh P-EAGLE drafter for a target; sizes that are not given are the target's.
+
+    block_size: how many tokens it drafts. mask_token: None is the last row of the target's embedding. taps, train_head
+    and init as in `eagle3.create`; forward: fields of `Eagle3Forward`.
+    """
+    if layers < 1:
+        raise ValueError(f"layers must be at least 1, got {layers}")
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
+    )
+    depth, embedding, vocab = target.config.layers, target.embed.weight, vocab or DraftVocab(target.vocab)
+    taps = choose_taps(depth, taps)
+    check_taps(taps, depth)
+    mask = mask_row(mask_token, embedding)
+    drafter = PEagle(shape, layers, taps, vocab, embedding, block_size, mask, Eagle3Forward(**forward))
+    start(drafter, target, init)
+    with torch.no_grad():
+        drafter.embedding.copy_(embedding)
+        nn.init.normal_(drafter.mask_hidden)
+    if not train_head:
+        drafter.head = SharedHead(target.head.weight, vocab.ids)
+    return drafter
+
+
+def mask_row(token: int | None, embedding: Tensor) -> int:
+    """The mask token, which None leaves to the last row of an embedding. Raises ValueError for one without a row."""
+    row = len(embedding) - 1 if token is None else token
+    if not 0 <= row < len(embedding):
+        raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {row}")
+    return row

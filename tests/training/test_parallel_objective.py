@@ -1,0 +1,222 @@
+"""Which rows of mask tokens are learnt, the loss against a plain restatement, and whole runs of P-EAGLE and PARD."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import PARALLEL, tiny_drafter, tiny_parallel, tiny_target
+from test_trainer import samples
+
+from drafters.formats import load_drafter
+from specdec.engine.engine import Engine
+from training.data import Batches
+from training.loop.checkpoint import checkpoints
+from training.loop.footprint import saved_bytes
+from training.loop.trainer import Trainer, TrainerConfig
+from training.objectives import losses
+from training.objectives.cod import by_anchor, sample
+from training.objectives.parallel import ParallelObjective, sampled
+from trees import Chain
+
+#            0  1  2  3  4  5  6  7  8  9 10 11
+LEARNT = [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def test_so_many_rows_of_each_depth():
+    """(n - d) r^d of n learnt columns, the floor of it; a row follows one of the depth before, or begins a chain."""
+    learnt = torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) < 0.8
+    learnt[1, 120:] = False
+    torch.manual_seed(0)
+    drawn = sample(learnt, 6, 0.7, 0.2)
+    assert torch.equal(drawn[..., 0], learnt)
+    for row, n in enumerate(learnt.sum(1).tolist()):
+        assert drawn[row, :, 1].sum() == int((n - 1) * 0.7)
+        for depth in range(2, 6):
+            follows = F.pad(drawn[row, :-1, depth - 1], (1, 0)) & learnt[row]
+            assert (drawn[row, :, depth] <= follows).all()
+            assert drawn[row, :, depth].sum() == min(int((n - depth) * max(0.7**depth, 0.2)), int(follows.sum()))
+    assert not torch.equal(sample(learnt, 6, 0.7, 0.2), drawn)
+    with torch.no_grad():  # an evaluation is the same every time
+        assert torch.equal(sample(learnt, 6, 0.7, 0.2), sample(learnt, 6, 0.7, 0.2))
+    few = sample(learnt, 3, 0.7, 0.2, anchors=9)
+    assert few.sum(1).tolist() == [[int(n), int(8 * 0.7), few[i, :, 2].sum()] for i, n in enumerate(learnt.sum(1))]
+
+
+def test_chains_through_what_is_not_learnt():
+    """PARD: a share of all columns, of which those that are learnt count."""
+    learnt = torch.zeros(1, 300, dtype=torch.bool)
+    learnt[:, ::3] = True
+    torch.manual_seed(0)
+    drawn = sample(learnt, 3, 0.7, 0.2, pool="all")
+    assert (drawn <= learnt[..., None]).all()
+    assert abs(int(drawn[..., 1].sum()) - 70) < 5 * (100 * 0.7 * 0.3) ** 0.5
+    assert abs(int(drawn[..., 2].sum()) - 49) < 5 * 25**0.5
+
+
+@pytest.mark.parametrize("earliest", [1, -1])
+def test_rows_by_their_anchor(earliest):
+    """Rows stay in their document. With `earliest` 1 a feature stands before the anchor, -1 lets it be before all."""
+    drawn, texts = torch.ones(2, 12, 3, dtype=torch.bool), torch.tensor(TEXTS)
+    got = by_anchor(drawn, texts, earliest)
+    for b in range(2):
+        for p in range(-1, 12):
+            for depth in range(3):
+                column, place = p + depth, p - TEXTS[b].index(TEXTS[b][max(p, 0)]) if p >= 0 else -1
+                inside = 0 <= column < 12 and TEXTS[b][column] == TEXTS[b][max(p, 0)]
+                assert got[b, p + 1, depth] == (inside and place >= earliest), (b, p, depth)
+    rows = sampled(got)
+    assert len(rows.row) == got.sum()
+    assert rows.lengths == sorted(rows.lengths, reverse=True)
+    assert torch.equal(rows.column, rows.anchors[rows.row, rows.place] + rows.depth)
+    assert got[rows.row, rows.column - rows.depth + 1, rows.depth].all()
+
+
+def batch(target, drafter):
+    torch.manual_seed(3)
+    tokens = torch.randint(target.config.vocab, (2, 12))
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    feats = torch.zeros(2, 12, 0) if feats is None else feats
+    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), tokens[:, 0]
+    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.tensor(LEARNT).float()}
+
+
+@pytest.mark.parametrize("pieces", [1 << 22, 1])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_loss_by_hand(monkeypatch, kind, pieces):
+    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll behind every row,
+    row by row, and every gradient, with and without recomputing."""
+    monkeypatch.setattr(losses, "PIECE", pieces)
+    monkeypatch.setattr(losses, "LEAST_ROWS", 1)
+    target = tiny_target()
+    drafter = tiny_parallel(target, kind)
+    data = batch(target, drafter)
+    weights = torch.rand(2, 12) + 0.5
+    objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
+    with torch.no_grad():  # the rows that it draws then, every time
+        kept = objective.rows_of(
+            drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents
+        )
+    monkeypatch.setattr(objective, "rows_of", lambda *given: kept)
+    kept = kept.clone()
+    kept[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it
+    following = F.pad(data["tokens"][:, 1:], (0, 1))
+    states = [state.logits for state in drafter.unroll(data["feats"], following, 6)]
+    ids = list(range(17)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
+    total = divisor = 0
+    for b, i, depth in kept.nonzero().tolist():
+        p, column = i - 1, i - 1 + depth
+        weight = weights[b, column + 1]
+        for at in range(p, column):
+            weight = weight * data["teacher_logits"][b, at].softmax(-1)[data["tokens"][b, at + 1]]
+        logq = states[depth][b, p - 1].log_softmax(-1)
+        teacher = data["teacher_logits"][b, column][ids].log_softmax(-1)
+        token = int(data["tokens"][b, column + 1])
+        known = logq[ids.index(token)] if token in ids else 0.0
+        total = total + weight * ((teacher.exp() * (teacher - logq)).sum() - 0.5 * known)
+        divisor = divisor + weight
+    learners = [p for p in drafter.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(total / divisor, learners, allow_unused=True)
+    assert divisor > 1
+    for drafter.recompute in (False, True):
+        loss, metrics = objective(drafter, **data, weights=weights)
+        torch.testing.assert_close(loss, total / divisor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(metrics["counted"], divisor)
+        got = torch.autograd.grad(loss, learners, allow_unused=True)
+        for ours, expected in zip(got, wanted, strict=True):
+            if ours is not None:
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_are_dropped():
+    """In training a share of the texts has none, in evaluation all have theirs."""
+    objective, feats = ParallelObjective(drop=0.25), torch.ones(4000, 1, 1)
+    kept = objective.noisy(feats)
+    assert set(kept.flatten().tolist()) == {0.0, 1.0}
+    assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / 4000) ** 0.5
+    with torch.no_grad():
+        assert objective.noisy(feats) is feats
+
+
+def test_a_batch_with_nothing_to_learn_is_harmless():
+    target = tiny_target()
+    drafter = tiny_parallel(target, "peagle")
+    loss, metrics = ParallelObjective()(drafter, **batch(target, drafter) | {"loss_mask": torch.zeros(2, 12)})
+    loss.backward()
+    assert loss == 0
+    assert all(torch.isfinite(value).all() for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool": "some"}, "objective.pool must be one of learnt, all, got 'some'"),
+        ({"kept": 1.5}, "objective.kept is a share"),
+        ({"anchors": 0}, "objective.anchors must be at least 1"),
+    ],
+)
+def test_mistakes(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ParallelObjective(**settings)
+
+
+def test_other_drafters_are_refused():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match="objective=parallel is for P-EAGLE and PARD, which Eagle3 is not"):
+        ParallelObjective()(drafter, **batch(target, drafter))
+
+
+def parallel_run(out, kind: str, pack: int | None) -> Trainer:
+    out.mkdir(exist_ok=True)
+    target = tiny_target()
+    drafter = tiny_parallel(target, kind)
+    config = {"steps": 6, "save_every": 3, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40}
+    objective, batches = ParallelObjective(drop=0.5), Batches(samples(), 40, 0, pack)
+    return Trainer(target, drafter, objective, batches, Batches(samples(4), 40, 0, pack), TrainerConfig(**config), out)
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("peagle", None), ("pard2", 20)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
+    """What comes out is loaded again, to the last bit, and decodes the target's text."""
+    whole = parallel_run(tmp_path / "whole", kind, pack)
+    before = [parameter.detach().clone() for parameter in whole.parameters.values()]
+    report = whole.train()
+    assert not any(torch.equal(x, y) for x, y in zip(before, whole.parameters.values(), strict=True) if x.ndim == 2)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    checkpoints(tmp_path / "cut")[-1].unlink()
+    resumed = parallel_run(tmp_path / "cut", kind, pack)
+    resumed.resume()
+    assert resumed.step == 3
+    assert resumed.train()["heldout_losses"] == report["heldout_losses"]
+    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
+    assert len(report["accuracy"]) == 6
+    assert report["heldout_expected_tau"] >= 1
+    drafter = load_drafter(tmp_path / "whole" / "draft", whole.target)
+    assert (drafter.block, drafter.taps, drafter.switches) == (6, whole.drafter.taps, whole.drafter.switches)
+    for name, p in drafter.named_parameters():
+        assert torch.equal(p, whole.parameters[name]), name
+    prompts = [[3, 5, 7], [1, 2]]
+    plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
+    drafted = Engine(whole.target, drafter, Chain(6)).generate(prompts, max_new_tokens=12)
+    assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_activations_counted_on_shapes_are_those_of_real_chains(kind):
+    """About as many bytes as a real step keeps."""
+    drafter, objective, shape, kept = tiny_parallel(tiny_target(), kind), ParallelObjective(), (3, 20), {}
+    counted = saved_bytes(drafter, shape, objective)
+    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        feats = torch.zeros(*shape, len(drafter.taps) * 32)
+        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)

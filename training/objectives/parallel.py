@@ -1,0 +1,215 @@
+"""The objective of drafters whose blocks are rows of mask tokens: P-EAGLE and PARD (arXiv 2602.01469, 2504.18583)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.parallel import ParallelDrafter
+from specdec.contracts import Drafter
+from training.objectives.anchors import once
+from training.objectives.base import Objective
+from training.objectives.cod import POOLS, by_anchor, sample
+from training.objectives.losses import head_loss, pieces
+from training.objectives.student import Student
+from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, TopTokens, read_teacher
+from training.objectives.terms import Weight
+
+COUNTS = ("label", "previous")
+WEIGHTS = ("uniform", "teacher")
+
+
+@dataclass
+class Sampled:
+    """The n rows of a batch that are learnt, ordered by text and column, and the chains that they are of."""
+
+    anchors: Tensor  # [B,A] positions of the last real tokens of chains, the longest chain of a text first
+    lengths: list[int]  # of each of the A, how many slots are wanted
+    row: Tensor  # [n]
+    place: Tensor  # [n] in `anchors`
+    depth: Tensor  # [n]
+    column: Tensor  # [n] at which the target predicts
+
+
+class ParallelObjective(Objective):
+    """The weighted mean of terms over sampled rows (`training.objectives.cod`), all depths alike.
+
+    - kept, kept_min, anchors, pool: which rows are drawn.
+    - counts: 'previous', a row counts if the token before its own is learnt, as speculators and SpecForge have it;
+      'label', if its own is (PARD).
+    - weights: 'uniform', or 'teacher', the product of the target's probabilities of the tokens that the mask tokens up
+      to the row stand for (PARD-2).
+    - drop: the share of texts whose features are 0, so that the drafter learns to do without (PARD-2).
+    """
+
+    def __init__(
+        self,
+        terms: Mapping[str, Weight] | None = None,
+        *,
+        kept: float = 0.7,
+        kept_min: float = 0.2,
+        anchors: int | None = None,
+        pool: str = "learnt",
+        counts: str = "previous",
+        weights: str = "uniform",
+        drop: float = 0.0,
+        **settings,
+    ):
+        super().__init__(terms or {"kl": 1.0}, steps=1, decay=1.0, **settings)
+        for name, value, known in (("pool", pool, POOLS), ("counts", counts, COUNTS), ("weights", weights, WEIGHTS)):
+            if value not in known:
+                raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
+        for name, value in (("kept", kept), ("kept_min", kept_min), ("drop", drop)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"objective.{name} is a share, from 0 to 1, got {value}")
+        if anchors is not None and anchors < 1:
+            raise ValueError(f"objective.anchors must be at least 1, or null for all, got {anchors}")
+        self.kept, self.kept_min, self.anchors, self.pool = kept, kept_min, anchors, pool
+        self.counts, self.weights, self.drop = counts, weights, drop
+
+    lookahead = 0  # no chain leaves its document
+
+    def __call__(
+        self,
+        drafter: Drafter,
+        feats: Tensor,
+        tokens: Tensor,
+        teacher_logits: TeacherLogits,
+        loss_mask: Tensor,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `Objective`; the metrics have an entry for each depth.
+
+        Raises ValueError for a drafter without mask rows.
+        """
+        if not isinstance(drafter, ParallelDrafter):
+            raise ValueError(f"objective=parallel is for P-EAGLE and PARD, which {type(drafter).__name__} is not")
+        following = F.pad(tokens[:, 1:], (0, 1))
+        documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
+        learnt = self.learnt(drafter, teacher_logits, loss_mask, documents)
+        rows = sampled(self.rows_of(drafter, learnt, documents))
+        blocks = drafter.blocks(self.noisy(feats), following, rows.anchors - 1, rows.lengths)
+        readout = blocks.readout[rows.row, rows.place, rows.depth]
+        each = torch.ones_like(readout[:, 0], dtype=torch.float32)
+        if self.weights == "teacher":
+            each = believed(rows, told(rows, teacher_logits, following))
+        if weights is not None:
+            each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
+        judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
+        loss = head_loss(judge, [readout], [blocks.head.weights])
+        return loss, {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
+
+    def learnt(
+        self, drafter: ParallelDrafter, teacher_logits: TeacherLogits, loss_mask: Tensor, documents: Tensor
+    ) -> Tensor:
+        """[B,T] bool: columns at which the target's prediction is learnt."""
+        if self.counts == "label":
+            same = documents[:, 1:] == documents[:, :-1]
+            loss_mask = F.pad(loss_mask[:, 1:] * same, (0, 1))
+        return self.positions(drafter.vocab, teacher_logits, loss_mask, loss_mask) > 0
+
+    def rows_of(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
+        """[B,T+1,block] bool: which rows are learnt, as `by_anchor` gives them."""
+        drawn = sample(learnt, drafter.block, self.kept, self.kept_min, self.anchors, self.pool)
+        return by_anchor(drawn, documents, drafter.earliest)
+
+    def noisy(self, feats: Tensor) -> Tensor:
+        feats = super().noisy(feats)
+        if not self.drop or not torch.is_grad_enabled():
+            return feats
+        return feats * (torch.rand(len(feats), 1, 1, device=feats.device) >= self.drop)
+
+    def readouts(self, drafter: ParallelDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
+        drafter.first_tokens = tokens[:, 0]
+        width = tokens.shape[1]
+        shares = [1.0] + [max(self.kept**depth, self.kept_min) for depth in range(1, drafter.block)]
+        lengths = [sum(column < share * width for share in shares) for column in range(width)]
+        return [drafter.blocks(feats, tokens, torch.arange(width).expand_as(tokens), lengths).readout]
+
+
+def sampled(kept: Tensor) -> Sampled:
+    """The rows that are kept [B,T+1,K], at [b,p+1,d] for anchor p and depth d."""
+    depths = torch.arange(1, kept.shape[2] + 1, device=kept.device)
+    lengths, order = (kept * depths).amax(2).sort(dim=1, descending=True, stable=True)
+    longest = lengths.amax(0).tolist()  # waits for the device, once a training step
+    used = max(sum(length > 0 for length in longest), 1)
+    order = order[:, :used]
+    row, place, depth = kept.gather(1, order[..., None].expand(-1, -1, kept.shape[2])).nonzero(as_tuple=True)
+    anchors = order - 1
+    column = anchors[row, place] + depth
+    by_column = (row * kept.shape[1] + column).argsort(stable=True)  # rows of one column share their teacher
+    row, place, depth, column = (x[by_column] for x in (row, place, depth, column))
+    return Sampled(anchors, [max(length, 1) for length in longest[:used]], row, place, depth, column)
+
+
+def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """For 1, 2, ... columns back from the n rows: rows and columns of the texts [n], and whether a mask token of the
+    chain stands for what the target predicts there [n]."""
+    at = [rows.column - back for back in range(1, max(rows.lengths))]
+    return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
+
+
+def told(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
+    """[B,T] the target's log-probability of the token behind each column that `before` looks at, elsewhere 0.
+
+    following [B,T]: these tokens."""
+    if isinstance(teacher_logits, TopTokens):
+        raise ValueError("objective.weights=teacher needs all of the target's logits: make a cache with keep=null")
+    known = torch.zeros(following.shape, device=following.device)
+    for row, column, inside in before(rows):
+        known[row[inside], column[inside]] = 1.0
+    row, column = known.nonzero(as_tuple=True)
+    for piece in pieces(len(row), teacher_logits.shape[-1]):
+        here = row[piece], column[piece]
+        logp = teacher_logits[here].float().log_softmax(-1)
+        known[here] = logp.gather(1, following[here][:, None])[:, 0]
+    return known
+
+
+def believed(rows: Sampled, known: Tensor) -> Tensor:
+    """[n], of each row the target's probability of the tokens that the mask tokens up to it stand for; known [B,T]."""
+    out = torch.zeros(len(rows.row), device=known.device)
+    for row, column, inside in before(rows):
+        out += known[row, column] * inside
+    return out.exp()
+
+
+class _Rows:
+    """The judge of `head_loss`, whose rows are sampled rows; it keeps the metrics by depth."""
+
+    def __init__(
+        self,
+        objective: ParallelObjective,
+        drafter,
+        teacher_logits: TeacherLogits,
+        labels: Tensor,
+        rows: Sampled,
+        weights: Tensor,
+    ):
+        self.objective, self.vocab, self.teacher_logits, self.labels, self.rows, self.weights = (
+            objective, drafter.vocab, teacher_logits, labels, rows, weights,
+        )  # fmt: skip
+        self.divisor = weights.sum().clamp(min=1e-6)
+        nothing = torch.zeros(drafter.block, device=labels.device)
+        self.counted = nothing.index_add(0, rows.depth, weights).clamp(min=1e-6)
+        self.losses, self.accuracy = nothing, nothing.clone()
+
+    def teacher(self, rows: slice) -> Teacher | TopTeacher:
+        here, index = once(self.rows.row[rows], self.rows.column[rows], self.labels.shape[1])
+        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise).at(index)
+
+    def judge(
+        self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        student, depth, weights = Student(logits), self.rows.depth[rows], self.weights[rows]
+        teacher = teacher.facing(student) if isinstance(teacher, TopTeacher) else teacher
+        value, slope, total = self.objective.weigh(student, teacher)
+        value, share = value[:, 0], weights / self.divisor
+        self.losses.index_add_(0, depth, value * weights / self.counted[depth])
+        hits = self.vocab.to_target(student.best[:, 0]) == teacher.choice
+        self.accuracy.index_add_(0, depth, hits * weights / self.counted[depth])
+        # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
+        slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
+        return (value * share).sum(), slope, share[:, None, None]

@@ -32,6 +32,7 @@ from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
+from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.names import bundled, resolve
@@ -98,7 +99,7 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     """Recognise and read a checkpoint folder or hub name, without a target. headers: hold no weights; they are still
     looked at one by one for NaN and Inf."""
     folder = resolve(path)
-    config = read_json(folder / "config.json")
+    config = text_config(read_json(folder / "config.json"))  # heads inside a target that wraps its language model
     check_config(config, f"{path}: config.json", any_range=DIAGNOSED)
     held = read_headers(folder)
     family, layout = recognise(config, held, str(path))
@@ -180,7 +181,7 @@ def load_drafter(
 
 def _language_model(path: str | os.PathLike, target, allow_nonfinite: bool) -> Drafter | None:
     folder = resolve(path)
-    config, held = read_json(folder / "config.json"), read_headers(folder)
+    config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
     if mtp_inside.recognise(config, held):  # then it is loaded for its heads
         return None
     if not draft_model.is_language_model(config, held):

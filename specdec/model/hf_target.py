@@ -18,13 +18,17 @@ from transformers.utils import logging
 
 from specdec.model.archs import ModelConfig
 from specdec.model.archs.tensors import set_aside
+from specdec.model.archs.wrapped import inner_name
 from specdec.model.attention import document_mask, document_positions, tree_mask, window_mask
 from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.checkpoint import read_headers
 from specdec.model.cpu_linear import transpose_weights
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import exact_context, read_windows
 from specdec.model.layers import Rope
 
+# Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).
+INNER_NAMES = {r"^(?:language_model\.model|model\.language_model)\.": "model.", r"^language_model\.": ""}
 NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
 
@@ -93,6 +97,8 @@ class TransformersTarget(nn.Module):
             with quiet():
                 model, info = AutoModelForCausalLM.from_pretrained(
                     folder,
+                    config=text,
+                    key_mapping=INNER_NAMES if text is not config else None,
                     dtype=dtype,
                     attn_implementation="eager" if capped else None,
                     use_safetensors=True,
@@ -101,7 +107,9 @@ class TransformersTarget(nn.Module):
                 )
             if info["missing_keys"]:
                 raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
-            extra = [key for key in info["unexpected_keys"] if not set_aside(key, text.to_dict())]
+            names = {inner_name(name): name for name in read_headers(folder)} if text is not config else {}
+            extra = [names.get(key, key) for key in info["unexpected_keys"]]
+            extra = [name for name in extra if not set_aside(name, config.to_dict())]
             if extra:
                 raise ValueError(
                     f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import set_aside, text_name
+from specdec.model.archs.wrapped import is_wrapped, text_config
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,
@@ -84,7 +85,7 @@ def load_target(
     place = check_device(device)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
-    weights = choose_dtype(dtype, raw, place)
+    weights = choose_dtype(dtype, text_config(raw), place)
     try:
         config = read_config(raw, str(path))
     except NotNative as reason:
@@ -99,6 +100,8 @@ def load_target(
             print(note, file=sys.stderr)
     else:
         target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
+    if is_wrapped(raw):
+        print(f"note: {path}: it reads and writes text only; what sees or hears is left out", file=sys.stderr)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
     if tokenizer:
@@ -131,7 +134,7 @@ def load_native(
         key = text_name(tensor, raw)
         if key == "lm_head.weight" and config.tied:
             spare_head = value
-        elif not fill.put(key, value) and not set_aside(key, raw):
+        elif not fill.put(key, value) and not set_aside(tensor, raw):
             raise ValueError(
                 f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place"
             )

@@ -80,9 +80,10 @@ def fits(verifier: Verifier, tree: TreePolicy) -> bool:
     return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
 
 
-def trees_for(drafter: Drafter) -> list[TreePolicy]:
+def trees_for(target: Target, drafter: Drafter) -> list[TreePolicy]:
     depth = drafter.deepest(5)
-    return [TreeSpec(4, depth).build(), Chain(depth)]
+    chains_only = target.chains_only or drafter.chains_only
+    return [Chain(depth)] if chains_only else [TreeSpec(4, depth).build(), Chain(depth)]
 
 
 def prove(
@@ -105,7 +106,7 @@ def prove(
 
     names = [name for name in VERIFIERS if make_verifier(name).lossless]
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
-    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(drafter)]
+    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
     proof = Proof()
     provers = {}
     with tqdm(total=2 * len(cases) + 4 * len(pairs) + 1, desc="proving", leave=False) as bar:

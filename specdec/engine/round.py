@@ -78,6 +78,7 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
+            _check_chain(target, drafter, policy)
             _check_block(drafter, policy)
             _check_steps(drafter, policy)
             _check_verifier(verifier, policy)
@@ -219,6 +220,15 @@ class Round:
         token = sample(penalties(logits), settings.sampling, noise)
         penalties.add(token, n)
         return token[:, 0]
+
+
+def _check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
+    for what, part in (("target", target), ("draft model", drafter)):
+        if part.chains_only and policy.topk > 1:
+            raise ValueError(
+                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
+                f"{policy.topk} children: take topk 1"
+            )
 
 
 def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:

@@ -73,7 +73,7 @@ class KVCache:
         if first + count > self.batch:
             self._use(0, first + count)
         self.max_len = max(self.max_len, longest)
-        part = KVCache.__new__(KVCache)
+        part = type(self).__new__(type(self))
         vars(part).update(vars(self), max_len=0)
         part._use(first, count)
         part.lens.zero_()

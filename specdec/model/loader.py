@@ -91,11 +91,9 @@ def load_target(
     except NotNative as reason:
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
     if config is None or generic:
-        from specdec.model.hf_target import (
-            TransformersTarget,  # imported here because transformers' models take seconds to import
-        )
+        from specdec.model.hf_load import load_transformers  # here, as transformers' models take seconds to import
 
-        target = TransformersTarget.load(folder, str(path), weights, place, allow_nonfinite)
+        target = load_transformers(folder, str(path), weights, place, allow_nonfinite)
         if config is None:
             print(note, file=sys.stderr)
     else:

@@ -103,6 +103,11 @@ class KVCache:
         keys, values = self.heads[layer]
         return keys.narrow(2, first, count), values.narrow(2, first, count)
 
+    def committed(self, row: int) -> list[Tensor]:
+        """All that is kept of a row's committed tokens, which is all that later forwards see of them."""
+        length = int(self.lens[row])
+        return [layer[:, row, :length] for layer in self.layers]
+
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""
         if self.move is not None:

@@ -48,3 +48,9 @@ def exact_context(config: PretrainedConfig) -> int:
         if rope and rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             context = min(context, rope.get("original_max_position_embeddings") or context)
     return context
+
+
+def count_experts(config: PretrainedConfig) -> int:
+    """The experts of a layer that has any; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int) and n > 1), 0)

@@ -18,7 +18,7 @@ from specdec.model.attention import document_mask, document_positions, tree_mask
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, trace
 from specdec.model.hf_check import check
-from specdec.model.hf_config import exact_context, read_windows
+from specdec.model.hf_config import count_experts, exact_context, read_windows
 from specdec.model.layers import Rope
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 
@@ -41,7 +41,7 @@ class TransformersTarget(nn.Module):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         text = model.config.get_text_config(decoder=True)
-        self.windows = read_windows(text)
+        self.windows, self.experts = read_windows(text), count_experts(text)
         takes = inspect.signature(model.forward).parameters
         lacking = [name for name in NEEDED if name not in takes and (self.windows or name == "logits_to_keep")]
         self.cache_name = next((name for name in CACHES if name in takes), None)

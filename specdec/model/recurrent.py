@@ -175,6 +175,10 @@ class HybridCache(KVCache):
             state.compact(index)
         super().compact(index)
 
+    def committed(self, row: int) -> list[Tensor]:
+        states = [part[row] for state in self.recurrent.values() for part in state.kept.values()]
+        return super().committed(row) + states
+
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
         """As `KVCache.commit`; the nodes are those of a chain, so a path is told by its length."""
         if self.layers:

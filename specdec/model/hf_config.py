@@ -1,8 +1,7 @@
 """What the config of a transformers model says about its layers: windows, and how far it is exact."""
 
-from transformers import DynamicCache, PretrainedConfig
+from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -15,7 +14,9 @@ LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 # How transformers caches a layer that attends, to all positions or to a window; some are recurrent beside that.
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
-WITHOUT = {LinearAttentionLayer: None, DummyLayer: ("moe", "mlp")}  # layers that do not attend, and their types if any
+# Layers that do not attend, and their types if they must have one; some versions have no dummies.
+DUMMY = getattr(cache_utils, "DummyLayer", None)
+WITHOUT = {DUMMY: ("moe", "mlp"), LinearAttentionLayer: None}
 
 
 def read_windows(config: PretrainedConfig) -> dict[str, int | None]:

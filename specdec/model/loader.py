@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from specdec.model.checkpoint import (
     read_tensors,
     whole,
 )
-from specdec.model.config_fields import ConfigFields
+from specdec.model.config_fields import ConfigFields, check_config
 from specdec.model.names import resolve
 from specdec.model.target import Target
 from specdec.schema import check
@@ -177,6 +178,16 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
     if eos is None:
         eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def load_texts(path: str | os.PathLike) -> SimpleNamespace:
+    """Of a target its name, tokenizer and `config.context` alone, for work on texts while a server holds the weights.
+    Raises ValueError as `load_target` does."""
+    folder = resolve(path)
+    config = text_config(read_json(folder / "config.json"))
+    check_config(config, f"{path}: config.json", native=False)
+    context = config.get("max_position_embeddings") or 2048
+    return SimpleNamespace(name=str(path), tokenizer=load_tokenizer(folder), config=SimpleNamespace(context=context))
 
 
 def load_tokenizer(folder: Path):

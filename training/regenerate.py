@@ -195,7 +195,9 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
     add_flags(p.add_argument_group("target"), ModelSettings, "target", "dtype", "device")
     remote = p.add_argument_group("a server that has the target")
-    remote.add_argument("--server", metavar="URL", help="of OpenAI's interface; then --target gives the tokenizer alone")
+    remote.add_argument(
+        "--server", metavar="URL", help="of OpenAI's interface; then --target gives the tokenizer alone"
+    )
     remote.add_argument("--model", help="the model's name there (default: the first that the server names)")
     remote.add_argument("--requests", type=int, default=32, help="so many at once (default 32)")
     sample = p.add_argument_group("sampling")

@@ -19,6 +19,7 @@ from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, trace
 from specdec.model.hf_check import check
 from specdec.model.hf_config import count_experts, exact_context, read_windows
+from specdec.model.hf_experts import ExpertWatch
 from specdec.model.layers import Rope
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 
@@ -48,6 +49,7 @@ class TransformersTarget(nn.Module):
         if lacking or self.cache_name is None:
             lacking = lacking or CACHES
             raise ValueError(f"model family {model.config.model_type!r} cannot verify trees: it takes no {lacking[0]}")
+        self.watch = ExpertWatch(self.model)
         self._probe(text)
         self.state_budget = self._check()
 
@@ -147,6 +149,10 @@ class TransformersTarget(nn.Module):
             tied=bool(text.tie_word_embeddings),
         )
 
+    def chosen_experts(self) -> list[Tensor]:
+        """By layer with experts, those that the tokens of the last forward chose [tokens, experts of a token]."""
+        return self.watch.chosen
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         sizes = rows, slots, *self.cache_shape
         if not self.states:
@@ -174,6 +180,7 @@ class TransformersTarget(nn.Module):
         offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As `specdec.model.target.Target.forward`."""
+        self.watch.clear()
         keep = 1 if not logits else 0 if last is None else last
         if cache is not None:
             lengths = (last + 1).tolist() if prefill and last is not None and self.states else None

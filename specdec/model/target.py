@@ -194,6 +194,10 @@ class Target(nn.Module):
         """[H], what the final norm multiplies a normalised state by."""
         return self.norm.gain()
 
+    def chosen_experts(self) -> list[Tensor]:
+        """By layer with experts, those that the tokens of the last forward chose; here is none."""
+        return []
+
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""
         self.bind()

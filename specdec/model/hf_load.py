@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -27,10 +28,13 @@ def load_transformers(
     """A target from a checkpoint folder. `name` is what the user calls it.
 
     Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
+    quantised = None
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
         read_windows(text)  # before gigabytes are read
+        if quantised := getattr(config, "quantization_config", None):
+            text.quantization_config = quantised  # of the whole, where the model is a part
         # Only the plain implementation of attention caps its products where a family asks for that.
         capped = getattr(text, "attn_logit_softcapping", None) is not None
         with quiet():
@@ -40,6 +44,7 @@ def load_transformers(
                 key_mapping=INNER_NAMES if text is not config else None,
                 dtype=dtype,
                 attn_implementation="eager" if capped else None,
+                device_map={"": device} if quantised else None,  # modules of some kinds cannot be moved
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -51,14 +56,18 @@ def load_transformers(
         extra = [name for name in extra if not set_aside(name, config.to_dict())]
         if extra:
             raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
-        model.to(device)
-        found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, model.named_parameters()))
+        if not quantised:
+            model.to(device)
+        # Quantised weights are tensors of classes of their own, which know few operators.
+        plain = [(key, p) for key, p in model.named_parameters() if type(p) is nn.Parameter]
+        found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, plain))
         if first := next(iter(found), ""):
             raise ValueError(f"{first}; {ALLOWED}")
         transpose_weights(model)
         return TransformersTarget(model)
     except Exception as error:  # the modules of any family may raise errors of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = f"the checkpoint is quantised: {reason}" if quantised else reason
         raise ValueError(f"{name}: {reason}") from None
 
 

@@ -31,7 +31,7 @@ def read_config(config: dict, name: str) -> ModelConfig:
         family = config.get("model_type")
     check_config(config, f"{name}: config.json", native=isinstance(family, str) and family in FAMILIES)
     if config.get("quantization_config"):
-        raise ValueError(f"{name}: quantised checkpoints are not supported; load the unquantised weights")
+        raise NotNative("a quantised checkpoint is not native")
     if not isinstance(family, str) or family not in FAMILIES:
         raise NotNative(f"model family {family!r} is not native")
     try:

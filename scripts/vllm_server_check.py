@@ -105,6 +105,20 @@ def compare_answers(server: Remote, target, args: argparse.Namespace, folder: Pa
     return {"answers": len(prompts), "same": same, "record": json.loads((folder / "theirs.run.json").read_text())}
 
 
+def drafted(server: Remote) -> dict[str, int]:
+    """What the server has drafted since it started, by its own counters. Raises ValueError if it has drafted nothing."""
+    with urllib.request.urlopen(f"{server.root}/metrics", timeout=30) as answer:
+        lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    counts = {
+        name: int(sum(float(x) for key, x in lines if key.startswith(f"vllm:spec_decode_num_{name}_total")))
+        for name in names
+    }
+    if not counts["drafts"]:
+        raise ValueError("vLLM's server has drafted nothing: the check shows nothing")
+    return counts
+
+
 @one_sentence_errors
 def main() -> None:
     args = arguments()
@@ -116,17 +130,18 @@ def main() -> None:
         how = {"model": str(folder / "head"), "method": "eagle3", "num_speculative_tokens": args.steps}
         plain = Remote(stack.enter_context(vllm_server(python, PORT, folder / "plain.log")))
         answers = compare_answers(plain, target, args, folder)
-        drafted = vllm_server(python, PORT + 1, folder / "drafted.log", "--speculative-config", json.dumps(how))
-        fast = Remote(stack.enter_context(drafted))
+        drafting = vllm_server(python, PORT + 1, folder / "drafted.log", "--speculative-config", json.dumps(how))
+        fast = Remote(stack.enter_context(drafting))
         proofs = {
             "plain vLLM, by this engine": against_engine(plain, target, prompts, new),
             "speculative vLLM, by this engine": against_engine(fast, target, prompts, new),
             "speculative vLLM, by plain vLLM": against_server(fast, plain, prompts, new),
         }
+        counts = drafted(fast)
     for name, proof in proofs.items():
         print(f"{name}: {proof.verdict()}")
     print(f"regenerate: {answers['same']} of {answers['answers']} answers are this engine's")
-    asked = {"prompts": len(prompts), "max_new_tokens": new, "steps": args.steps}
+    asked = {"prompts": len(prompts), "max_new_tokens": new, "steps": args.steps, "drafted": counts}
     told = {name: as_json(proof) for name, proof in proofs.items()}
     if args.out is not None:
         write_json(args.out, provenance(torch.device("cpu")) | asked | {"proofs": told, "regenerate": answers})

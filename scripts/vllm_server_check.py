@@ -106,7 +106,7 @@ def compare_answers(server: Remote, target, args: argparse.Namespace, folder: Pa
 
 
 def drafted(server: Remote) -> dict[str, int]:
-    """What the server has drafted since it started, by its own counters. Raises ValueError if it has drafted nothing."""
+    """What the server counts as drafted since it started. Raises ValueError if it has drafted nothing."""
     with urllib.request.urlopen(f"{server.root}/metrics", timeout=30) as answer:
         lines = [line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#")]
     names = ("drafts", "draft_tokens", "accepted_tokens")

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drafters.layers import SumHead
 from drafters.vocab import DraftVocab
-from specdec.model.layers import Linear, LinearMap
+from specdec.model.layers import Linear, LinearMap, RMSNorm
 
 
 class ConditionalHead(nn.Module):
@@ -21,10 +22,11 @@ class ConditionalHead(nn.Module):
     change it. A subclass is made of the draft vocabulary, the target's embedding [V,H], the width R, and its own
     `settings`."""
 
-    rank: int  # R
-    head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
+    rank: int  # its width, of most R
+    head: LinearMap | None  # [U,R], with a row for each token of the draft vocabulary; None: it is the backbone's
+    candidates = 0  # it chooses among so many tokens, the likeliest by the base logits; 0: among all
 
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, float]:
         """What else it is made of, by name."""
         return {}
 
@@ -46,6 +48,10 @@ class ConditionalHead(nn.Module):
         rest is as for `narrow`."""
         low, carried = self.narrow(hidden, carried, slot)
         return base + self.head(low), carried
+
+    def joined(self, base: LinearMap) -> SumHead:
+        """What makes a slot's logits of its hidden state, which the head `base` reads, and of what `head` reads."""
+        return SumHead(base, self.head)
 
 
 class Markov(ConditionalHead):
@@ -134,6 +140,87 @@ class Domino(ConditionalHead):
         return F.silu(self.down(torch.cat([hidden, carried], -1))), carried
 
 
+class Selector(ConditionalHead):
+    """DFlash2's path selector: of a slot's likeliest tokens by the base logits each is scored with the token before it
+    and with the slot, by the product of three narrow vectors. No other token is proposed."""
+
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, candidates: int = 16):
+        super().__init__()
+        self.rank, self.candidates = rank, candidates
+        self.embed = nn.Embedding(vocab.target_size, rank)
+        self.slot = Linear(embedding.shape[1], rank, bias=False)
+        self.head = Linear(rank, vocab.size, bias=False)
+        nn.init.normal_(self.embed.weight, std=0.02)
+
+    def settings(self) -> dict[str, int]:
+        return {"candidates": self.candidates}
+
+    def begin(self, anchor: Tensor) -> Tensor:
+        return self.embed(anchor)
+
+    def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
+        return self.embed(tokens)
+
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        return carried * self.slot(hidden), carried
+
+    def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        low, carried = self.narrow(hidden, carried, slot)
+        best, ids = base.topk(min(self.candidates, base.shape[-1]))  # [B,1,k]
+        scores = best + low @ self.head.weight[ids[:, 0]].mT
+        logits = base.new_full((*low.shape[:2], base.shape[-1]), -torch.inf)
+        return logits.scatter_(2, ids.expand(scores.shape), scores), carried
+
+    def joined(self, base: LinearMap) -> SumHead:
+        return AmongBest(self.candidates, base, self.head)
+
+
+class AmongBest(SumHead):
+    """The sum for the tokens that are likeliest by the first head's logits, and nothing else."""
+
+    def __init__(self, candidates: int, *heads: LinearMap):
+        super().__init__(*heads)
+        self.candidates = candidates
+
+    def __call__(self, x: Tensor) -> Tensor:
+        base, *others = self.parts(x)
+        ids, logits = base.topk(min(self.candidates, base.shape[-1])).indices, sum(others, base)
+        return torch.full_like(logits, -torch.inf).scatter(-1, ids, logits.gather(-1, ids))
+
+
+class HiddenCorrection(ConditionalHead):
+    """DFly's correction of a slot's last hidden state, by a gated MLP of that state and of the embedding of the token
+    before the slot, each with a norm of its own (AngelSpec's dspark.py, which has it from TreeFlash)."""
+
+    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, eps: float = 1e-6):
+        """rank: inner width of the MLP."""
+        super().__init__()
+        self.rank, self.head, self.eps = rank, None, eps
+        self.register_buffer("embedding", embedding.detach(), persistent=False)
+        hidden = embedding.shape[1]
+        self.hidden_norm, self.embed_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
+        self.gate, self.up = Linear(2 * hidden, rank, bias=False), Linear(2 * hidden, rank, bias=False)
+        self.down = Linear(rank, hidden, bias=False)
+
+    def settings(self) -> dict[str, float]:
+        return {"eps": self.eps}
+
+    def start(self) -> None:
+        """Nothing is corrected."""
+        self.down.weight.zero_()
+
+    def begin(self, anchor: Tensor) -> Tensor:
+        return F.embedding(anchor, self.embedding)
+
+    def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        seen = self.hidden_norm(hidden).expand(-1, carried.shape[1], -1)
+        seen = torch.cat([seen, self.embed_norm(carried)], -1)
+        return self.down(F.silu(self.gate(seen)) * self.up(seen)), carried
+
+
 class Confidence(nn.Module):
     """DSpark's estimate that a slot's token is accepted if those before it are: a linear map of the slot's hidden
     state, and, with a rank, of the Markov embedding of the token before it."""
@@ -154,11 +241,13 @@ HEADS: dict[str, type[ConditionalHead]] = {
     "markov_gated": GatedMarkov,
     "markov_rnn": RecurrentMarkov,
     "domino": Domino,
+    "selector": Selector,
+    "correction": HiddenCorrection,
 }
 
 
 def head_of(
-    kind: str | None, vocab: DraftVocab, embedding: Tensor, rank: int, settings: Mapping[str, int]
+    kind: str | None, vocab: DraftVocab, embedding: Tensor, rank: int, settings: Mapping[str, float]
 ) -> ConditionalHead | None:
     """The conditional head of a name. Raises ValueError for a name or a setting that is not there."""
     if kind is None:

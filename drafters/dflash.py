@@ -14,44 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.block_forward import BlockForward
-from drafters.conditional import ConditionalHead, Confidence, head_of
+from drafters.block_layers import BlockLayer, SlotConvolution
+from drafters.conditional import ConditionalHead, Confidence, HiddenCorrection, head_of
 from drafters.eagle3 import spread_taps
-from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
 from drafters.unroll_block import Blocks, blocks_behind
 from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import GatedMLP, Linear, LinearMap, RMSNorm, RopeTable, freeze, rotate, unfreeze
+from specdec.model.layers import Linear, LinearMap, RMSNorm, RopeTable, freeze, unfreeze
 from specdec.model.target import check_taps
-
-
-class BlockAttention(DraftAttention):
-    """Attention of the block, whose key and value projections serve the context too."""
-
-    def context(self, features: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Fused features [B,n,H] of context positions -> their keys and values [B,n,K,Dh]."""
-        first = self.heads * self.head_dim
-        bias = None if self.qkv.bias is None else self.qkv.bias[first:]
-        rows = F.linear(features, self.qkv.weight[first:], bias).unflatten(-1, (2, self.kv_heads, self.head_dim))
-        k, v = rows.unbind(2)
-        return rotate(k if self.k_norm is None else self.k_norm(k), *rope), v
-
-
-class BlockLayer(nn.Module):
-    """A pre-norm decoder layer as Qwen3 has it, with norms of each query and key head."""
-
-    def __init__(self, shape: DraftShape):
-        super().__init__()
-        self.input_norm = RMSNorm(shape.hidden, shape.eps)
-        self.attention = BlockAttention(shape, shape.hidden, qk_norm=True)
-        self.post_norm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
-        return x + self.mlp(normed)
 
 
 class BlockDrafter(Drafter):
@@ -85,13 +59,17 @@ class BlockDrafter(Drafter):
             used = sliding in self.sliding
             self.register_buffer(name, forward.seen(sliding) if used else None, persistent=False)
         self.rope = RopeTable(shape.rope, shape.head_dim)
-        self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
+        self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False) if forward.fusion != "layer" else None
+        self.mix = nn.Parameter(torch.zeros(layers, len(taps))) if forward.fusion != "shared" else None
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
-        self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(BlockLayer(shape, forward) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
         own = Linear(shape.hidden, vocab.size, bias=False) if head is None else None
         self.head: LinearMap = own or SharedHead(head, vocab.ids)
         self.conditional, self.confidence = conditional, confidence
+        if conditional and conditional.head is None:
+            conditional.head = self.head
+        self.base: Tensor | None = None  # [B,block,U] logits of the slots of the tree that grows
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
     @property
@@ -110,9 +88,13 @@ class BlockDrafter(Drafter):
         if self.conditional:
             (self.conditional.head,) = others
 
-    def fuse(self, feats: Tensor) -> Tensor:
-        """Features of the target [B,n,F] -> what all layers take for the context [B,n,H]."""
-        return self.hidden_norm(self.fc(feats.to(self.embedding.dtype)))  # the drafter's may be narrower
+    def fuse(self, feats: Tensor) -> list[Tensor]:
+        """Features of the target [B,n,F] -> what each layer takes for the context [B,n,H]."""
+        feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower
+        if self.mix is None:
+            return [self.hidden_norm(self.fc(feats))] * len(self.layers)
+        taps, base = feats.unflatten(-1, (len(self.taps), -1)), 0 if self.fc is None else self.fc(feats)
+        return [self.hidden_norm(base + torch.einsum("t,bnth->bnh", share, taps)) for share in self.mix.softmax(-1)]
 
     # Decoding
 
@@ -138,8 +120,8 @@ class BlockDrafter(Drafter):
 
     def _absorb(self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         places = cache.places[: tokens.shape[1]]
-        features, rope, slots = self.fuse(feats), self.rope(cache.lens[:, None] + places), cache.slots_of(places)
-        for index, layer in enumerate(self.layers):
+        rope, slots = self.rope(cache.lens[:, None] + places), cache.slots_of(places)
+        for index, (layer, features) in enumerate(zip(self.layers, self.fuse(feats), strict=True)):
             cache.write(index, slots, *layer.attention.context(features, rope))
         cache.advance(n, max_len)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
@@ -182,7 +164,10 @@ class BlockDrafter(Drafter):
         return CacheView(cache, rows, seen.expand(b, rows, rows), groups, depth=depth, window=window)
 
     def root(self, first: DraftState) -> DraftState:
-        return self._told(first, 0, first.hidden) if self.conditional else first.slot(0, 1)
+        if self.conditional is None:
+            return first.slot(0, 1)
+        self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
+        return self._told(first, 0, first.hidden)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
@@ -192,7 +177,7 @@ class BlockDrafter(Drafter):
     def _told(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
         """The state of slot `level` of a block behind paths, of which `carried` [B,W,C] tells the tokens."""
         readout = first.readout[:, level : level + 1]
-        logits, carried = self.conditional(self.head(readout), readout, carried, level)
+        logits, carried = self.conditional(self.base[:, level : level + 1], readout, carried, level)
         return DraftState(carried, logits)
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
@@ -203,10 +188,11 @@ class BlockDrafter(Drafter):
 
     # Training
 
-    def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
-        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later."""
+    def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
+        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later. visible: see
+        `blocks_behind`."""
         unfreeze(self)
-        return blocks_behind(self, feats, tokens, anchors)
+        return blocks_behind(self, feats, tokens, anchors, visible)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """The block behind every row, and the text's own tokens for those drafted before a slot."""
@@ -218,8 +204,16 @@ class BlockDrafter(Drafter):
             yield DraftState(blocks.carried[j], blocks.readout[:, :, j], blocks.head)
 
     def start_from(self, target) -> None:
-        """The head sees the last hidden state at its usual scale."""
+        """The head sees the last hidden state at its usual scale. What is added to DFlash changes nothing at first, but
+        that each layer prefers the tap of its own relative depth, as in AngelSpec."""
         self.norm.weight.fill_(target.final_scale())
+        for part in self.modules():
+            if isinstance(part, SlotConvolution | HiddenCorrection):
+                part.start()
+        if self.mix is not None:
+            layers, taps = (torch.arange(n, device=self.mix.device) / max(n - 1, 1) for n in self.mix.shape)
+            nearest = (layers * (len(taps) - 1)).round()
+            self.mix.copy_(-2 * (torch.arange(len(taps), device=self.mix.device) - nearest[:, None]).abs())
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:

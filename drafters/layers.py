@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from drafters.vocab import DraftVocab
@@ -182,8 +183,12 @@ class SumHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[...,H1+H2+...] -> [...,U]"""
+        return sum(self.parts(x))
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """[...,H1+H2+...] -> what is added, [...,U] each."""
         parts = x.split([head.weight.shape[1] for head in self.heads], -1)
-        return sum(head(part) for head, part in zip(self.heads, parts, strict=True))
+        return [F.linear(part, head.weight) for head, part in zip(self.heads, parts, strict=True)]
 
 
 def restrict(drafter: Drafter, ids: Tensor) -> None:

@@ -71,16 +71,16 @@ class Blocks:
     confidence: Tensor | None  # [B,A,W] logits of the confidence head, if there is one
 
 
-def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Blocks:
+def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
     """The blocks of a `BlockDrafter` behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
-    later."""
-    slots, conditional = slots_behind(drafter, feats, tokens, anchors), drafter.conditional
+    later. visible [B,A]: so many tokens of a block are the text's own, not mask tokens; None: the anchor."""
+    slots, conditional = slots_behind(drafter, feats, tokens, anchors, visible), drafter.conditional
     readout, output = slots, drafter.head
     if conditional is None:
         carried = [slots.new_empty(*anchors.shape, 0)] * slots.shape[2]
     else:
         carried, low = _along(conditional, slots, tokens, anchors)
-        readout, output = torch.cat([slots, low], -1), SumHead(drafter.head, conditional.head)
+        readout, output = torch.cat([slots, low], -1), conditional.joined(drafter.head)
     sure = drafter.confidence
     if sure is not None:
         sure = sure(slots, torch.stack(carried, 2)[..., : sure.rank])
@@ -99,23 +99,30 @@ def _along(head: ConditionalHead, slots: Tensor, tokens: Tensor, anchors: Tensor
     return carried, torch.stack(low, 2)
 
 
-def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-    """The backbone's hidden states of the drafting slots of the blocks behind rows anchors of texts, [B,A,W,H]."""
+def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Tensor:
+    """The backbone's hidden states of the drafting slots of the blocks behind rows anchors of texts, [B,A,W,H]. The
+    rest is as for `blocks_behind`."""
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     positions = document_positions(documents)
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
-    features, rope = drafter.fuse(feats), drafter.rope(positions)
-    keys = [layer.attention.context(features, rope) for layer in drafter.layers]
+    rope, fused = drafter.rope(positions), drafter.fuse(feats)
+    keys = [layer.attention.context(features, rope) for layer, features in zip(drafter.layers, fused, strict=True)]
     context = BlockContext(keys, documents, positions)
     piece = partial(_piece, drafter, context, tokens)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
-    return torch.cat([piece(part) for part in anchors.split(PIECE, dim=1)], 1)
+    visible = torch.ones_like(anchors) if visible is None else visible
+    parts = zip(anchors.split(PIECE, dim=1), visible.split(PIECE, dim=1), strict=True)
+    return torch.cat([piece(*part) for part in parts], 1)
 
 
-def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor) -> Tensor:
-    how, (b, a) = drafter.switches, anchors.shape
-    ids = torch.cat([tokens.gather(1, anchors)[..., None], drafter.masks.expand(b, a, -1)], -1)
+def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
+    how, a = drafter.switches, anchors.shape[1]
+    rows = torch.arange(how.rows, device=anchors.device)
+    own = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1)).view(
+        *anchors.shape, -1
+    )
+    ids = torch.where(rows < visible[..., None], own, how.mask_token)
     places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
     hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
     seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}

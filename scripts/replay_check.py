@@ -4,7 +4,8 @@
     python scripts/replay_check.py --prompt-file MT_BENCH --limit 40 --temperature 0.8
     python scripts/replay_check.py --prompt-file MT_BENCH --limit 10 --temperature 1 --expected
 
-The rounds of every question are compared one by one, for 24 trees, at any temperature; then the time to replay 500
+The rounds of every question are compared one by one, for 24 trees, and 10 over the blocks of a drafter that has any, at
+any temperature; then the time to replay 500
 trees is compared with that of five real runs. With --expected the question is whether what a recording expects of the
 likeliest children, and of a drawn chain, lies within the 99 % interval of 20 real runs with other seeds, for 6 trees
 and the chain. The last line is one JSON object.
@@ -19,6 +20,7 @@ from statistics import mean, stdev
 
 import checkout  # noqa: F401
 import torch
+from torch import Tensor
 
 from lab.models import add_model_flags, load_models, read_encoded
 from lab.replay import Superset, record
@@ -29,10 +31,12 @@ from specdec.engine.engine import Engine
 from specdec.engine.trace import RowTrace, tau
 from specdec.types import Sampling
 from specdec.verify import make_verifier
-from trees import DynamicTree, SampledTree
-from trees.dynamic import Pool
+from trees import BlockTree, DynamicTree, SampledTree
 from trees.spec import TreeSpec
 
+BLOCK_TREES = (  # topk, steps, num_draft_tokens
+    (1, 6, 7), (2, 3, 6), (2, 6, 16), (4, 2, 8), (4, 5, 16), (4, 6, 32), (8, 3, 16), (8, 5, 32), (8, 6, 24), (8, 6, 64),
+)  # fmt: skip
 TOPKS, STEPS, NODES = (1, 2, 4, 8), 6, (2, 5, 8, 16, 24, 32)
 SAMPLED = [TreeSpec(*shape) for shape in ((1, 2, 3), (1, 4, 5), (2, 3, 6), (2, 4, 8), (4, 3, 8), (4, 5, 16))]
 RUNS, T_QUANTILE = 20, 2.861  # 99 %, two-sided, 19 degrees of freedom
@@ -52,20 +56,23 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def chosen_trees() -> list[TreeSpec]:
-    """24 trees."""
+def chosen_trees(drafter) -> list[TreeSpec]:
+    """24 trees, and 10 over the block of a drafter that has one of independent slots, if it goes so deep."""
     crossed = [TreeSpec(k, s, s + 1 if k == 1 else n) for k in TOPKS for s, n in enumerate(NODES, 1)]
-    return [replace(t, num_draft_tokens=min(t.num_draft_tokens, t.most_nodes)) for t in crossed]
+    if drafter.block is not None and not drafter.conditioned:
+        crossed += [TreeSpec(*shape, block=True) for shape in BLOCK_TREES]
+    trees = [replace(t, num_draft_tokens=min(t.num_draft_tokens, t.most_nodes)) for t in crossed]
+    return [t for t in trees if t.steps <= drafter.deepest(STEPS)]
 
 
-def dynamic(tree: TreeSpec) -> DynamicTree:
-    """The tree as a choice of a recorded pool, chains too: what a round is expected to emit follows from the pool."""
-    return DynamicTree(tree.topk, tree.steps, tree.num_draft_tokens)
+def choice(tree: TreeSpec) -> DynamicTree | BlockTree:
+    """The tree as a choice of what was recorded, chains too: what a round is expected to emit follows from a pool."""
+    return tree.build() if tree.block else DynamicTree(tree.topk, tree.steps, tree.num_draft_tokens)
 
 
-def many_trees(count: int) -> list[DynamicTree]:
+def many_trees(count: int, steps: int) -> list[DynamicTree]:
     """`count` of all trees that the superset holds, evenly spread."""
-    pairs = [(k, s) for k in TOPKS for s in range(1, STEPS + 1)]
+    pairs = [(k, s) for k in TOPKS for s in range(1, steps + 1)]
     every = [(k, s, n) for k, s in pairs for n in range(2, min(64, DynamicTree.candidates(k, s) + 1) + 1)]
     return [DynamicTree(*every[i * len(every) // count]) for i in range(count)]
 
@@ -75,16 +82,26 @@ def decode(engine: Engine, prompts: list[list[int]], args) -> list[RowTrace]:
     return [engine.generate([p], seed=[(args.seed, i)], **how).rows[0].trace for i, p in enumerate(prompts)]
 
 
-def closest_cut(pool: Pool, root: int, tree: TreeSpec) -> float:
+def closest_cut(superset: Superset, root: int, tree: TreeSpec) -> float:
     """The least difference of scores that a choice at this root depends on.
 
     Choices are made where a level's best candidates are expanded, and where the best of all become the tree."""
     topk = tree.topk
+    if tree.block:
+        best = superset.marginals[""]
+        one = (x[root : root + 1, : tree.steps, :topk] for x in (best.gains, best.tokens))
+        return gap(choice(tree).best_paths(*one).scores[0], tree.num_draft_tokens - 1)
+    pool = superset.candidates["", topk].pool
     scores = pool.scores[root, : tree.most_nodes - 1]
     levels = scores.split([topk] + [topk * topk] * (tree.steps - 1))
     cuts = [(scores, tree.num_draft_tokens - 1), *((level, topk) for level in levels[1:-1])]
-    ordered = [(values.sort(descending=True).values, place) for values, place in cuts]
-    return min((float(v[p - 1] - v[p]) for v, p in ordered if p < len(v)), default=float("inf"))
+    return min((gap(values, place) for values, place in cuts), default=float("inf"))
+
+
+def gap(values: Tensor, place: int) -> float:
+    """The difference between the value of this place, counted from 1 in descending order, and the next."""
+    ordered = values.sort(descending=True).values
+    return float(ordered[place - 1] - ordered[place]) if place < len(ordered) else float("inf")
 
 
 def differences(superset: Superset, tree: TreeSpec, replayed: Replayed, real: list[RowTrace]) -> list[dict]:
@@ -94,29 +111,29 @@ def differences(superset: Superset, tree: TreeSpec, replayed: Replayed, real: li
         if ours != theirs:
             same = next(r for r in range(ours.rounds) if ours.accepted[r] != theirs.accepted[r])
             root = int(superset.starts[q]) + sum(ours.emitted[:same])
-            margin = closest_cut(superset.candidates["", tree.topk].pool, root, tree)
-            found.append({"setting": list(tree.entries().values()), "question": q, "round": same, "margin": margin})
+            margin = closest_cut(superset, root, tree)
+            found.append({"setting": str(tree), "question": q, "round": same, "margin": margin})
     return found
 
 
 def check_exact(target, drafter, prompts: list[list[int]], args) -> dict:
     start = time.perf_counter()
     how = {"max_new_tokens": args.max_new_tokens, "sampling": Sampling(args.temperature), "seed": args.seed}
-    superset = record(target, drafter, prompts, topks=TOPKS, steps=STEPS, **how)
+    superset = record(target, drafter, prompts, topks=TOPKS, steps=drafter.deepest(STEPS), **how)
     recording = time.perf_counter() - start
     print(f"recorded {int(superset.roots.sum())} roots in {recording:.1f} s")
     found, real_seconds, rounds = [], [], 0
-    for tree in chosen_trees():
+    for tree in chosen_trees(drafter):
         start = time.perf_counter()
         real = decode(Engine(target, drafter, tree.build()), prompts, args)
         real_seconds.append(time.perf_counter() - start)
-        replayed = superset.replay(dynamic(tree))
+        replayed = superset.replay(choice(tree))
         differing = differences(superset, tree, replayed, real)
         found, rounds = found + differing, rounds + sum(trace.rounds for trace in real)
         print(f"{tree}: tau {tau(real):.4f}, replayed {replayed.tau:.4f}; {len(differing)} questions differ")
     superset.replay(DynamicTree(2, 1, 2))  # torch's first calls
     fresh = replace(superset)  # without what it has computed of its ranks
-    trees = many_trees(500)
+    trees = many_trees(500, superset.steps)
     start = time.perf_counter()
     fresh.replay_many(trees)
     replaying = time.perf_counter() - start
@@ -151,7 +168,7 @@ def check_expected(target, drafter, prompts: list[list[int]], args) -> dict:
     print(f"recorded {len(superset.texts)} texts in {time.perf_counter() - start:.1f} s")
     rows = []
     for tree in SAMPLED:
-        replayed = superset.replay(dynamic(tree))
+        replayed = superset.replay(choice(tree))
         taus = real_taus(target, drafter, tree.build(), "match", prompts, args)
         rows.append(judged(f"{tree} match", taus, replayed.expected_tau, replayed.tau))
     taus = real_taus(target, drafter, SampledTree([1] * steps), "rejection", prompts, args)

@@ -127,7 +127,7 @@ COMMANDS_TRIED = {
          "out=out/bench.json"), names,
     ),
     "estimate": Command(("estimate", "data.path=learnt.jsonl", *SMALL), names),
-    "doctor": Command(("doctor", "convert", str(DEMO_DRAFTER), "--to", "speculators", "--out", "out/spec"), names),
+    "doctor": Command(("doctor", "convert", str(DEMO_DRAFTER), "out/spec", "--to", "speculators"), names),
 }  # fmt: skip
 
 

@@ -216,7 +216,9 @@ class TreePolicy(Protocol):
     steps: int  # D
     topk: int  # the most children a node can have
     samples: bool  # children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)
-    marginals: bool  # asks for a block whose slots do not depend on each other's tokens, and calls no `expand`
+    # Asks for a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has `within`,
+    # the tree over a block of so many slots.
+    marginals: bool
 
     def shallower(self, steps: int) -> "TreePolicy":
         """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels

@@ -118,7 +118,18 @@ BLOCKS = {
     "dspark": {"label": "p+k+1", "conditional": "markov", "confidence": True},
     "dspark-rnn": {"label": "p+k+1", "conditional": "markov_rnn"},
     "domino": {"label": "p+k+1", "conditional": "domino", "head": {"state": 6, "prefix": 1}},
+    "dflash2": {"conditional": "selector", "head": {"candidates": 4}, "convolution": 8},
 }
+
+
+# What differs less.
+MORE_BLOCKS = {
+    "window before the anchor": {
+        "sliding_layers": 1, "window": 2, "window_from": "anchor", "sliding_causal": False,
+    },
+    "dflare": {"fusion": "layer"},
+    "dfly": {"fusion": "both", "conditional": "correction"},
+}  # fmt: skip
 
 
 def tiny_block(target: Target, seed: int = 1, **switches):

@@ -8,11 +8,14 @@ from specdec.contracts import Children, Drafter, DraftState
 from specdec.types import DraftTree
 from trees.dynamic import Pool, select
 
+MANY = 1 << 30  # nodes are not counted any further
+
 
 class BlockTree:
     """The `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability, and the root, where a path
     has the product of its tokens' probabilities in their slots (DDTree, arXiv 2604.12989, which has no bound `topk` of
-    a node's children). Of equal paths of one length the one with the lower ranks comes first.
+    a node's children). Of equal paths of one length the one with the lower ranks comes first. A block of fewer slots
+    than `steps` bounds the paths too.
 
     DDTree takes the nodes from a heap, one after the other. Here all of a level are found at once: of a level only its
     n best paths can be in the tree of n nodes, they continue the n best of the level above, and (i+1)(r+1) paths are at
@@ -22,7 +25,7 @@ class BlockTree:
     samples = False
     marginals = True
 
-    def __init__(self, topk: int = 8, steps: int = 7, num_draft_tokens: int = 32):
+    def __init__(self, topk: int = 8, steps: int = 16, num_draft_tokens: int = 32):
         if topk < 1 or steps < 1:
             raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
         most = most_nodes(topk, steps, num_draft_tokens)
@@ -38,6 +41,12 @@ class BlockTree:
 
     def shallower(self, steps: int) -> "BlockTree":
         return self  # which nodes of a level are kept depends on the levels behind it
+
+    def within(self, slots: int) -> "BlockTree":
+        """The tree over a block of so many slots: itself, if it is no deeper."""
+        if self.steps <= slots:
+            return self
+        return BlockTree(self.topk, slots, min(self.num_draft_tokens, most_nodes(self.topk, slots, MANY)))
 
     def draft_slots(self) -> int:
         return 0  # no node is given to the drafter

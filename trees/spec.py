@@ -4,6 +4,7 @@ The command line, settings files, sweeps, tune, replay and compare hold a `TreeS
 grows the tree. Its texts are
 
     4/5/16          topk/steps/num_draft_tokens: a dynamic tree, or with topk 1 a chain
+    block 8/7/32    the same of the best tree over a block of guesses
     drawn 3,1,1     children drawn from the drafter's distribution: so many of each node, level by level
     static          a name of conf/tree
     my/tree.yaml    a file with `paths` of child ranks: a static tree
@@ -20,6 +21,7 @@ from pathlib import Path
 from specdec import registry
 from specdec.children import KINDS
 from specdec.contracts import TreePolicy
+from trees.block import MANY, BlockTree, most_nodes
 from trees.chain import Chain
 from trees.dynamic import DynamicTree
 from trees.sampled import SampledTree
@@ -27,7 +29,7 @@ from trees.static import StaticTree
 
 TOPK, STEPS, NODES = 4, 5, 16  # where nothing else is said
 WORDS = ("topk", "steps", "num_draft_tokens")
-DRAWN, PATHS = "drawn ", "paths "
+BLOCK, DRAWN, PATHS = "block ", "drawn ", "paths "
 AUTO = "auto"  # of `TreeSettings`: the tree that is fastest here
 
 
@@ -47,6 +49,7 @@ class TreeSpec:
     file: str | None = None  # a name of conf/tree, or a file with `paths`
     expansion: tuple[int, ...] = ()  # of a drawn tree: children of each node, level by level
     paths: tuple[tuple[int, ...], ...] = ()  # of a static tree without a file
+    block: bool = False  # it is the best tree over a block (`trees.BlockTree`)
 
     def __post_init__(self) -> None:
         if min(self.topk, self.steps) < 1:
@@ -108,6 +111,8 @@ class TreeSpec:
         text = str(text)
         if re.fullmatch(r"\d+/\d+/\d+", text):
             return cls(*map(int, text.split("/")))
+        if re.fullmatch(rf"{BLOCK}\d+/\d+/\d+", text):
+            return cls(*map(int, text.removeprefix(BLOCK).split("/")), block=True)
         if re.fullmatch(rf"{DRAWN}\d+(,\d+)*", text):
             return cls.drawn(map(int, text.removeprefix(DRAWN).split(",")))
         if re.fullmatch(rf"{PATHS}\d+(\.\d+)*( \d+(\.\d+)*)*", text):
@@ -121,11 +126,14 @@ class TreeSpec:
         topk: int | Iterable[int],
         steps: int | Iterable[int],
         num_draft_tokens: int | Iterable[int],
+        block: bool = False,
     ) -> "list[TreeSpec]":
         """Every combination, in order and once, with those that cannot be built. A chain (topk 1) has steps + 1 nodes,
-        whatever num_draft_tokens says. Raises ValueError for what is no positive whole number."""
+        whatever num_draft_tokens says. block: other trees are those over a block. Raises ValueError for what is no
+        positive whole number."""
         axes = [_numbers(name, axis) for name, axis in zip(WORDS, (topk, steps, num_draft_tokens), strict=True)]
-        specs = [cls(k, d, None if k == 1 else n) for k, d, n in itertools.product(*axes)]
+        combined = itertools.product(*axes)
+        specs = [cls(k, d, None if k == 1 else n, block=block and k > 1) for k, d, n in combined]
         return list(dict.fromkeys(specs))
 
     # Making
@@ -138,6 +146,8 @@ class TreeSpec:
             return SampledTree(self.expansion)
         if self.paths:
             return StaticTree(self.paths)
+        if self.block:
+            return BlockTree(self.topk, self.steps, self.num_draft_tokens)
         if self.topk == 1:
             self._check_nodes(self.num_draft_tokens)
             return Chain(self.steps)
@@ -150,7 +160,10 @@ class TreeSpec:
 
     @property
     def most_nodes(self) -> int:
-        """The nodes of the largest dynamic tree of this topk and steps, the root counted."""
+        """The nodes of the largest dynamic tree of this topk and steps, the root counted, or of one over a block, if
+        those are not more than `MANY`."""
+        if self.block:
+            return most_nodes(self.topk, self.steps, MANY)
         return DynamicTree.candidates(self.topk, self.steps) + 1
 
     @property
@@ -176,11 +189,11 @@ class TreeSpec:
             return DRAWN + ",".join(map(str, self.expansion))
         if self.paths:
             return PATHS + " ".join(".".join(map(str, path)) for path in self.paths)
-        return self.file or shape_of(self)
+        return self.file or (BLOCK if self.block else "") + shape_of(self)
 
     def entries(self) -> dict:
         """The entries of a settings file that say so; a tree file by its absolute path."""
-        if self.expansion or self.paths:
+        if self.expansion or self.paths or self.block:
             return {"tree": str(self)}
         if self.file is not None:
             return {"tree": self.file if self.file in registry.names("tree") else str(Path(self.file).resolve())}

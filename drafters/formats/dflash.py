@@ -24,21 +24,19 @@ from drafters.formats.base import (
     rope_readings,
     shape_faults,
 )
-from drafters.formats.fields import fill, layer_parameters, read_shape, rows_of, shape_fields
+from drafters.formats.dflash_names import CONVOLUTIONS, parameters
+from drafters.formats.fields import fill, read_shape, rows_of, shape_fields
 from drafters.formats.maps import describe_vocab, map_fault, read_vocab
 from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
-from specdec.model.checkpoint import whole
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
-PARTS = {  # of a conditional head
-    "markov": {"embed": "markov_head.markov_w1", "head": "markov_head.markov_w2"},
-    "domino": {"down": "embed_proj.0", "head": "embed_proj.2"},
+FUSIONS = {
+    "shared": "one projection of the taps for all layers",
+    "layer": "a mean of the taps for each layer, with projections of its own",
+    "both": "a projection of the taps for all layers, and a mean of them for each",
 }
-PARTS["markov_gated"] = PARTS["markov"] | {"gate": "markov_head.gate_proj"}
-PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
-GRU = {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"}
 ALREADY = ("d2t", "t2d", "embed_tokens.weight")
 
 
@@ -60,23 +58,6 @@ class BlockMeaning(Meaning):
     @property
     def own_head(self) -> bool:
         return self.draft_vocab != self.vocab
-
-
-def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
-    """Published tensor names -> where their rows lie in our modules."""
-    out = whole(drafter.fc, "fc") | whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm")
-    for i, layer in enumerate(drafter.layers):
-        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-    if (head := drafter.conditional) is not None:
-        kind = next(name for name, one in HEADS.items() if type(head) is one)
-        for part, name in PARTS[kind].items():
-            out |= whole(getattr(head, part), name)
-        for part, name in GRU.items() if kind == "domino" else ():
-            weight = getattr(head, part).weight
-            out[name] = weight, 0, len(weight)
-    if drafter.confidence is not None:
-        out |= whole(drafter.confidence.proj, "confidence_head.proj")
-    return out | whole(drafter.head, "lm_head")
 
 
 def construct(meaning: BlockMeaning, tensors: Tensors, target, name: str) -> BlockDrafter:
@@ -148,19 +129,17 @@ def meaning_of(
     if "sliding_attention" in (kinds := layer.get("layer_types") or []):
         sliding = tuple(kind == "sliding_attention" for kind in kinds)
         windows = {"sliding": sliding, "window": layer.get("sliding_window"), **windowed}
-    forward = BlockForward(config["block_size"], config["mask_token_id"], **switches, **windows)
     tensors = {key.removeprefix("logit_head."): tensor for key, tensor in tensors.items()}  # SpecForge's first files
-    vocab, kind = layer["vocab_size"], config.get("markov_head_type", "vanilla")
+    if any(CONVOLUTIONS[0] in key for key in tensors):
+        if (taps_of := config.get("conv_kernel_size", 2)) != 2:
+            raise ValueError(f"{name}: conv_kernel_size is {taps_of}, but a slot sees 1 slot before it: supported is 2")
+        switches = switches | {"convolution": config.get("conv_group_size", 16)}
+    if "layer_fusion_weights" in tensors:
+        switches = switches | {"fusion": "both" if "fc.weight" in tensors else "layer"}
+    forward = BlockForward(config["block_size"], config["mask_token_id"], **switches, **windows)
+    vocab, sure = layer["vocab_size"], tensors.get("confidence_head.proj.weight")
     if "d2t" not in tensors:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in COPIES}
-    markov, sure = (tensors.get(f"{key}.weight") for key in ("markov_head.markov_w1", "confidence_head.proj"))
-    if markov is not None and kind not in MARKOV:
-        raise ValueError(f"{name}: markov_head_type must be one of {', '.join(MARKOV)}, got {kind!r}")
-    head = {} if markov is None else {"conditional": MARKOV[kind], "rank": markov.shape[1]}
-    if (down := tensors.get("embed_proj.0.weight")) is not None:
-        state = down.shape[1] - shape.hidden
-        settings = {"state": state, "prefix": config.get("pure_draft_prefix_len", 1)}
-        head = {"conditional": "domino", "rank": len(down), "head": settings}
     meaning = BlockMeaning(
         shape=shape,
         vocab=vocab,
@@ -168,10 +147,27 @@ def meaning_of(
         layers=len({key.split(".")[1] for key in tensors if key.startswith("layers.")}),
         taps=taps,
         forward=forward,
-        **head,
+        **conditional_of(config, shape, tensors, name),
         confidence=None if sure is None else sure.shape[1] - shape.hidden,
     )
     return meaning, tensors
+
+
+def conditional_of(config: dict, shape: DraftShape, tensors: Tensors, name: str) -> dict:
+    """The fields of `BlockMeaning` that tell the conditional head; empty without one."""
+    if (markov := tensors.get("markov_head.markov_w1.weight")) is not None:
+        kind = config.get("markov_head_type", "vanilla")
+        if kind not in MARKOV:
+            raise ValueError(f"{name}: markov_head_type must be one of {', '.join(MARKOV)}, got {kind!r}")
+        return {"conditional": MARKOV[kind], "rank": markov.shape[1]}
+    if (down := tensors.get("embed_proj.0.weight")) is not None:
+        settings = {"state": down.shape[1] - shape.hidden, "prefix": config.get("pure_draft_prefix_len", 1)}
+        return {"conditional": "domino", "rank": len(down), "head": settings}
+    if (slot := tensors.get("candidate_selector.hidden_projection.weight")) is not None:
+        return {"conditional": "selector", "rank": len(slot), "head": {"candidates": config.get("selector_top_k", 16)}}
+    if (gate := tensors.get("hidden_correction.gate_proj.weight")) is not None:
+        return {"conditional": "correction", "rank": len(gate), "head": {"eps": shape.eps}}
+    return {}
 
 
 def outputs(config: dict, name: str) -> tuple[int, ...]:
@@ -198,6 +194,10 @@ def layer_fields(meaning: BlockMeaning) -> dict:
 
 def head_fields(meaning: BlockMeaning) -> dict:
     """The fields of the heads behind the backbone."""
+    if meaning.conditional == "selector":
+        return {"selector_rank": meaning.rank, "selector_top_k": meaning.head["candidates"]}
+    if meaning.conditional == "correction":
+        return {"enable_hidden_correction": True, "hidden_correction_intermediate_size": meaning.rank}
     if meaning.conditional == "domino":
         settings = {"gru_hidden_dim": meaning.head["state"], "pure_draft_prefix_len": meaning.head["prefix"]}
         return {"emb_dim": meaning.rank, **settings}
@@ -225,6 +225,8 @@ def describe(meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
         "alignment": f"slot k tells token {how.label}, {first}",
         "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
         "windows": windows,
+        "convolutions": f"over slots, {how.convolution} channels a group" if how.convolution else "none",
+        "fusion": FUSIONS[how.fusion],
         "conditional head": f"{meaning.conditional} of rank {meaning.rank}" if meaning.conditional else "none",
         "confidence head": "none" if meaning.confidence is None else "there",
         "head": "its own" if meaning.own_head else "the target's",
@@ -246,6 +248,8 @@ def readings(meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
 
 def streams(meaning: BlockMeaning, tensors: Tensors) -> int:
     """How many hidden states the drafter fuses."""
+    if (mix := tensors.get("layer_fusion_weights")) is not None:
+        return mix.shape[1]
     return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
 
 

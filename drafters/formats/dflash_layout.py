@@ -5,10 +5,12 @@ Traps: a window ends at the slot that looks in z-lab's and SpecForge's code, and
 DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own loop reads its last slots.
 """
 
+from drafters.block_forward import BlockForward
 from drafters.dflash import BlockDrafter
 from drafters.formats.base import Family, Layout, TargetFacts, Tensors
 from drafters.formats.dflash import (
     ALREADY,
+    MARKOV,
     BlockMeaning,
     construct,
     describe,
@@ -29,6 +31,7 @@ from drafters.formats.maps import membership
 from drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -38,8 +41,8 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
     how = config["dflash_config"]
     kind = how.get("projector_type")
-    if kind not in PROJECTORS or "selector_rank" in how:
-        raise ValueError(f"{name}: block drafters of the kind {kind or 'DFlash2'} are not supported")
+    if kind not in PROJECTORS:
+        raise ValueError(f"{name}: block drafters of the kind {kind} are not supported")
     shifted = kind == "dspark" or how.get("draft_shift") or how.get("shift_label")
     switches = {
         "label": "p+k+1" if shifted else "p+k",
@@ -59,19 +62,36 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
     fields = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
     if meaning.conditional == "domino":
         fields |= {"projector_type": "domino", "shift_label": how.label == "p+k+1", **head_fields(meaning)}
-    elif meaning.conditional or meaning.confidence is not None:
+    elif meaning.conditional in MARKOV.values() or meaning.confidence is not None:
         fields |= {"projector_type": "dspark", **head_fields(meaning)}
-    elif how.label == "p+k+1":
-        fields["draft_shift"] = True
-    if meaning.conditional not in (None, "domino") and how.label == "p+k":
-        raise ValueError("a Markov head with slot k for token p+k has no name in this layout")
+        if how.label == "p+k":
+            raise ValueError("a Markov head with slot k for token p+k has no name in this layout")
+    else:
+        fields |= head_fields(meaning) if meaning.conditional else {}
+        fields |= {"draft_shift": True} if how.label == "p+k+1" else {}
     if how.causal:
         fields["causal_head"] = True
-    config = {"architectures": ["DFlashDraftModel"], **layer_fields(meaning), "block_size": how.rows}
+    fields |= convolution_fields(how)
+    kind = "DFlash2DraftModel" if how.convolution else "DFlashDraftModel"
+    config = {"architectures": [kind], **layer_fields(meaning), "block_size": how.rows}
+    if how.fusion != "shared":
+        config["model_arch"] = {"layer": "dflare", "both": "dfly"}[how.fusion]  # AngelSpec's name for it
     if any(how.sliding) and not how.sliding_causal:
         config["is_causal"] = False
     config |= {"num_target_layers": target.layers if target else None, "dflash_config": fields}
-    return config | {"dtype": dtype_name(tensors["fc.weight"])}, tensors
+    return config | {"dtype": dtype_name(tensors["norm.weight"])}, tensors
+
+
+def convolution_fields(how: BlockForward) -> dict:
+    return {"conv_kernel_size": 2, "conv_group_size": how.convolution} if how.convolution else {}
+
+
+def refuse(meaning: BlockMeaning, *, heads: tuple[str, ...]) -> None:
+    """Raise ValueError for a conditional head other than `heads`, and for context that is not fused as DFlash's."""
+    if meaning.conditional not in (None, *heads):
+        raise ValueError(f"this layout has no conditional head {meaning.conditional!r}: take the layout dflash")
+    if meaning.forward.fusion != "shared":
+        raise ValueError("this layout has one projection of the taps for all layers: take the layout dflash")
 
 
 def recognise_deepspec(config: dict, tensors: Tensors) -> bool:
@@ -88,10 +108,11 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     how = meaning.forward
     if meaning.own_head:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
-    if meaning.conditional == "domino":
-        raise ValueError("this layout has no GRU: take the layout dflash")
-    if how.label != "p+k+1" or how.causal or any(how.sliding):
-        raise ValueError("this layout is for blocks whose slot k tells token p+k+1, without windows and causal slots")
+    refuse(meaning, heads=tuple(MARKOV.values()))
+    if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
+        raise ValueError(
+            "this layout is for blocks whose slot k tells token p+k+1, without windows, causal slots and convolutions"
+        )
     if target is None:
         raise ValueError("this layout holds the target's embeddings and head: give --target to copy them")
     copies = {"embed_tokens.weight": target.part("embedding"), "lm_head.weight": target.part("head")}
@@ -101,13 +122,13 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
         "mask_token_id": how.mask_token,
         "target_layer_ids": [tap - 1 for tap in meaning.taps],
         "num_target_layers": target.layers,
-        "dtype": dtype_name(tensors["fc.weight"]),
+        "dtype": dtype_name(tensors["norm.weight"]),
     }
-    return config, tensors | {name: copy.to(tensors["fc.weight"].dtype) for name, copy in copies.items()}
+    return config, tensors | {name: copy.to(tensors["norm.weight"].dtype) for name, copy in copies.items()}
 
 
 def recognise_speculators(config: dict, tensors: Tensors) -> bool:
-    return kind_of(config) in ("dflash", "dspark") and "hidden_norm.weight" in tensors
+    return kind_of(config) in ARCHITECTURES and "hidden_norm.weight" in tensors
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
@@ -119,16 +140,28 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMe
     )
 
 
+def speculators_kind(meaning: BlockMeaning) -> str:
+    """The library's name for a drafter. Raises ValueError for parts that it does not put together."""
+    selector, convolution = meaning.conditional == "selector", bool(meaning.forward.convolution)
+    if selector != convolution or (selector and (meaning.own_head or meaning.confidence is not None)):
+        raise ValueError(
+            "this layout has convolutions and a selector together, for the whole vocabulary and without a confidence "
+            "head: take the layout dflash"
+        )
+    if selector:
+        return "dflash2"
+    return "dspark" if meaning.conditional or meaning.confidence is not None else "dflash"
+
+
 def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     how = meaning.forward
-    if meaning.conditional == "domino":
-        raise ValueError("this layout has no GRU: take the layout dflash")
+    refuse(meaning, heads=(*MARKOV.values(), "selector"))
     if how.causal:
         raise ValueError("this layout has no name for full layers in which a slot sees no later one")
     if any(how.sliding) and how.window_from != "anchor":
         raise ValueError("in this layout a window ends before the anchor (train with drafter.window_from=anchor)")
-    kind = "dspark" if meaning.conditional or meaning.confidence is not None else "dflash"
-    config = speculators_fields(kind, {"dspark": "DSparkDraftModel", "dflash": "DFlashDraftModel"}[kind], target)
+    kind = speculators_kind(meaning)
+    config = speculators_fields(kind, ARCHITECTURES[kind], target)
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = how.drafts
     config |= {
         "aux_hidden_state_layer_ids": list(meaning.taps),
@@ -138,8 +171,9 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
         "sample_from_anchor": how.label == "p+k+1",
         "sliding_window_non_causal": not how.sliding_causal,
         "transformer_layer_config": layer_fields(meaning),
-        "dtype": dtype_name(tensors["fc.weight"]),
-        **(head_fields(meaning) if kind == "dspark" else {}),
+        "dtype": dtype_name(tensors["norm.weight"]),
+        **(head_fields(meaning) if kind != "dflash" else {}),
+        **convolution_fields(how),
     }
     return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
 

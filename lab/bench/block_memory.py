@@ -31,7 +31,7 @@ def plain_loss(objective: BlockObjective, drafter, feats: Tensor, tokens: Tensor
     labels = tokens[row, (column + 1).clamp(max=tokens.shape[1] - 1)]
     logits = blocks.head(blocks.readout[slots.chosen])
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    weights = objective.weigh_slots(each.detach(), slots.mask)
+    weights = objective.weigh_slots(each.detach(), slots.mask, slots.since)
     return (each * weights).sum() / weights.sum()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trees import DynamicTree, StaticTree
+from trees import BlockTree, DynamicTree, StaticTree
 from trees.dynamic import Pool, best_first
 
 NOWHERE = torch.iinfo(torch.int32).max  # the rank of a token or node that no tree holds
@@ -74,6 +74,24 @@ def static_accepts(tree: StaticTree, ranks: Tensor) -> Tensor:
         node = torch.where(accepted == depth, below, 0)
         accepted += node > 0
     return accepted
+
+
+def block_accepts(tree: BlockTree, gains: Tensor, tokens: Tensor, following: Tensor) -> tuple[Tensor, Tensor]:
+    """What of a text is in the trees over blocks: gains and tokens [R,D,topk] of the slots, following [R,>=D] the text.
+
+    Returns which nodes are [R,D], by depth, and how many children each node has that the text runs through, [R,D]: of
+    the root first. The children of a node are the best tokens of the slot."""
+    pool, n = tree.best_paths(gains, tokens), tree.num_draft_tokens
+    kept = torch.zeros_like(pool.tokens, dtype=torch.bool).scatter_(1, best_first(pool.scores)[:, : n - 1], True)
+    node = torch.zeros(len(following), dtype=pool.parents.dtype)
+    there, counts = (torch.zeros(len(following), tree.steps, dtype=torch.int64) for _ in range(2))
+    for depth, (start, size) in enumerate(zip(tree.starts, tree.sizes, strict=True)):
+        level = slice(start, start + size)
+        child = kept[:, level] & (pool.parents[:, level] == node[:, None])
+        match = child & (pool.tokens[:, level] == following[:, depth : depth + 1])
+        there[:, depth], counts[:, depth] = match.any(1), child.sum(1)
+        node = torch.where(match.any(1), match.int().argmax(1) + start + 1, -1)
+    return there.bool(), counts
 
 
 def likely(probability: float) -> Rule:

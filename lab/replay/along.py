@@ -12,7 +12,7 @@ from torch import Tensor
 
 from drafters.vocab import DraftVocab
 from lab.replay.acceptance import NOWHERE, follow
-from lab.replay.recording import AlongText, Candidates, RecordedText
+from lab.replay.recording import AlongText, Candidates, Marginals, RecordedText
 from lab.wrapped import WrappedDrafter
 from specdec.children import LIKELIEST, Coupled
 from specdec.contracts import Children, Drafter, DraftState
@@ -67,7 +67,7 @@ class _Piece:
 
 
 class DraftingAlong:
-    """Fills `candidates`, `along` and `p` of a `Recording`, some pieces of texts at a time.
+    """Fills `candidates`, `along`, `marginals` and `p` of a `Recording`, some pieces of texts at a time.
 
     drafters: by vocabulary, '' being the drafter itself."""
 
@@ -100,7 +100,12 @@ class DraftingAlong:
                 m = DynamicTree.candidates(topk, steps)
                 pool = Pool(empty(m, dtype=torch.int32), empty(m), empty(m, dtype=torch.int32))
                 self.candidates[name, topk] = Candidates(pool, None if greedy or coupled else empty(steps, topk))
-        self.p = None if greedy else empty(steps)
+        self.p, self.marginals = None if greedy else empty(steps), {}
+        if self.drafter.block is not None and not self.drafter.conditioned:
+            shape = steps, max(topks)
+            for name in drafters:
+                p = None if greedy or coupled else empty(*shape)
+                self.marginals[name] = Marginals(empty(*shape), empty(*shape, dtype=torch.int32), p)
         self.slots = max(topks) * (steps - 1)  # beyond the committed positions
 
     def run(self, batch: int) -> None:
@@ -161,6 +166,11 @@ class DraftingAlong:
                 if along.levels is None:
                     along.levels = torch.zeros(len(along.ranks), dtype=torch.int32)
                 along.levels[places] = seen.levels.cpu()[rows].int()
+            if (marginals := self.marginals.get(name)) is not None:
+                how = drafter.vocab, slice(0, self.steps), max(self.topks)
+                gains, ids = children.best(seen.first(self.steps), *how)
+                marginals.gains[places] = gains.cpu()[rows]
+                marginals.tokens[places] = drafter.vocab.to_target(ids).cpu()[rows].int()
             for topk in self.topks:
                 pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen, children)
                 for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):
@@ -211,6 +221,10 @@ class DraftingAlong:
             here, behind = slice(place, place + text.roots), text.following(self.steps)
             position = torch.arange(text.roots)[:, None] + depth  # from which the token of this depth is predicted
             self.p[here] = probs[position, behind]
+            for marginals in self.marginals.values():
+                if marginals.p is not None:
+                    tokens = marginals.tokens[here].long()
+                    marginals.p[here] = probs[position[..., None], tokens] * ~torch.isin(tokens, self.eos)
             for (_, topk), kept in self.candidates.items():
                 if kept.p is None:
                     continue

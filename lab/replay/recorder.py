@@ -43,7 +43,8 @@ def record(
 ) -> Superset:
     """Decode the prompts plainly, `samples` times each, and draft behind every token of the texts.
 
-    Drafted are all candidates of `steps` levels for each of `topks`, and the text itself.
+    Drafted are all candidates of `steps` levels for each of `topks`, and the text itself. Of a block whose slots do not
+    depend on each other's tokens the best of each slot are kept too, as many as the largest of `topks`.
 
     prompts: token ids, or texts as `specdec.generate` takes them. outputs: texts of the target to take instead of
     decoding, one for each prompt; an end-of-text token or max_new_tokens ended them. seed: text number i, whether it is
@@ -73,13 +74,15 @@ def record(
     drafting.run(batch)
     settings = describe(target, None, None, None) | {
         "drafter": {"class": type(drafter).__name__} | dict(drafter.conventions),
+        "block": drafter.block,
         "vocabularies": {name: d.vocab.size for name, d in drafters.items()},
         "samples": samples,
         "children": "likeliest" if coupled is None else children,
         "seed": seed,
         "versions": versions(),
     }
-    return Superset(steps, max_new_tokens, sampling, texts, drafting.candidates, drafting.along, drafting.p, settings)
+    found = drafting.candidates, drafting.along, drafting.p, drafting.marginals
+    return Superset(steps, max_new_tokens, sampling, texts, *found, settings)
 
 
 def _drafters(drafter: Drafter, vocabularies: Mapping[str, Tensor], device: torch.device) -> dict[str, Drafter]:
@@ -98,8 +101,12 @@ def _check(
     check_taps(drafter.taps, target.config.layers)
     if not topks or min(topks) < 1 or steps < 1:
         raise ValueError(f"topks and steps must be at least 1, got topks {list(topks)} and steps {steps}")
-    if drafter.max_steps is not None and steps > drafter.max_steps:
-        raise ValueError(f"steps is {steps}, but this drafter guesses {drafter.max_steps} tokens ahead at most")
+    if (most := drafter.deepest(steps)) < steps:
+        raise ValueError(f"steps is {steps}, but this drafter guesses {most} tokens ahead at most")
+    if drafter.conditioned and len(drafters) > 1:
+        raise ValueError(
+            "what a conditional head says of a restricted vocabulary is not recorded: restrict the drafter"
+        )
     size = min(d.vocab.size for d in drafters.values())
     if max(topks) > size:
         raise ValueError(f"topk is {max(topks)}, but a draft vocabulary has {size} tokens only")

@@ -55,6 +55,16 @@ class Candidates:
 
 
 @dataclass
+class Marginals:
+    """Of a block whose slots do not depend on each other's tokens: the K best tokens of each slot. Every tree over the
+    block is a choice among them. R roots, D slots, all on the CPU."""
+
+    gains: Tensor  # [R,D,K] fp32 log-probabilities, best first
+    tokens: Tensor  # [R,D,K] int32 target ids
+    p: Tensor | None  # [R,D,K] as `Candidates.p`
+
+
+@dataclass
 class AlongText:
     """What the drafter says of the text itself, its own output fed back behind each root: R roots, D steps."""
 
@@ -74,6 +84,7 @@ class Recording:
     candidates: dict[tuple[str, int], Candidates]  # by vocabulary, '' being the drafter's own, and topk
     along: dict[str, AlongText]  # by vocabulary
     p: Tensor | None  # [R,D] filtered probability of the text's tokens behind each root; None: greedy
+    marginals: dict[str, Marginals] = field(default_factory=dict)  # by vocabulary; empty for other drafters
     settings: dict = field(default_factory=dict)  # what was recorded of what, in values that JSON has
 
     def save(self, folder: Path) -> None:
@@ -89,6 +100,7 @@ class Recording:
             "sampling": asdict(self.sampling),
             "candidates": list(self.candidates),
             "along": list(self.along),
+            "marginals": list(self.marginals),
             "texts": [asdict(text) for text in self.texts],
         }
 
@@ -104,6 +116,8 @@ class Recording:
             named |= {f"candidates.{number}.{name}": t for name, t in (c.pool._asdict() | {"p": c.p}).items()}
         for number, a in enumerate(self.along.values()):
             named |= {f"along.{number}.{name}": t for name, t in vars(a).items()}
+        for number, m in enumerate(self.marginals.values()):
+            named |= {f"marginals.{number}.{name}": t for name, t in vars(m).items()}
         return {name: t for name, t in named.items() if t is not None}
 
     @classmethod
@@ -120,7 +134,9 @@ class Recording:
             texts = [RecordedText(**text) for text in header.pop("texts")]
             candidates = {tuple(key): _part(tensors, f"candidates.{n}.") for n, key in enumerate(header["candidates"])}
             along = {key: _part(tensors, f"along.{n}.") for n, key in enumerate(header["along"])}
+            blocks = {key: _part(tensors, f"marginals.{n}.") for n, key in enumerate(header.get("marginals", []))}
             header |= {
+                "marginals": {key: Marginals(p=t.pop("p", None), **t) for key, t in blocks.items()},
                 "sampling": Sampling(**header["sampling"]),
                 "candidates": {k: Candidates(p=t.pop("p", None), pool=Pool(**t)) for k, t in candidates.items()},
                 "along": {key: AlongText(t["ranks"], t.get("q"), t.get("levels")) for key, t in along.items()},

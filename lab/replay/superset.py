@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.replay.acceptance import Acceptance, Rule, filled, follow, pool_ranks, static_accepts
+from lab.replay.acceptance import Acceptance, Rule, block_accepts, filled, follow, pool_ranks, static_accepts
 from lab.replay.recording import Recording
 from specdec.contracts import TreePolicy
 from specdec.engine.trace import RowTrace, tau
-from trees import Chain, DynamicTree, StaticTree
+from trees import BlockTree, Chain, DynamicTree, StaticTree
 from trees.spec import TreeSpec
 
 Tree = TreeSpec | TreePolicy
@@ -78,7 +78,8 @@ class Superset(Recording):
         self._ranks: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def replay(self, tree: Tree, vocabulary: str = "", rule: Rule | None = None) -> Replayed:
-        """Replay one tree: a dynamic tree of a recorded topk, or a static tree or chain of any width.
+        """Replay one tree: a dynamic tree of a recorded topk, a tree over a block of no larger topk than recorded, or a
+        static tree or chain of any width.
 
         rule: cuts a dynamic tree at each root (`lab.replay.acceptance`).
 
@@ -129,14 +130,40 @@ class Superset(Recording):
             levels = self._levels(vocabulary, tree.steps)
             nodes = (tree.depth <= levels[:, None]).sum(1)
             return Acceptance(accepted.minimum(levels), None, nodes, levels)
+        if isinstance(tree, BlockTree):
+            return self._block(tree, vocabulary, rule)
         if not isinstance(tree, DynamicTree):
-            raise ValueError(f"{type(tree).__name__} cannot be replayed: take DynamicTree, StaticTree or Chain")
+            raise ValueError(
+                f"{type(tree).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain"
+            )
         self._check(tree.steps, vocabulary, tree.topk)
         found, drafts = self._dynamic(tree, vocabulary, rule), self._levels(vocabulary, tree.steps) > 0
         if found.expected is not None:
             found.expected = torch.where(drafts, found.expected, 1)
         nodes = torch.where(drafts, found.nodes, 1)
         return Acceptance(found.accepted * drafts, found.expected, nodes, found.levels * drafts)
+
+    def _block(self, tree: BlockTree, vocabulary: str, rule: Rule | None) -> Acceptance:
+        if rule is not None:
+            raise ValueError("a truncation rule cuts dynamic trees, and this one is over a block")
+        if self.steps == self.settings.get("block"):
+            tree = tree.within(self.steps)
+        self._check(tree.steps, vocabulary)
+        if vocabulary not in self.marginals:
+            raise ValueError("trees over blocks were not recorded: that takes slots that do not depend on each other")
+        found = self.marginals[vocabulary]
+        if tree.topk > (most := found.gains.shape[2]):
+            raise ValueError(f"topk is {tree.topk}, but the {most} best tokens of a slot were recorded")
+        following = torch.cat([text.following(self.steps) for text in self.texts])
+        best = (x[:, : tree.steps, : tree.topk] for x in (found.gains, found.tokens))
+        kept, counts = block_accepts(tree, *best, following)
+        levels, expected = self._levels(vocabulary, tree.steps), None
+        kept, counts = (F.pad(x * (levels > 0)[:, None], (0, self.steps - tree.steps)) for x in (kept, counts))
+        if found.p is not None:
+            children = torch.arange(found.p.shape[2]) < counts[..., None]
+            expected = self._expected(found.p, kept, children)
+        nodes = torch.where(levels > 0, tree.num_draft_tokens, 1)
+        return Acceptance(kept.sum(1), expected, nodes, tree.steps * (levels > 0))
 
     def _levels(self, vocabulary: str, steps: int) -> Tensor:
         """[R] how many levels of a tree of `steps` levels are drafted."""

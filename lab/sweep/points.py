@@ -71,10 +71,11 @@ class SweepPoint:
         self.key = hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def tree_settings(tree: TreeSpec) -> dict[str, int | None]:
+def tree_settings(tree: TreeSpec) -> dict[str, int | bool | None]:
     """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
     nodes = None if tree.topk == 1 else tree.num_draft_tokens
-    return {"topk": tree.topk, "steps": tree.steps, "num_draft_tokens": nodes}
+    kind = {"block": True} if tree.block else {}
+    return {"topk": tree.topk, "steps": tree.steps, "num_draft_tokens": nodes} | kind
 
 
 def signature(path: str) -> str:

@@ -12,11 +12,12 @@ def by_drafter(points: Results) -> dict[str, Results]:
 
 
 def tree_name(r: dict) -> str:
-    """topk/steps/num_draft_tokens of a dynamic tree, or 'chain' and its steps."""
+    """topk/steps/num_draft_tokens of a dynamic tree, the same behind 'block' of one over a block, or 'chain' and its
+    steps."""
     tree = r["settings"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"
-    return f"{tree['topk']}/{tree['steps']}/{tree['num_draft_tokens'] or '-'}"
+    return f"{'block ' if tree.get('block') else ''}{tree['topk']}/{tree['steps']}/{tree['num_draft_tokens'] or '-'}"
 
 
 def tau(r: dict) -> dict:

@@ -93,7 +93,8 @@ class Sweep:
             for tree in trees:
                 told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
                 settings = mine | {"tree": told, "probe": self.probe}
-                found.append(SweepPoint("decode", draft, tree, settings, names | {"lossless": self.verifier.lossless}))
+                called = names | ({"draft": f"{draft.name}, over the block"} if tree.block else {})
+                found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
                 found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
         twice = {p.key: p for p in reversed(found)}
@@ -130,8 +131,9 @@ class Sweep:
         if point.draft is None or point.kind == "best_tree":
             return Engine(self.target, *(() if point.draft is None else (drafter, Chain(1))))
         tree = point.tree
-        asked = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
-        return Engine(self.target, drafter, asked.build(), self.verifier)
+        if not tree.block:
+            tree = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
+        return Engine(self.target, drafter, tree.build(), self.verifier)
 
     def _decode(self, token: int) -> str:
         return self.target.tokenizer.decode([token])

@@ -45,7 +45,7 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
-    trees = TreeSpec.grid(settings["topk"], settings["steps"], settings["num_draft_tokens"])
+    trees = TreeSpec.grid(settings["topk"], settings["steps"], settings["num_draft_tokens"], settings["block"])
     return sweep.points(drafts, trees, settings["baseline"], best)
 
 

@@ -66,7 +66,7 @@ class Engine:
         abstain: bool = True,
     ):
         self.round = Round(target, drafter, policy, verifier, children)
-        self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
+        self.target, self.drafter, self.policy, self.verifier = target, drafter, self.round.policy, verifier
         self.device = target.device
         self.graphs = make_graphs(graphs, self.round, compile)
         late = self.graphs is not None and self.graphs.backend.late

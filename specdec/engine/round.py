@@ -80,7 +80,7 @@ class Round:
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
             _check_chain(target, drafter, policy)
-            _check_block(drafter, policy)
+            policy = _over_block(drafter, policy)
             _check_steps(drafter, policy)
             _check_verifier(verifier, policy)
             children = kind_for(verifier, policy, children)
@@ -242,9 +242,10 @@ def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
         raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
 
 
-def _check_block(drafter: Drafter, policy: TreePolicy) -> None:
+def _over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
+    """The policy, and if it takes marginals that over the drafter's block. Raises ValueError if there is none."""
     if not policy.marginals:
-        return
+        return policy
     if drafter.block is None:
         raise ValueError(f"{type(policy).__name__} takes drafters of blocks, and {type(drafter).__name__} is none")
     if drafter.conditioned:
@@ -252,6 +253,7 @@ def _check_block(drafter: Drafter, policy: TreePolicy) -> None:
             f"{type(policy).__name__} takes the slots of a block for independent, and this drafter's depend on the "
             "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
         )
+    return policy.within(drafter.block)
 
 
 def _check_verifier(verifier: Verifier, policy: TreePolicy) -> None:

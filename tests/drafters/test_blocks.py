@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from drafters.block_forward import BlockForward
 from drafters.conditional import HEADS, Confidence, Domino
 from drafters.dflash import BlockDrafter
-from drafters.formats.dflash import GRU, MARKOV, PARTS
+from drafters.formats.dflash import MARKOV
+from drafters.formats.dflash_names import BARE, PARTS
 from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
 from specdec.model.layers import Linear
@@ -65,6 +66,35 @@ def test_rounds_match(case):
         kind, layer = name.split("_")[-1].split(".")
         ours = drafter.cache.layers[int(layer)]["kv".index(kind), :, :seen].transpose(1, 2)
         torch.testing.assert_close(ours, kept, **CLOSE)
+
+
+@pytest.mark.parametrize("prefix", ["full", "sliding_causal", "sliding_noncausal"])
+@torch.inference_mode()
+def test_dflash2_rounds_match(prefix):
+    """Convolutions and windows in the logits of every slot, the selector's scores along the drafted tokens, and no
+    token beside its candidates. The last block of the authors is a row shorter."""
+    kinds = ["full_attention", "full_attention" if prefix == "full" else "sliding_attention"]
+    windows = {"layer_types": kinds, "sliding_window": 5, "is_causal": prefix == "sliding_causal"}
+    reference = load_file(GOLDEN / "dflash2_rounds.safetensors")
+    for rows, compared in ((6, (0, 1)), (5, (2,))):
+        drafter, seen = golden_drafter("dflash2", "dflash2", block_size=rows, **windows), 0
+        for number in range(3):
+            state = absorb(drafter, reference, "full", number, seen)
+            seen += reference[f"full.round{number}.target_hidden"].shape[1]
+            at = f"{prefix}.round{number}"
+            if number not in compared:
+                continue
+            torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, 1:], **CLOSE)
+            drafted = reference[f"{at}.draft_tokens"]
+            tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
+            assert tree.tokens[:, 1:].tolist() == drafted.tolist()
+            node = drafter.root(state)
+            for slot, ids in enumerate(reference.get(f"{at}.candidate_ids", torch.empty(1, 0))[0]):
+                scores = reference[f"{at}.candidate_scores"][0, slot]
+                torch.testing.assert_close(node.logits[0, 0, ids], scores, **CLOSE)
+                assert node.logits.isfinite().sum() == len(ids) == 16
+                if slot + 1 < drafter.block:
+                    node = drafter.expand(state, drafted[:, slot : slot + 1], node.hidden, slot + 1, None)
 
 
 @torch.inference_mode()
@@ -126,7 +156,7 @@ def test_markov_and_confidence_heads_match(kind):
 def domino_head(reference: dict, prefix: int) -> Domino:
     """The golden GRU and residual."""
     head = Domino(DraftVocab(320), reference["embed_tokens.weight"], 20, state=28, prefix=prefix)
-    for part, name in (PARTS["domino"] | {k: v.removesuffix(".weight") for k, v in GRU.items()}).items():
+    for part, name in (PARTS["domino"] | {k: v.removesuffix(".weight") for k, v in BARE["domino"].items()}).items():
         weight = reference.get(f"domino.{name}.weight", reference.get(f"domino.{name}"))
         getattr(head, part).weight.data.copy_(weight)
     return head
@@ -161,16 +191,14 @@ def test_domino_head_matches(label, prefix):
 
 
 class Fixed(Linear):
-    """A head whose logits of the slots are given: it is asked for one slot after the other."""
+    """A head whose logits of all slots are given."""
 
     def __init__(self, logits):
         super().__init__(1, 1)
-        self.slots, self.asked = logits, 0
+        self.slots = logits
 
     def forward(self, x):
-        self.asked += 1
-        slot = (self.asked - 1) % self.slots.shape[1]
-        return self.slots[:, slot : slot + 1]
+        return self.slots
 
 
 @pytest.mark.parametrize("layout", ["dspark", "dspark_speculators"])

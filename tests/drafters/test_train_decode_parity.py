@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_block, tiny_drafter, tiny_target
+from helpers import BLOCKS, LEARNERS, MORE_BLOCKS, tiny_block, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -29,14 +29,13 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
             state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, "window before the anchor"])
+@pytest.mark.parametrize("kind", [*BLOCKS, *MORE_BLOCKS])
 @pytest.mark.parametrize("prefix", [1, 4, 9])
 @torch.no_grad()
 def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
     """Two documents in a row: the block behind a row sees none of the other, and nothing that follows."""
     length, target = 16, tiny_target()
-    before = {"sliding_layers": 1, "window": 2, "window_from": "anchor", "sliding_causal": False}
-    drafter = DRAFTERS[kind](target) if kind in BLOCKS else tiny_block(target, **before)
+    drafter = tiny_block(target, **(BLOCKS | MORE_BLOCKS)[kind])
     torch.manual_seed(0)
     feats = torch.randn(2, length, 2 * target.config.hidden)
     tokens = torch.randint(17, (2, length))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, MORE_BLOCKS, tiny_block, tiny_target
 from tape import NoHostSync, Tape
 from test_graphs import SHORT, assert_same, launching, outcome
 
@@ -22,6 +22,24 @@ def test_a_replay_does_what_the_round_does(sampling):
     assert recorded.graphs.backend.replays > 4
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("dflare", BlockTree(4, 5, 14)), ("dfly", DynamicTree(3, 4, 10)), ("dfly", Chain(5))],
+    ids=["dflare-block", "dfly-dynamic", "dfly-chain"],
+)
+def test_fusions_are_lossless(kind, policy, sampling):
+    """Rows of several lengths, each with its own end."""
+    target, how = tiny_target(), {"max_new_tokens": 20, "sampling": sampling, "eos": frozenset({4}), "seed": 3}
+    prompts = [[3, 5, 7], [1], [2] * 9]
+    drafter = tiny_block(target, **MORE_BLOCKS[kind])
+    expected, rows = (
+        engine.generate(prompts, **how).rows for engine in (Engine(target), Engine(target, drafter, policy))
+    )
+    assert [row.tokens for row in rows] == [row.tokens for row in expected]
+    assert sum(sum(row.trace.accepted) for row in rows) > 0
+
+
 @pytest.mark.parametrize("policy", [Chain(4), BlockTree(4, 5, 14)], ids=["chain", "block"])
 @torch.inference_mode()
 def test_a_tree_grows_without_waiting(policy):
@@ -32,6 +50,17 @@ def test_a_tree_grows_without_waiting(policy):
     state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats, torch.ones(2, 3, dtype=torch.int64), n)
     with NoHostSync():
         policy.grow(drafter, torch.ones(2, dtype=torch.int64), state)
+
+
+def test_a_tree_is_no_deeper_than_the_block():
+    target = tiny_target()
+    for asked, built in (
+        (BlockTree(), (8, 5, 32)),
+        (BlockTree(2, 16, 100), (2, 5, 63)),
+        (BlockTree(3, 4, 9), (3, 4, 9)),
+    ):
+        policy = Engine(target, DRAFTERS["dflash"](target), asked).policy
+        assert (policy.topk, policy.steps, policy.num_draft_tokens) == built
 
 
 @pytest.mark.parametrize("cut", [0.05, 0.5, 0.999])

@@ -38,6 +38,8 @@ def fresh_drafter(name: str, target, draft_vocab: int | None = 8, **fields):
         draft_vocab = None
     if "block_size" in settings:
         settings |= {"block_size": 8, "layers": 2}
+    if (settings.get("head") or {}).get("candidates"):
+        settings["head"] = {"candidates": 4}  # fewer than there are tokens
     torch.manual_seed(1)
     vocab = DraftVocab(target.config.vocab, None if draft_vocab is None else torch.arange(1, draft_vocab + 1))
     if settings.get("path", "none needed") is not None:

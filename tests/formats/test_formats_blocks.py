@@ -9,6 +9,7 @@ import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
 from safetensors.torch import load_file, save_file
 
+from drafters.dflash import create
 from drafters.formats import FAMILIES, dflash_layout, family_of, load_drafter, open_checkpoint, save_drafter
 from drafters.formats.base import facts_of
 
@@ -20,6 +21,8 @@ CASES = {
     "deepspec": ("deepspec", {}, False),
     "dspark": ("dspark", {}, True),
     "speculators": ("speculators", {}, False),
+    "dflash2": ("dflash2", {}, False),
+    "speculators dflash2": ("dflash2_speculators", {}, False),
     "speculators dspark": ("dspark_speculators", {}, True),
 }
 
@@ -31,6 +34,8 @@ def target():
 
 def drafter_of(case: str):
     name, changes, heads = CASES[case]
+    if "dflash2" in case:
+        return golden_drafter(name, "dflash2", **changes)
     extra = golden_heads(load_file(GOLDEN / "dspark.safetensors"), "vanilla") if heads else None
     return golden_drafter(name, extra=extra, **changes)
 
@@ -69,6 +74,22 @@ def test_a_folder_is_saved_and_loaded(target, tmp_path):
     assert "slot k tells token p+k+1" in loaded.conventions["alignment"]
     for (name, ours), theirs in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("switches", [{"fusion": "layer"}, {"fusion": "both", "conditional": "correction", "rank": 6}])
+def test_other_fusions_are_saved_and_loaded(target, tmp_path, switches):
+    drafter = create(target, layers=2, taps=3, block_size=5, **switches)
+    with torch.no_grad():
+        drafter.mix.add_(torch.randn_like(drafter.mix))
+    save_drafter(drafter, tmp_path / "it", target)
+    loaded = load_drafter(tmp_path / "it", target)
+    assert (loaded.switches.fusion, loaded.block) == (switches["fusion"], 4)
+    for (name, ours), theirs in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    meaning, tensors = dflash_layout.FAMILY.dismantle(drafter, target)
+    for layout in (dflash_layout.DEEPSPEC, dflash_layout.SPECULATORS):
+        with pytest.raises(ValueError, match="take the layout dflash"):
+            layout.write(meaning, tensors, facts_of(target))
 
 
 def test_a_part_of_the_vocabulary(target, tmp_path):

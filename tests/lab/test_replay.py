@@ -16,7 +16,7 @@ from specdec.engine.engine import Engine
 from specdec.sampling.filters import filtered_probs
 from specdec.types import DraftTree, Sampling
 from specdec.verify import make_verifier
-from trees import Chain, DynamicTree, SampledTree, StaticTree
+from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from trees.dynamic import Pool
 from trees.spec import TreeSpec
 
@@ -24,7 +24,11 @@ PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
 EOS = frozenset({4})
 HOW = {"max_new_tokens": 25, "eos": EOS}
 SETTINGS = [(1, 2, 3), (2, 3, 5), (3, 2, 2), (3, 3, 9), (3, 3, 22)]
-KINDS = ("eagle3", "eagle", "mtp-two-heads-pre-norm", "medusa", "lookup", "suffix", "draft-model")
+KINDS = ("eagle3", "eagle", "mtp-two-heads-pre-norm", "medusa", "lookup", "suffix", "draft-model", "dflash", "dflash2")
+BLOCK_TREES = [BlockTree(*shape) for shape in (
+    (1, 3, 4), (2, 1, 3), (2, 3, 6), (3, 2, 8), (3, 3, 12), (4, 4, 9), (4, 5, 14), (5, 2, 20), (6, 5, 24), (5, 16, 40),
+)]  # fmt: skip
+AMONG_FOUR = StaticTree([[0], [1], [3], [0, 0], [3, 1], [3, 1, 0], [0, 0, 2]])  # a selector's candidates
 STATIC = StaticTree([[0], [1], [5], [0, 0], [5, 1], [5, 1, 0], [0, 0, 4]])
 
 
@@ -49,7 +53,7 @@ def test_greedy_rounds_are_those_of_real_runs(target, kind):
     assert {text.tokens[-1] in EOS for text in superset.texts} == {True, False}, "both ends should be there"
     trees = [*(DynamicTree(*setting) for setting in SETTINGS), Chain(3)]
     if kind not in ("lookup", "suffix"):  # whose children tie, and `topk` breaks ties in an order of its own
-        trees.append(STATIC)
+        trees.append(AMONG_FOUR if kind == "dflash2" else STATIC)
     accepted = 0
     for tree, replayed in zip(trees, superset.replay_many(trees), strict=True):
         rows = real(target, drafter, tree)
@@ -64,6 +68,50 @@ def test_greedy_rounds_are_those_of_real_runs(target, kind):
         assert replayed.expected_tau == replayed.tau
         accepted += sum(map(sum, (row.accepted for row in replayed.rows)))
     assert accepted > 0, "nothing was accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("children", [None, "coupled", "likeliest"], ids=["greedy", "coupled", "likeliest"])
+def test_trees_over_blocks(target, children, tmp_path):
+    """Ten settings from one recording, read from a file; the last is bounded by the block alone."""
+    drafter, how = DRAFTERS["dflash"](target), dict(HOW)
+    if children:
+        how |= {"sampling": Sampling(0.8), "seed": 5}
+    told = {"children": children} if children else {}
+    record(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **told, **how).save(tmp_path / "it")
+    superset = Superset.load(tmp_path / "it")
+    accepted = set()
+    for tree, replayed in zip(BLOCK_TREES, superset.replay_many(BLOCK_TREES), strict=True):
+        rows = Engine(target, drafter, tree, children=children).generate(PROMPTS, **how).rows
+        assert replayed.rows == [row.trace for row in rows]
+        assert (replayed.nodes, replayed.levels) == (tree.num_draft_tokens, min(tree.steps, 5))
+        assert (replayed.expected is None) == (children != "likeliest")
+        accepted.add(sum(map(sum, (row.accepted for row in replayed.rows))))
+    assert len(accepted) > 3, "the trees accept alike: the test shows little"
+    for whole in ((1, 3, 4), (2, 2, 7)):  # trees of all nodes are the same as dynamic ones
+        ours, dynamic = superset.replay(BlockTree(*whole)), superset.replay(DynamicTree(*whole))
+        assert ours.rows == dynamic.rows
+        assert ours.expected_tau == pytest.approx(dynamic.expected_tau)
+
+
+def test_what_is_not_recorded_of_blocks(target):
+    drafter = DRAFTERS["dflash"](target)
+    superset = record(target, drafter, PROMPTS[:1], topks=(2,), steps=3, max_new_tokens=4)
+    for tree, message in (
+        (BlockTree(3, 2, 4), "the 2 best tokens of a slot were recorded"),
+        (BlockTree(2, 4, 4), "4 levels deep, but 3 were recorded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            superset.replay(tree)
+    with pytest.raises(ValueError, match="cuts dynamic trees"):
+        superset.replay(BlockTree(2, 3, 4), rule=likely(0.1))
+    with pytest.raises(ValueError, match="guesses 5 tokens ahead"):
+        record(target, drafter, PROMPTS[:1], topks=(2,), steps=6)
+    conditioned = DRAFTERS["dflash2"](target)
+    with pytest.raises(ValueError, match="restrict the drafter"):
+        record(target, conditioned, PROMPTS[:1], topks=(2,), steps=3, vocabularies={"some": torch.tensor([2, 4])})
+    superset = record(target, conditioned, PROMPTS[:1], topks=(2,), steps=3, max_new_tokens=4)
+    with pytest.raises(ValueError, match="do not depend on each other"):
+        superset.replay(BlockTree(2, 3, 4))
 
 
 def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):

@@ -11,7 +11,7 @@ from drafters import unroll_block
 from drafters.block_forward import BlockForward
 from drafters.conditional import Domino
 from drafters.dflash import BlockDrafter
-from drafters.formats.dflash import parameters
+from drafters.formats.dflash_names import parameters
 from training.objectives.anchors import gathered, slots
 from training.objectives.block import BlockObjective
 
@@ -31,6 +31,14 @@ CASES = {
     ),
     "dflash: specforge, windows": ("sliding.specforge", "loss", "dflash", "dflash", WINDOWS, TOKENS, {}),
     "dflash: automodel": ("automodel", "loss", "dflash", "dflash", {}, TOKENS, {"where": "whole"}),
+    "dflash: automodel, variable prefix": (
+        "automodel.vp", "loss", "dflash", "dflash", {}, TOKENS, {"where": "whole", "visible": 0.9},
+    ),
+    "dflash2: automodel": ("dflash2.automodel", "loss", "dflash2", "dflash2", {}, TOKENS, {"where": "whole"}),
+    "dflash2: speculators": (
+        "dflash2.speculators", "loss", "dflash2_speculators", "dflash2", {}, {"kl": 1},
+        DIVIDED | {"chooses": "target", "missing": "replace"},
+    ),
     "dflash: deepspec": ("deepspec", "loss", "deepspec", "dflash", {}, TOKENS, {"counts": "prefix"}),
     "dflash: speculators, windows": (
         "sliding.speculators", "loss", "speculators", "dflash", NESTED, {"kl": 1}, DIVIDED,
@@ -73,15 +81,18 @@ for loss, terms in [("loss", {"choice": 0.1, "tv": 0.9}), *((name, {name: 1}) fo
 
 @pytest.fixture(scope="module")
 def golden():
-    return load_file(GOLDEN / "train.safetensors")
+    return load_file(GOLDEN / "train.safetensors") | load_file(GOLDEN / "train_more.safetensors")
 
 
 class AtTheirAnchors(BlockObjective):
-    """With the anchors that the authors drew, and, where they are given, what they let count."""
+    """With the anchors that the authors drew, what they showed of blocks, and, where they are given, what they let
+    count."""
+
+    counted = shown = None
 
     def slots(self, drafter, loss_mask, weights):
         documents = torch.zeros_like(loss_mask) if drafter.documents is None else drafter.documents
-        ours = slots(*self.theirs, drafter.block, self.counts, loss_mask, documents, weights)
+        ours = slots(*self.theirs, drafter.block, self.counts, loss_mask, documents, weights, self.shown)
         if self.counted is None:
             return ours
         wide = slots(*self.theirs, drafter.block, self.counts, loss_mask, torch.zeros_like(documents), weights)
@@ -103,7 +114,10 @@ def inputs_of(golden: dict, packed: bool, model: str, target) -> dict:
     if packed:  # stored before the target's final norm
         last = torch.nn.functional.rms_norm(last, (64,), golden[f"norm.{model}"], 1e-6)
     names = {"feats": "target_hidden", "tokens": "input_ids", "loss_mask": "loss_mask"}
-    return {ours: golden[f"{rows}.{theirs}"] for ours, theirs in names.items()} | {"teacher_logits": last @ target.T}
+    inputs = {ours: golden[f"{rows}.{theirs}"] for ours, theirs in names.items()}
+    if not packed and f"{model}.input_ids" in golden:
+        inputs["tokens"] = golden[f"{model}.input_ids"]
+    return inputs | {"teacher_logits": last @ target.T}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,6 +140,7 @@ def test_losses_and_gradients_of_published_trainers(golden, name):
     anchors = anchors[None] if packed else anchors
     keep = torch.ones_like(anchors, dtype=torch.bool) if keep is None else keep.view_as(anchors)
     objective.theirs = anchors, keep
+    objective.shown = golden.get(f"{case}.visible")
     objective.counted = None if mask is None else mask[:, drafter.switches.unused :]
     loss, metrics = objective(drafter, **inputs_of(golden, packed, model, held["lm_head.weight"]))
     torch.testing.assert_close(loss.detach(), golden[f"{case}.{loss_name}"], rtol=1e-5, atol=0)
@@ -151,7 +166,7 @@ def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
     assert not tensors
     monkeypatch.setattr(unroll_block, "slots_behind", lambda *_: held["train.hidden"])
     objective = AtTheirAnchors(TOKENS, gamma=4.0, base=0.3)
-    objective.theirs, objective.counted = (held["train.anchors"], held["train.keep"]), None
+    objective.theirs = held["train.anchors"], held["train.keep"]
     inputs = inputs_of(golden, False, "domino", weight)
     loss, _ = objective(drafter, **inputs)
     torch.testing.assert_close(loss.detach(), held["train.loss"], rtol=1e-5, atol=0)

@@ -7,7 +7,7 @@ from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
 
 from drafters import unroll_block
 from training.objectives import losses
-from training.objectives.anchors import draw, slots
+from training.objectives.anchors import draw, draw_visible, slots
 from training.objectives.block import BlockObjective, pace
 from training.objectives.eagle3 import Eagle3Objective
 
@@ -58,6 +58,28 @@ def test_slots_that_count():
     assert counted("label", weights)[0] == [3, 0, 5]
 
 
+def test_tokens_that_blocks_are_shown():
+    """As often as they should be, within 5 standard deviations; and their slots do not count."""
+    torch.manual_seed(0)
+    count = 10000
+    drawn = draw_visible(0.9, torch.zeros(100, 100, dtype=torch.int64), 6)
+    for n in range(8):
+        share = 0.9**n / sum(0.9**m for m in range(2, 6)) if 2 <= n <= 5 else 0.0
+        assert abs((drawn == n).sum().item() - count * share) <= 5 * (count * share * (1 - share)) ** 0.5
+    assert draw_visible(0.9, torch.zeros(1, 3, dtype=torch.int64), 2).tolist() == [[1, 1, 1]]
+    mask, anchors = torch.ones(1, 12), torch.tensor([[2, 4]])
+    there, visible = torch.ones_like(anchors, dtype=torch.bool), torch.tensor([[3, 2]])
+    found = slots(anchors, there, 4, "label", mask, torch.zeros(1, 12), None, visible)
+    assert found.mask.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert found.since.tolist() == [[-2, -1, 0, 1], [-1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize(("how", "message"), [({"visible": 0.0}, "above 0"), ({"chooses": "best"}, "chooses must be")])
+def test_settings_that_cannot_be(how, message):
+    with pytest.raises(ValueError, match=message):
+        BlockObjective(**how)
+
+
 def test_pace_by_hand():
     losses_of, mask = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, 1.0, 1.0]])
     s = [1.0, 1.0, 0.5 + 0.5 * torch.exp(torch.tensor(-2.0)), 0.5 + 0.5 * torch.exp(torch.tensor(-3.0))]
@@ -77,8 +99,10 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
     """The loss of `test_loss_by_hand`, slot by slot, from the unroll behind every row."""
     following = F.pad(data["tokens"][:, 1:], (0, 1))
     states, ids = list(drafter.unroll(data["feats"], following, drafter.block)), drafter.vocab.ids.tolist()
-    sure = drafter.blocks(data["feats"], following, torch.arange(12).expand(2, -1)).confidence
+    blocks = drafter.blocks(data["feats"], following, torch.arange(12).expand(2, -1))
+    sure, selects = blocks.confidence, drafter.conditioned and drafter.conditional.candidates
     total = divisor = missed = 0
+    unchosen = chosen = torch.zeros(())
     lost = []
     for b, learnt in enumerate(LEARNT):
         for p in range(1, 11):
@@ -89,23 +113,29 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
                 at = p + 1 + j
                 if at < 12 and learnt[at] and TEXTS[b][at] == TEXTS[b][p]:
                     logq = state.logits[b, p - 1].log_softmax(-1)
+                    if selects:
+                        logq, among = drafter.head(blocks.readout[b, p - 1, j, :32]).log_softmax(-1), logq
                     p_all = data["teacher_logits"][b, at - 1].softmax(-1)[ids]
                     token, weight = data["tokens"][b, at].item(), torch.exp(torch.tensor(-j / gamma))
                     known = logq[ids.index(token)] if token in ids else logq.sum() * 0
                     total -= weight * (0.1 * known - 0.9 * ((p_all - logq.exp()).abs().sum() + 1 - p_all.sum()))
                     accepted = torch.minimum(p_all, logq.exp()).sum()
                     reached, divisor = reached * accepted, divisor + weight
+                    if selects and token in ids and among[ids.index(token)].isfinite():
+                        unchosen, chosen = unchosen - weight * among[ids.index(token)], chosen + weight
                     if sure is not None:
                         missed += weight * F.binary_cross_entropy_with_logits(sure[b, p - 1, j], accepted.detach())
                 reaches.append(reached)
             lost.append(1 - torch.stack(reaches).mean())
-    return (total + missed) / divisor + 0.5 * torch.stack(lost).mean()
+    assert chosen > 0 or not selects
+    return (total + missed) / divisor + 0.5 * torch.stack(lost).mean() + unchosen / chosen.clamp(min=1e-6)
 
 
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_loss_by_hand(monkeypatch, kind, pieces):
-    """DSpark's terms, confidence and e2e together, in one piece or block by block: the loss, and every gradient."""
+    """DSpark's terms, confidence, selector and e2e together, in one piece or block by block: the loss, and every
+    gradient."""
     monkeypatch.setattr(losses, "PIECE", pieces)
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
     target = tiny_target()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec import make_tree, registry
-from trees import Chain, DynamicTree, SampledTree, StaticTree
+from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from trees.spec import TreeSpec, describe, load_tree, shape_of
 
 NAMES = registry.names("tree")
@@ -19,7 +19,9 @@ def file(tmp_path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("text", ["4/5/16", "1/5/6", "2/2/7", "1/3/9", "2/2/60", "drawn 3,1,1", "drawn 3,2", *NAMES])
+@pytest.mark.parametrize(
+    "text", ["4/5/16", "1/5/6", "2/2/7", "1/3/9", "2/2/60", "drawn 3,1,1", "drawn 3,2", "block 8/7/32", *NAMES]
+)
 def test_what_is_printed_is_read_again(text):
     spec = TreeSpec.parse(text)
     assert str(spec) == text
@@ -40,6 +42,8 @@ def test_a_file_prints_as_its_path(file):
         ("1/5/6", Chain, "1/5/6"),
         ("4/5/16", DynamicTree, "4/5/16"),
         ("drawn 3,2", SampledTree, "3/2/10"),
+        ("block 4/7/32", BlockTree, "4/7/32"),
+        ("block", BlockTree, "8/16/32"),
         ("chain", Chain, "1/5/6"),
         ("dynamic", DynamicTree, "4/5/16"),
         ("sampled", SampledTree, "3/5/16"),
@@ -81,7 +85,7 @@ def test_what_is_left_out():
 
 
 def test_entries_say_the_same_again(file):
-    for spec in map(TreeSpec.parse, ("4/5/16", "1/3/4", "drawn 3,1,1", "static", file)):
+    for spec in map(TreeSpec.parse, ("4/5/16", "1/3/4", "drawn 3,1,1", "block 4/7/32", "static", file)):
         assert TreeSpec.of(**spec.entries()).build().num_draft_tokens == spec.num_draft_tokens
     assert TreeSpec(2, 3, 6).entries() == {"topk": 2, "steps": 3, "num_draft_tokens": 6}
 
@@ -91,6 +95,8 @@ def test_the_grid_has_every_combination_once_and_a_chain_for_every_length():
     assert [str(s) for s in specs] == ["4/2/8", "4/2/16", "4/3/8", "4/3/16", "1/2/3", "1/3/4"]
     assert TreeSpec.grid(2, 2, 60) == [TreeSpec(2, 2, 60)], "what cannot be built is in it too"
     assert TreeSpec(2, 2, 60).most_nodes == 7
+    assert [str(s) for s in TreeSpec.grid([4, 1], 2, 8, block=True)] == ["block 4/2/8", "1/2/3"]
+    assert TreeSpec(4, 5, 8, block=True).most_nodes == 1365
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.formats import load_drafter
+from drafters.layers import SumHead
 from specdec.acceptance import FILE, Acceptance
 from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
@@ -66,7 +67,9 @@ def _one_by_one(
         for j, state in enumerate(states):
             source = column[piece] - 1 - j
             readout = state.readout[here[0], source.clamp(min=0)]
-            student = Student(product(readout, state.head.weights).float()[:, None])
+            head = state.head  # a single one would lay out its weights anew for each call
+            logits = head(readout) if isinstance(head, SumHead) else product(readout, head.weights)
+            student = Student(logits.float()[:, None])
             p = teacher.facing(student).whole if isinstance(teacher, TopTeacher) else teacher.whole
             reached = source >= 0
             at = j, here[0][reached], source[reached]

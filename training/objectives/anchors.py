@@ -24,6 +24,13 @@ class Slots:
     chosen: tuple[Tensor, Tensor]  # row and column [n] of the n blocks in `anchors`
     column: Tensor  # [n,W] at which the target predicts a slot's token, one before that token's position
     mask: Tensor  # [n,W] what a slot counts, 0 if it is not learnt
+    visible: Tensor | None = None  # [B,A] how many tokens of a block are shown to it; None: the anchor alone
+
+    @property
+    def since(self) -> Tensor:
+        """[n,W] how many slots stand before each one, from the first that is not shown its token."""
+        slots = torch.arange(self.mask.shape[1], device=self.mask.device).expand_as(self.mask)
+        return slots if self.visible is None else slots - (self.visible[self.chosen][:, None] - 1)
 
     @property
     def here(self) -> tuple[Tensor, Tensor]:
@@ -46,14 +53,24 @@ def draw(count: int, where: str, rows: int, loss_mask: Tensor, documents: Tensor
         ends = F.pad(documents[:, rows - 1 :], (0, min(rows - 1, length)), value=-1)
         may = learnt & (ends == documents)
     may = may & (document_positions(documents) > 0)
-    generator = None
-    if not torch.is_grad_enabled():
-        generator = torch.Generator(loss_mask.device).manual_seed(0)
-    lots = torch.rand(may.shape, device=may.device, generator=generator).masked_fill_(~may, -1)
+    lots = torch.rand(may.shape, device=may.device, generator=_generator(may.device)).masked_fill_(~may, -1)
     most = min(count, max(int(may.sum(1).max()), 1))  # waits for the device, once a training step
     at = lots.topk(most, dim=1).indices.sort(dim=1).values
     there = may.gather(1, at)
     return at.masked_fill(~there, min(1, length - 1)), there
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    return None if torch.is_grad_enabled() else torch.Generator(device).manual_seed(0)
+
+
+def draw_visible(base: float, anchors: Tensor, rows: int) -> Tensor:
+    """How many tokens the block behind each anchor [B,A] is shown, the anchor among them: 2 to rows - 1 of a block of
+    `rows` rows, n with a probability in proportion to base^n (VP-Drafter, arXiv 2606.04446)."""
+    least = min(2, rows - 1)
+    odds = base ** torch.arange(least, max(rows, least + 1), device=anchors.device, dtype=torch.float32)
+    drawn = torch.multinomial(odds, anchors.numel(), replacement=True, generator=_generator(anchors.device))
+    return drawn.view(anchors.shape) + least
 
 
 def slots(
@@ -64,11 +81,13 @@ def slots(
     loss_mask: Tensor,
     documents: Tensor,
     weights: Tensor | None,
+    visible: Tensor | None = None,
 ) -> Slots:
     """The slots of blocks, `width` each, that draft tokens of their own document.
 
     counts: which of them count. 'label': those whose token is learnt; 'prefix': those before the first one whose token
-    is not learnt; 'previous': those behind a learnt token. weights [B,T]: what each token counts; None: 1.
+    is not learnt; 'previous': those behind a learnt token. weights [B,T]: what each token counts; None: 1. visible
+    [B,A]: how many tokens a block is shown, whose slots do not count; None: the anchor alone.
     """
     length = loss_mask.shape[1]
     label = anchors[..., None] + 1 + torch.arange(width, device=anchors.device)  # [B,A,W]
@@ -81,11 +100,13 @@ def slots(
         mask = mask.cumprod(-1)
     if weights is not None:
         mask = mask * weights[row, label]
-    return gathered(anchors, mask)
+    if visible is not None:
+        mask = mask * (torch.arange(1, width + 1, device=mask.device) >= visible[..., None])
+    return gathered(anchors, mask, visible)
 
 
-def gathered(anchors: Tensor, mask: Tensor) -> Slots:
+def gathered(anchors: Tensor, mask: Tensor, visible: Tensor | None = None) -> Slots:
     """anchors [B,A] and what their slots count [B,A,W] -> the blocks in which anything does."""
     chosen = (mask > 0).any(-1).nonzero(as_tuple=True)
     column = anchors[chosen][:, None] + torch.arange(mask.shape[2], device=anchors.device)
-    return Slots(anchors, chosen, column, mask[chosen])
+    return Slots(anchors, chosen, column, mask[chosen], visible)

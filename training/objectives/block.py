@@ -1,18 +1,20 @@
 """The objective of drafters that guess a block at once: DFlash, DSpark, JetSpec (arXiv 2602.06036, 2607.05147,
 2606.18394)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.dflash import BlockDrafter
+from drafters.unroll_block import Blocks
 from specdec.contracts import Drafter
-from training.objectives.anchors import COUNTS, WHERE, Slots, draw, slots
+from training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, slots
 from training.objectives.base import Objective
 from training.objectives.divergences import tv
 from training.objectives.losses import head_loss
+from training.objectives.selector import CHOOSES, MISSING, Candidates
 from training.objectives.student import Student
 from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_teacher
 from training.objectives.terms import Weight
@@ -34,6 +36,11 @@ class BlockObjective(Objective):
       (DFly). Slots that do not count are taken to be accepted.
     - base: share of the loss that is that of the base logits, before a conditional head (Domino). It falls in a line to
       0 over the share `base_until` of the run.
+    - visible: each block is shown more tokens than its anchor, n of them with a probability in proportion to visible^n,
+      and learns the rest, where weights begin anew (VP-Drafter). None: it is shown the anchor.
+    - selector: weight of a selector's cross-entropy over its candidates (DFlash2); the other terms are then those of
+      the base logits. chooses: it learns the text's token, 'text', or the target's likeliest, 'target'. missing: if
+      that is no candidate the slot is left out, 'leave', or it takes the place of the weakest one, 'replace'.
     """
 
     def __init__(
@@ -51,6 +58,10 @@ class BlockObjective(Objective):
         e2e: float = 0.0,
         base: float = 0.0,
         base_until: float = 0.5,
+        visible: float | None = None,
+        selector: float = 1.0,
+        chooses: str = "text",
+        missing: str = "leave",
         **settings,
     ):
         super().__init__(terms or {"tokens": 1.0}, steps=1, decay=1.0, known_only=False, **settings)
@@ -59,6 +70,8 @@ class BlockObjective(Objective):
             ("counts", counts, COUNTS),
             ("weights", weights, WEIGHTS),
             ("denominator", denominator, DENOMINATORS),
+            ("chooses", chooses, CHOOSES),
+            ("missing", missing, MISSING),
         ):
             if value not in known:
                 raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
@@ -66,11 +79,14 @@ class BlockObjective(Objective):
             raise ValueError(f"objective.anchors must be at least 1 and gamma above 0, got {anchors} and {gamma}")
         if not 0 <= base <= 1 or not 0 < base_until <= 1:
             raise ValueError(f"objective.base and base_until are shares, from 0 to 1, got {base} and {base_until}")
+        if visible is not None and visible <= 0:
+            raise ValueError(f"objective.visible must be above 0, got {visible}")
         if weights == "d_pace" and denominator == "weights":
             raise ValueError("objective.weights=d_pace is known after the loss only: divide by slots or texts")
         self.anchors, self.where, self.counts = anchors, where, counts
         self.weights, self.gamma, self.alpha, self.denominator = weights, gamma, alpha, denominator
         self.confidence, self.e2e, self.base, self.base_until = confidence, e2e, base, base_until
+        self.visible, self.selector, self.chooses, self.missing = visible, selector, chooses, missing
 
     @property
     def base_share(self) -> float:
@@ -96,46 +112,64 @@ class BlockObjective(Objective):
             raise ValueError(f"objective=block is for drafters of blocks, which {type(drafter).__name__} is not")
         chosen = self.slots(drafter, loss_mask, weights)
         following = F.pad(tokens[:, 1:], (0, 1))
-        blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0))
+        blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0), chosen.visible)
         judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, len(tokens))
-        rows, heads = blocks.readout[chosen.chosen], [blocks.head.weights] * drafter.block
-        readouts = rows.unbind(1)
-        if drafter.conditioned and self.base_share > 0:  # as many steps more
-            readouts += rows[..., : drafter.shape.hidden].unbind(1)
-            heads += [drafter.head.weights] * drafter.block
+        rows, base = blocks.readout[chosen.chosen], [drafter.head.weights] * drafter.block
+        slots, behind = rows.split_with_sizes([drafter.shape.hidden, rows.shape[2] - drafter.shape.hidden], 2)
+        if judge.candidates is not None:  # the selector's own loss is asked for below
+            readouts, heads = slots.unbind(1), base
+        else:
+            readouts, heads = rows.unbind(1), [blocks.head.weights] * drafter.block
+            if judge.base > 0:  # as many steps more
+                readouts, heads = readouts + slots.unbind(1), heads + base
         loss = head_loss(judge, readouts, heads)
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
-        if blocks.confidence is not None:
-            sure = blocks.confidence[chosen.chosen].float()
-            missed = F.binary_cross_entropy_with_logits(sure, judge.accepted, reduction="none") * judge.weights
-            loss = loss + self.confidence * missed.sum() / judge.divisor
-            metrics["confidence_losses"] = missed.detach().sum(0) / judge.weights.sum(0).clamp(min=1e-6)
+        for name, lost, by_slot in self._heads(drafter, blocks, slots, behind, judge, len(tokens)):
+            loss = loss + lost
+            metrics[name] = by_slot
         return loss, metrics
+
+    def _heads(self, drafter, blocks: Blocks, slots: Tensor, behind: Tensor, judge: "_Slots", texts: int) -> Iterator:
+        """What the confidence head and the selector lose beside the terms, each with the name of its metric and its
+        loss by slot. slots [n,W,H], behind [n,W,R]: what is read of the blocks that count."""
+        counted = judge.weights.sum(0).clamp(min=1e-6)
+        if blocks.confidence is not None:
+            sure = blocks.confidence[judge.slots.chosen].float()
+            missed = F.binary_cross_entropy_with_logits(sure, judge.accepted, reduction="none") * judge.weights
+            yield "confidence_losses", self.confidence * missed.sum() / judge.divisor, missed.detach().sum(0) / counted
+        if judge.candidates is not None:
+            known = judge.candidates.known
+            weights, mask = judge.weights * known, judge.slots.mask * known
+            (output,), (own,) = drafter.head.weights, drafter.conditional.head.weights
+            missed = judge.candidates.losses(slots, behind, output, own) * weights
+            lost = missed.sum() / self.divisor(mask, weights, texts).clamp(min=1e-6)
+            by_slot = missed.detach().sum(0) / weights.sum(0).clamp(min=1e-6)
+            yield "selector_losses", self.selector * lost, by_slot
 
     def slots(self, drafter: BlockDrafter, loss_mask: Tensor, weights: Tensor | None) -> Slots:
         """Anchors, drawn anew, and what their slots count."""
         documents = torch.zeros_like(loss_mask) if drafter.documents is None else drafter.documents
         drawn = draw(self.anchors, self.where, drafter.switches.rows, loss_mask, documents)
-        return slots(*drawn, drafter.block, self.counts, loss_mask, documents, weights)
+        shown = None if self.visible is None else draw_visible(self.visible, drawn[0], drafter.switches.rows)
+        return slots(*drawn, drafter.block, self.counts, loss_mask, documents, weights, shown)
 
     def readouts(self, drafter: BlockDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         count = min(self.anchors, tokens.shape[1])
         return [drafter.blocks(feats, tokens, torch.arange(count).expand(len(tokens), -1)).readout]
 
-    def weigh_slots(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """What each slot of n blocks weighs [n,W], given its loss [n,W] and what it counts [n,W]."""
+    def weigh_slots(self, losses: Tensor, mask: Tensor, since: Tensor) -> Tensor:
+        """What each slot of n blocks weighs, given its loss, what it counts, and `Slots.since`, [n,W] each."""
         if self.weights == "d_pace":
             return pace(losses, mask, self.alpha)
         if self.weights == "uniform":
             return mask
-        return mask * torch.exp(-torch.arange(mask.shape[1], device=mask.device) / self.gamma)
+        return mask * torch.exp(-since / self.gamma)
 
-    def divisor(self, mask: Tensor, texts: int) -> Tensor:
-        """[] what the sum over slots, which count mask [n,W], is divided by."""
+    def divisor(self, mask: Tensor, weights: Tensor, texts: int) -> Tensor:
+        """[] what the sum over slots, which count mask [n,W] and weigh weights [n,W], is divided by."""
         if self.denominator == "texts":
             return mask.new_tensor(texts)
-        total = mask if self.denominator == "slots" else self.weigh_slots(mask, mask)
-        return total.sum()
+        return (mask if self.denominator == "slots" else weights).sum()
 
 
 def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -164,11 +198,17 @@ class _Slots:
         self.objective, self.vocab, self.teacher_logits, self.labels, self.slots = (
             objective, drafter.vocab, teacher_logits, labels, slots,
         )  # fmt: skip
-        self.divisor = objective.divisor(slots.mask, texts).clamp(min=1e-6)
-        self.counted = slots.mask.sum(0).clamp(min=1e-6)  # of each slot
-        self.losses, self.accuracy = torch.zeros(2, slots.mask.shape[1], device=labels.device).unbind()
-        self.weights, self.accepted = torch.zeros(2, *slots.mask.shape, device=labels.device).unbind()
-        self.conditioned = drafter.conditioned
+        mask, conditional = slots.mask, drafter.conditional
+        weights = objective.weigh_slots(mask, mask, slots.since)  # of d_pace others: it does not divide by them
+        self.divisor = objective.divisor(mask, weights, texts).clamp(min=1e-6)
+        self.counted = mask.sum(0).clamp(min=1e-6)  # of each slot
+        self.losses, self.accuracy = torch.zeros(2, mask.shape[1], device=labels.device).unbind()
+        self.weights, self.accepted = torch.zeros(2, *mask.shape, device=labels.device).unbind()
+        self.candidates = None
+        if conditional is not None and conditional.candidates:
+            count = min(conditional.candidates, drafter.vocab.size)
+            self.candidates = Candidates(*mask.shape, count, objective.chooses, objective.missing, labels.device)
+        self.base = objective.base_share if conditional is not None and self.candidates is None else 0.0
         self.rates = objective.e2e > 0 or drafter.confidence is not None  # what is accepted is asked for
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
@@ -182,20 +222,22 @@ class _Slots:
     def judge(
         self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shape, mask, base = logits.shape[:2], self.slots.mask[rows], self.objective.base_share
+        shape, mask, since = logits.shape[:2], self.slots.mask[rows], self.slots.since[rows]
         student = Student(logits.flatten(0, 1)[:, None])
         if isinstance(teacher, TopTeacher):
             teacher = teacher.facing(student)
         value, slope, total = self.objective.weigh(student, teacher)
         losses = value.view(shape)
-        weights = self.objective.weigh_slots(losses, mask)
+        weights = self.objective.weigh_slots(losses, mask, since)
         if steps[0] == mask.shape[1]:
-            return self._loss(student, losses, slope, total, weights * base / self.divisor)
-        share = weights * (1 - base if self.conditioned else 1) / self.divisor
+            return self._loss(student, losses, slope, total, weights * self.base / self.divisor)
+        share = weights * (1 - self.base) / self.divisor
         self.losses += (losses * mask).sum(0) / self.counted
         hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]).view(shape) * mask
         self.accuracy += hits.sum(0) / self.counted
         self.weights[rows] = weights
+        if self.candidates is not None:
+            self.candidates.meet(rows, student.logits, teacher.labels, teacher.best)
         if self.rates:
             missed, pull, pull_total = tv(student, teacher)
             self.accepted[rows] = (1 - missed).view(shape)

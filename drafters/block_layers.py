@@ -1,0 +1,83 @@
+"""The layers of a block drafter."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drafters.block_forward import BlockForward
+from drafters.layers import Attend, DraftAttention, DraftShape
+from specdec.model.layers import GatedMLP, Linear, RMSNorm, rotate
+
+
+class BlockAttention(DraftAttention):
+    """Attention of the block. Its key and value projections serve the context too, unless that has its own."""
+
+    def __init__(self, shape: DraftShape, own_context: bool = False):
+        super().__init__(shape, shape.hidden, qk_norm=True)
+        self.context_kv = Linear(shape.hidden, 2 * shape.kv_heads * shape.head_dim, bias=False) if own_context else None
+
+    def context(self, features: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Fused features [B,n,H] of context positions -> their keys and values [B,n,K,Dh]."""
+        first = self.heads * self.head_dim
+        weight = self.qkv.weight[first:] if self.context_kv is None else self.context_kv.weight
+        k, v = F.linear(features, weight).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
+        return rotate(self.k_norm(k), *rope), v
+
+
+class SlotConvolution(nn.Module):
+    """DFlash2's convolutions before and after a sublayer: a slot gets a share of itself and a share of the slot before
+    it, channel by channel. The anchor has none before it. To fixed shares are added some that groups of channels have
+    in common, and that follow from what the sublayer reads at the slot (`Automodel`, draft_qwen3_dflash2.py)."""
+
+    def __init__(self, hidden: int, group: int):
+        super().__init__()
+        if hidden % group:
+            raise ValueError(f"convolution is {group} channels a group, which do not divide the hidden size {hidden}")
+        self.shares = nn.Parameter(torch.zeros(2, 2, hidden))  # before and after, own and previous slot
+        self.groups = Linear(hidden, 4 * (hidden // group), bias=False)
+
+    def start(self) -> None:
+        """A slot is itself."""
+        self.shares.zero_()[:, 0] = 1
+        self.groups.weight.zero_()
+
+    def around(self, sublayer, x: Tensor, rows: int) -> Tensor:
+        """What a sublayer, a function of [B,n,H], makes of blocks of `rows` slots each: x [B,A*rows,H] -> the same."""
+        moving = self.groups(x).unflatten(-1, (2, 2, -1)).unbind(2)  # [B,n,2,groups]
+        x = _mixed(x, self.shares[0], moving[0], rows)
+        return _mixed(sublayer(x), self.shares[1], moving[1], rows)
+
+
+def _mixed(x: Tensor, shares: Tensor, moving: Tensor, rows: int) -> Tensor:
+    """x [B,A*rows,H], shares [2,H] and moving [B,A*rows,2,groups] of a slot and of the one before it."""
+    groups = moving.shape[-1]
+    slots = x.unflatten(1, (-1, rows))
+    before = F.pad(slots[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2).unflatten(-1, (groups, -1))
+    own, previous = shares.unflatten(-1, (groups, -1)).unbind(0)
+    own_moving, previous_moving = moving[..., None].unbind(2)
+    return ((own + own_moving) * x.unflatten(-1, (groups, -1)) + (previous + previous_moving) * before).flatten(2)
+
+
+class BlockLayer(nn.Module):
+    """A pre-norm decoder layer as Qwen3 has it, with norms of each query and key head."""
+
+    def __init__(self, shape: DraftShape, how: BlockForward):
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden, shape.eps)
+        self.attention = BlockAttention(shape, own_context=how.fusion == "layer")
+        self.post_norm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+        self.rows = how.rows
+        self.convolutions = None
+        if how.convolution:
+            self.convolutions = nn.ModuleList(SlotConvolution(shape.hidden, how.convolution) for _ in range(2))
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        normed = self.input_norm(x)
+        if self.convolutions is None:
+            x, normed = self.post_norm.add(x, self.attention(normed, rope, attend))
+            return x + self.mlp(normed)
+        attention, mlp = self.convolutions
+        mixed = attention.around(lambda y: self.attention(y, rope, attend), normed, self.rows)
+        x, normed = self.post_norm.add(x, mixed)
+        return x + mlp.around(self.mlp, normed, self.rows)

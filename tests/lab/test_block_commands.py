@@ -1,0 +1,73 @@
+"""Block drafters in the commands: generate, tree and sweep, with trees over the block and along paths."""
+
+import pytest
+import torch
+
+from drafters import dflash
+from drafters.formats import save_drafter
+from lab.replay import optimal_tree
+from lab.sweep.benchmarks import Benchmark, Question
+from lab.sweep.points import Draft
+from lab.sweep.store import write_results
+from lab.sweep.sweep import Sweep
+from specdec.generate import main as generate
+from specdec.model.loader import load_target
+from specdec.types import Sampling
+from specdec.verify import make_verifier
+from trees.spec import TreeSpec
+
+KINDS = {
+    "dflash": {"block_size": 5},
+    "dspark": {"block_size": 4, "label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True},
+}
+BLOCK = ["--tree", "block"]  # by default far deeper than this block
+TREES = {
+    "dflash": [BLOCK, ["--tree", "block 2/3/6"]],
+    "dspark": [["--topk", "2", "--steps", "4"], ["--topk", "1", "--steps", "4"]],
+}
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return load_target(target_path)
+
+
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory):
+    found = {}
+    for kind, how in KINDS.items():
+        torch.manual_seed(0)
+        found[kind] = tmp_path_factory.mktemp("blocks") / kind
+        save_drafter(dflash.create(target, layers=1, taps=2, **how), found[kind], target)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_is_measured_and_decoded_with(folders, target_path, tmp_path, capsys, kind):
+    models = ["--target", str(target_path), "--draft", str(folders[kind])]
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "tree.yaml"
+    prompts.write_text("what is a tree?\nwhy?\n")
+    how = ["--prompt-file", str(prompts), "--raw", "--max-new-tokens", "10"]
+    optimal_tree.main([*models, *how, "--topk", "3", "--num-draft-tokens", "6", "--out", str(out)])
+    assert "depth 4:" in capsys.readouterr().out
+    for tree in [["--tree", str(out)], *TREES[kind]]:
+        generate([*models, *how, *tree, "--compare"])
+        assert "identical: yes" in capsys.readouterr().out
+    if kind == "dspark":
+        with pytest.raises(SystemExit):
+            generate([*models, *how, *BLOCK])
+        assert "take a dynamic tree" in capsys.readouterr().err
+
+
+def test_a_sweep_has_points_over_blocks(folders, target, tmp_path):
+    benchmark = Benchmark("tiny", [Question("a", "animals", ("The quick brown",))])
+    how = {"max_new_tokens": 8, "resamples": 20, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
+    sweep, told = Sweep(target, "signature", benchmark, tmp_path, **how), []
+    drafts = [Draft.read(str(folder)) for folder in folders.values()]
+    trees = TreeSpec.grid(2, 3, 6) + TreeSpec.grid([1, 2], 3, 6, block=True)
+    points = sweep.points(drafts, trees, baseline=True, best_tree=None)
+    sweep.run(points, lambda point, what: told.append(what.split(":")[0]))
+    assert told == ["measured"] * 6 + ["skipped"]  # the last one's slots depend on the drafted tokens
+    results, _, _ = write_results(tmp_path)
+    assert {r["names"]["draft"] for r in results} >= {"dflash", "dflash, over the block", "dspark"}
+    assert [r["identical"] for r in results if "tau" in r.get("metrics", {})] == [1] * 6

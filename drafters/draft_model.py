@@ -35,6 +35,10 @@ class DraftModel(Drafter):
     def capturable(self) -> bool:
         return self.model.capturable
 
+    @property
+    def chains_only(self) -> bool:
+        return self.model.chains_only
+
     def reset(self, rows: int, slots: int) -> None:
         self.cache = self.model.new_cache(rows, slots + 1).clear(0)
 

@@ -40,6 +40,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.conditioned
 
     @property
+    def chains_only(self) -> bool:
+        return self.drafter.chains_only
+
+    @property
     def acceptance(self) -> Acceptance | None:
         return self.drafter.acceptance
 

@@ -121,6 +121,7 @@ class Drafter(nn.Module):
     capturable: bool = False
     cache: KVCache | None = None
     learns: bool = False  # has an `unroll`
+    chains_only: bool = False  # a node's children cannot be told apart by what it keeps: trees of topk 1
     # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.
     recompute: bool | None = None
     # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if

@@ -35,7 +35,7 @@ ROOMS = [
     ["specdec.contracts"],
     ["specdec.children"],
     ["specdec.verify"],
-    ["specdec.text"],
+    ["specdec.text", "specdec.remote"],
     ["specdec.engine"],
     ["trees", "drafters"],
     ["specdec.auto"],

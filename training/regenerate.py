@@ -1,7 +1,10 @@
 """Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
     python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
+    python -m training.regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
 
+With --server the target answers behind OpenAI's interface, in vLLM, SGLang or `specdec serve`, however large it is and
+on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
 It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. After an interruption of any kind
 the same command goes on where it was, and ends with the same bytes as a run that was not interrupted.
 """
@@ -17,12 +20,14 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from specdec.api import ModelSettings
+from specdec.api import DEMO_TARGET, ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.cli.lock import only_writer
 from specdec.engine.engine import Engine
+from specdec.model.loader import load_texts
 from specdec.model.target import Target
+from specdec.remote import Remote, in_order, seed_of
 from specdec.text import encode_chat, read_prompts
 from specdec.types import Sampling
 from training.data import Message, Record, Tally, preset, read_messages, read_records
@@ -132,6 +137,44 @@ def regenerate(
         return [shards.path(shard) for shard in range(shards.count)]
 
 
+def regenerate_remotely(
+    server: Remote,
+    tokenizer,
+    prompts: list[Prompt],
+    out: Path,
+    *,
+    max_new_tokens: int,
+    requests: int,
+    sampling: Sampling,
+    seed: int,
+    shard_size: int | None = None,
+) -> list[Path]:
+    """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
+
+    Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
+    was interrupted, if the server's texts do not depend on what it answers beside. A server of another model or version
+    does not go on with what was begun."""
+    if not prompts:
+        raise ValueError("there is no prompt to answer")
+    batches = plan([replace(prompt, number=i) for i, prompt in enumerate(prompts)], 1, seed)
+    settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
+    settings |= asdict(sampling) | {"seed": seed, "prompts_digest": digest(batches)}
+
+    def answer(prompt: Prompt) -> dict:
+        said = server.complete(prompt.ids, max_new_tokens, sampling, seed_of(seed, prompt.number))
+        text = said.text if said.tokens is None else tokenizer.decode(said.tokens, skip_special_tokens=True)
+        return answer_row(prompt.messages, text)
+
+    with (
+        Shards(out, len(prompts), shard_size, settings) as shards,
+        tqdm(total=len(prompts), initial=shards.done, desc="answers") as bar,
+    ):
+        for row in in_order(answer, [prompt for (prompt,) in batches[shards.done :]], requests):
+            shards.write([row])
+            bar.update()
+        return [shards.path(shard) for shard in range(shards.count)]
+
+
 def parser() -> argparse.ArgumentParser:
     p = command_parser("regenerate", __doc__, "--prompts DATA --out FILE [options]")
     data = p.add_argument_group("prompts and answers")
@@ -151,6 +194,12 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
     data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
     add_flags(p.add_argument_group("target"), ModelSettings, "target", "dtype", "device")
+    remote = p.add_argument_group("a server that has the target")
+    remote.add_argument(
+        "--server", metavar="URL", help="of OpenAI's interface; then --target gives the tokenizer alone"
+    )
+    remote.add_argument("--model", help="the model's name there (default: the first that the server names)")
+    remote.add_argument("--requests", type=int, default=32, help="so many at once (default 32)")
     sample = p.add_argument_group("sampling")
     add_flags(sample, Sampling)
     sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
@@ -163,27 +212,27 @@ def main(argv: list[str] | None = None) -> None:
     sampling = read_flags(Sampling, args)
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
+    if args.server is None and args.model is not None:
+        raise ValueError("--model names a model of --server")
     with only_writer(args.out):
         answer_all(args, sampling)
 
 
 def answer_all(args: argparse.Namespace, sampling: Sampling) -> None:
     """Read the prompts, and answer them into --out, which nobody else writes to meanwhile."""
-    target = read_flags(ModelSettings, args).load_target()
+    server = Remote(args.server, args.model) if args.server is not None else None
+    target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
     tally = Tally(args.bad)
     prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))
     tally.report()
-    files = regenerate(
-        target,
-        prompts * args.samples,
-        args.out,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=args.batch_size,
-        sampling=sampling,
-        seed=args.seed,
-        shard_size=args.shard_size,
-    )
-    print(f"{len(prompts) * args.samples} answers in {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else ""))
+    prompts *= args.samples
+    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    how["shard_size"] = args.shard_size
+    if server is not None:
+        files = regenerate_remotely(server, target.tokenizer, prompts, args.out, requests=args.requests, **how)
+    else:
+        files = regenerate(target, prompts, args.out, batch_size=args.batch_size, **how)
+    print(f"{len(prompts)} answers in {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else ""))
 
 
 if __name__ == "__main__":

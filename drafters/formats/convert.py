@@ -14,7 +14,8 @@ from drafters.layers import SharedHead
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model.archs import read_config
-from specdec.model.checkpoint import read_json, read_tensors, write_folder
+from specdec.model.archs.wrapped import inner_name, text_config
+from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
 from specdec.model.names import resolve
 
 # A tied target has no head but its embedding.
@@ -130,14 +131,16 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):
 def read_facts(target: str | os.PathLike) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
     config = read_json(resolve(target) / "config.json")
-    layers = (config.get("text_config") or config).get("num_hidden_layers")
+    layers = text_config(config).get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
     return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, partial(_part, target, config))
 
 
 def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
-    found = dict(read_tensors(resolve(target), only=PARTS[name]))
+    folder = resolve(target)
+    stored = {key for key in read_headers(folder) if inner_name(key) in PARTS[name]}
+    found = {inner_name(key): tensor for key, tensor in read_tensors(folder, only=stored)}
     held = [found[key] for key in PARTS[name] if key in found]
     if not held:
         raise ValueError(f"{target} holds no tensor {' or '.join(PARTS[name])}")

@@ -83,7 +83,7 @@ class EqualityProver:
         engine = Engine(self.target, drafter, tree, verifier)
         rows = [self._decode(engine, number) for number in range(len(self.prompts))]
         mismatches = [
-            self._first_mismatch(number, row.tokens)
+            self.first_mismatch(number, row.tokens)
             for number, row in enumerate(rows)
             if row.tokens != self.plain[number]
         ]
@@ -96,7 +96,8 @@ class EqualityProver:
         )
 
     @torch.inference_mode()
-    def _first_mismatch(self, number: int, tokens: list[int]) -> Mismatch:
+    def first_mismatch(self, number: int, tokens: list[int]) -> Mismatch:
+        """Where a text of prompt `number` that is not the plain one leaves it, and why."""
         plain = self.plain[number]
         pairs = zip(plain, tokens, strict=False)
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from math import isnan
 
+import transformers
 from rich.table import Table
 
 from lab.output import console
@@ -15,7 +16,10 @@ def verdict_line(proof: Proof) -> str:
     if proof.sound:
         ties = sum(p.ties for *_, p in proof.equal)
         return f"No bug found; {ties} numerical ties."
-    return f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, {statistical} statistical tests failed."
+    return (
+        f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, in {proof.left_behind()} cases a rejected "
+        f"draft left something in the caches, {statistical} statistical tests failed."
+    )
 
 
 def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
@@ -29,6 +33,10 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
         [name, tree, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
         for name, tree, p in proof.sampled
     ]
+    caches = list(proof.rollback)
+    if proof.crop is not None:
+        caches.append((f"transformers {transformers.__version__}, `crop` (not counted)", proof.crop))
+    rollback = [[how, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for how, p in caches]
     exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
     parts = [
         (
@@ -38,6 +46,14 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
             "Tie: the first differing token and plain decoding's are those of the two largest scores (logit / "
             "temperature + noise), which, in a finer dtype, lie within four times the largest rounding error there; or "
             f"the edge of a filter, moved by {SLACK:g}, decides between them.",
+        ),
+        (
+            "What rejected drafts leave in the target's caches",
+            ["rows", "cases", "other states", "other logits", "by rounding", "not the plain text's", "largest"],
+            rollback,
+            "The same tokens are accepted behind different rejected drafts: what is kept, and the next logits, must be "
+            "the same bits. By rounding: experts, which compute tokens together. Largest: difference of a logit from "
+            "the plain text's, as a share of their range.",
         ),
         (
             "Every lossless rule against the exact law of three tokens, on tables",
@@ -87,7 +103,9 @@ def print_proof(proof: Proof) -> None:
     for title, columns, rows, note in sections(proof):
         out = Table(title=title, caption=note, title_justify="left", caption_justify="left")
         for column in columns:
-            out.add_column(column, justify="left" if column in ("drafter", "tree", "rule", "sampling") else "right")
+            out.add_column(
+                column, justify="left" if column in ("drafter", "tree", "rule", "sampling", "rows") else "right"
+            )
         for row in rows:
             out.add_row(*row)
         screen.print(out)
@@ -102,6 +120,9 @@ def as_json(proof: Proof) -> dict:
         "unequal_texts": proof.unequal(),
         "statistical_bugs": proof.statistical_bugs(),
         "threshold": proof.threshold,
+        "left_behind": proof.left_behind(),
+        "rollback": [{"rows": how, **asdict(p)} for how, p in proof.rollback],
+        "crop": None if proof.crop is None else asdict(proof.crop),
         "equal": [{"drafter": name, "tree": tree, "sampling": how, **asdict(p)} for name, tree, how, p in proof.equal],
         "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
         "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],

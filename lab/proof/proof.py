@@ -9,6 +9,7 @@ from tqdm.auto import tqdm
 
 from lab.proof.equality import EqualityProof, EqualityProver
 from lab.proof.laws import LawProof, exact_distance, prove_law, significance
+from lab.proof.rollback import CroppedTarget, RollbackProof, prove_rollback
 from lab.proof.sampled import SampledProof, prove_sampled
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
@@ -53,6 +54,8 @@ class Proof:
     laws: list[tuple[str, str, str, LawProof]] = field(default_factory=list)  # verifier, tree, sampling
     exact: list[tuple[str, str, float]] = field(default_factory=list)  # verifier, sampling, total variation
     sampled: list[tuple[str, str, SampledProof]] = field(default_factory=list)  # drafter, tree
+    rollback: list[tuple[str, RollbackProof]] = field(default_factory=list)  # how rows were decoded
+    crop: RollbackProof | None = None  # the same of transformers' own cache, which no verdict counts
 
     @property
     def threshold(self) -> float:
@@ -62,6 +65,10 @@ class Proof:
     def unequal(self) -> int:
         """The number of texts that differ from plain decoding for no numerical reason."""
         return sum(proof.bugs for *_, proof in self.equal)
+
+    def left_behind(self) -> int:
+        """The number of cases in which a rejected draft left something in the target's caches."""
+        return sum(proof.bugs for _, proof in self.rollback)
 
     def statistical_bugs(self) -> int:
         """The number of tests whose result is no accident."""
@@ -73,16 +80,26 @@ class Proof:
 
     @property
     def sound(self) -> bool:
-        return not self.unequal() and not self.statistical_bugs()
+        return not self.unequal() and not self.left_behind() and not self.statistical_bugs()
 
 
 def fits(verifier: Verifier, tree: TreePolicy) -> bool:
     return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
 
 
-def trees_for(drafter: Drafter) -> list[TreePolicy]:
+def trees_for(target: Target, drafter: Drafter) -> list[TreePolicy]:
     depth = drafter.deepest(5)
-    return [TreeSpec(4, depth).build(), Chain(depth)]
+    chains_only = target.chains_only or drafter.chains_only
+    return [Chain(depth)] if chains_only else [TreeSpec(4, depth).build(), Chain(depth)]
+
+
+def prove_caches(proof: Proof, target: Target, prompts: list[list[int]], seed: int) -> None:
+    """Look for rejected drafts in the target's caches, and in those of transformers if it has recurrent layers."""
+    few = prompts[:3]
+    for how, together in (("all rows together", True), ("one row at a time", False)):
+        proof.rollback.append((how, prove_rollback(target, few, together=together, seed=seed)))
+    if target.chains_only:
+        proof.crop = prove_rollback(CroppedTarget(target), few, together=False, seed=seed)
 
 
 def prove(
@@ -105,8 +122,9 @@ def prove(
 
     names = [name for name in VERIFIERS if make_verifier(name).lossless]
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
-    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(drafter)]
+    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
     proof = Proof()
+    prove_caches(proof, target, prompts, seed)
     provers = {}
     with tqdm(total=2 * len(cases) + 4 * len(pairs) + 1, desc="proving", leave=False) as bar:
         for how, sampling in TEXTS.items():

@@ -99,6 +99,13 @@ def undrafted_share(rows: Rows) -> float:
     return _share(sum(row.trace.undrafted for row in rows), rounds_of(rows))
 
 
+@metric
+def experts_per_verification(rows: Rows) -> float:
+    """Of a target with experts: how many distinct ones the nodes of a round asked in a layer, all rows of the batch
+    together; the mean over layers and rounds. Each is read from memory once, so this is what a tree costs there."""
+    return _mean([r.experts for row in rows for r in row.rounds if r.experts is not None])
+
+
 @metric_by_depth
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.

@@ -26,6 +26,7 @@ class Limits:
     trials: int = ranged(1, 10_000, 1)
     draws: int = ranged(1, 10_000_000, 100_000)
     samples: int = ranged(1, 10_000, 1)
+    requests: int = ranged(1, 4096, 32)
     shard_size: int | None = ranged(1, MOST, None)
     resamples: int = ranged(1, 1_000_000, 1000)
     max_length: int = ranged(1, MOST, 2048)

@@ -185,7 +185,7 @@ class Engine:
         clock.mark("host")
         report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
         report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
-        report.levels = levels
+        report.levels, report.experts = levels, out.experts
         return report
 
     # A batch from beginning to end

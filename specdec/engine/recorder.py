@@ -44,6 +44,7 @@ class TracedRound:
     emitted: list[int]  # tokens that became text: what was accepted and the bonus, cut at the end of the text
     seconds: dict[str, float]  # by part, of the whole batch
     tree: TracedTree | None
+    experts: float | None = None  # distinct ones that verifying took, of the whole batch, mean over layers; None: dense
 
     @property
     def accepted(self) -> int:
@@ -163,10 +164,12 @@ class Recorder(Observer):
             trees = [_first_levels(*both) for both in zip(trees, levels, strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
+        used = [len(chosen.unique()) for chosen in report.experts]
+        experts = sum(used) / len(used) if used else None
         for row, emitted, path, tree, deep in zip(report.rows, report.emitted, paths, trees, levels, strict=True):
             if emitted:  # else the row had ended before
                 ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
-                ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree))
+                ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree, experts))
                 ours.steps = max(ours.steps, deep)
 
 

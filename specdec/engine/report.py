@@ -1,5 +1,6 @@
 """What a step of the engine tells, and who is told."""
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,6 +39,7 @@ class RoundReport:
     verdict: Verdict | None = None
     levels: list[int] | None = None  # of the tree, by row: so many count, the nodes behind them are void; None: all
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
+    experts: abc.Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose; empty for a dense target
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
 
 

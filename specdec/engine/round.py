@@ -45,6 +45,7 @@ class RoundOutput:
     verdict: Verdict | None = None
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
     levels: Tensor | None = None  # [B] of the tree: so many count of each row; None: all of them
+    experts: Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose
 
     def to_read(self) -> list[Tensor]:
         """What the host wants to know."""
@@ -55,8 +56,8 @@ class RoundOutput:
         if self.tree is None or reads >= Reads.LOGITS:
             return self
         if reads < Reads.TREES:
-            return replace(self, tree=None, verdict=None, logits=None)
-        return replace(self, tree=replace(self.tree, q=None), logits=None)
+            return replace(self, tree=None, verdict=None, logits=None, experts=())
+        return replace(self, tree=replace(self.tree, q=None), logits=None, experts=())
 
 
 class Round:
@@ -78,6 +79,7 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
+            _check_chain(target, drafter, policy)
             policy = _over_block(drafter, policy)
             _check_steps(drafter, policy)
             _check_verifier(verifier, policy)
@@ -163,6 +165,7 @@ class Round:
         tree = policy.grow(self.drafter, root, state, children)
         clock.mark("draft")
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
+        experts = self.target.chosen_experts()
         logits = own if penalties is None else penalties(own, tree)
         verdict = self.verifier(tree, logits, sampling, noise)
         if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
@@ -182,7 +185,8 @@ class Round:
         state = self.drafter.extend(feats, verdict.tokens, n, max_len)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
-        return root, state, RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits, levels)
+        emitted = verdict.tokens, verdict.n, verdict.logprobs
+        return root, state, RoundOutput(*emitted, tree, verdict, logits, levels, experts)
 
     def _plain(
         self,
@@ -219,6 +223,15 @@ class Round:
         token = sample(penalties(logits), settings.sampling, noise)
         penalties.add(token, n)
         return token[:, 0]
+
+
+def _check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
+    for what, part in (("target", target), ("draft model", drafter)):
+        if part.chains_only and policy.topk > 1:
+            raise ValueError(
+                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
+                f"{policy.topk} children: take topk 1"
+            )
 
 
 def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:

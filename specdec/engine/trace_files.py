@@ -90,7 +90,8 @@ def _row_line(row: TracedRow) -> dict:
 
 
 def _round_line(row: int, r: TracedRound) -> dict:
-    return {
+    experts = {} if r.experts is None else {"experts": r.experts}
+    return experts | {
         "row": row,
         "nodes": 0 if r.tree is None else len(r.tree.tokens),
         "context": r.context,

@@ -73,7 +73,7 @@ class KVCache:
         if first + count > self.batch:
             self._use(0, first + count)
         self.max_len = max(self.max_len, longest)
-        part = KVCache.__new__(KVCache)
+        part = type(self).__new__(type(self))
         vars(part).update(vars(self), max_len=0)
         part._use(first, count)
         part.lens.zero_()
@@ -102,6 +102,11 @@ class KVCache:
         """Keys and values of the slots from `first` on, each [B,K,count,Dh]."""
         keys, values = self.heads[layer]
         return keys.narrow(2, first, count), values.narrow(2, first, count)
+
+    def committed(self, row: int) -> list[Tensor]:
+        """All that is kept of a row's committed tokens, which is all that later forwards see of them."""
+        length = int(self.lens[row])
+        return [layer[:, row, :length] for layer in self.layers]
 
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""

@@ -160,6 +160,7 @@ def transpose_weights(model: nn.Module) -> None:
     torch 2.13 (MKL), and that of one row takes the same (docs/log.md). Values and shapes do not change.
     """
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.device.type == "cpu":
+        plain = isinstance(module, nn.Linear) and type(module.weight) is nn.Parameter  # quantised ones are classes
+        if plain and module.weight.device.type == "cpu" and module.weight.is_floating_point():
             weight = module.weight.detach()
             module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

@@ -1,23 +1,39 @@
-"""What the config of a transformers model says about its attention: windows, and how far it is exact."""
+"""What the config of a transformers model says about its layers: windows, and how far it is exact."""
 
-from transformers import DynamicCache, PretrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PretrainedConfig, cache_utils
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 # Frequencies that depend on the length of the text. Up to the original context they are constant.
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
-def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The window of each type of layer; None for attention to all positions.
+# How transformers caches a layer that attends, to all positions or to a window; some are recurrent beside that.
+ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
+# Layers that do not attend, and their types if they must have one; some versions have no dummies.
+DUMMY = getattr(cache_utils, "DummyLayer", None)
+WITHOUT = {DUMMY: ("moe", "mlp"), LinearAttentionLayer: None}
 
-    Raises ValueError for a family with other layers than attention, or with a mask that we cannot replace.
+
+def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
+    """The window of each type of layer that attends; None for attention to all positions.
+
+    Raises ValueError for a family with layers of another kind, or with a mask that we cannot replace.
     """
     family, layers = config.model_type, DynamicCache(config=config).layers
     windows: dict[str, int | None] = {}
     for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=True):
+        if type(layer) in WITHOUT and kind in (WITHOUT[type(layer)] or [kind]):
+            continue
         window = getattr(layer, "sliding_window", None)
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or windows.setdefault(kind, window) != window:
-            raise ValueError(f"model family {family!r} cannot verify trees: it has layers that are no plain attention")
+        if type(layer) not in ATTENTION or windows.setdefault(kind, window) != window:
+            raise ValueError(
+                f"model family {family!r} is not supported: it has layers of a kind that we do not know, {kind!r}"
+            )
     if "local" in getattr(config, "attention_layers", ()):
         raise ValueError(f"model family {family!r} cannot verify trees: its local layers mask by themselves")
     return windows
@@ -33,3 +49,9 @@ def exact_context(config: PretrainedConfig) -> int:
         if rope and rope.get("rope_type") in LENGTH_DEPENDENT_ROPES:
             context = min(context, rope.get("original_max_position_embeddings") or context)
     return context
+
+
+def count_experts(config: PretrainedConfig) -> int:
+    """The experts of a layer that has any; 0 for a dense model."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int) and n > 1), 0)

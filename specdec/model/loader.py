@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import set_aside, text_name
+from specdec.model.archs.wrapped import is_wrapped, text_config
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,
@@ -23,7 +25,7 @@ from specdec.model.checkpoint import (
     read_tensors,
     whole,
 )
-from specdec.model.config_fields import ConfigFields
+from specdec.model.config_fields import ConfigFields, check_config
 from specdec.model.names import resolve
 from specdec.model.target import Target
 from specdec.schema import check, shown
@@ -84,21 +86,21 @@ def load_target(
     place = check_device(device)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
-    weights = choose_dtype(dtype, raw, place)
+    weights = choose_dtype(dtype, text_config(raw), place)
     try:
         config = read_config(raw, str(path))
     except NotNative as reason:
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
     if config is None or generic:
-        from specdec.model.hf_target import (
-            TransformersTarget,  # imported here because transformers' models take seconds to import
-        )
+        from specdec.model.hf_load import load_transformers  # here, as transformers' models take seconds to import
 
-        target = TransformersTarget.load(folder, str(path), weights, place, allow_nonfinite)
+        target = load_transformers(folder, str(path), weights, place, allow_nonfinite)
         if config is None:
             print(note, file=sys.stderr)
     else:
         target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
+    if is_wrapped(raw):
+        print(f"note: {path}: it reads and writes text only; what sees or hears is left out", file=sys.stderr)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
     if tokenizer:
@@ -131,7 +133,7 @@ def load_native(
         key = text_name(tensor, raw)
         if key == "lm_head.weight" and config.tied:
             spare_head = value
-        elif not fill.put(key, value) and not set_aside(key, raw):
+        elif not fill.put(key, value) and not set_aside(tensor, raw):
             raise ValueError(
                 f"{name}: the checkpoint holds the tensor {tensor}, for which the architecture has no place"
             )
@@ -176,6 +178,16 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
     if eos is None:
         eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return frozenset([eos] if isinstance(eos, int) else eos or [])
+
+
+def load_texts(path: str | os.PathLike) -> SimpleNamespace:
+    """Of a target its name, tokenizer and `config.context` alone, for work on texts while a server holds the weights.
+    Raises ValueError as `load_target` does."""
+    folder = resolve(path)
+    config = text_config(read_json(folder / "config.json"))
+    check_config(config, f"{path}: config.json", native=False)
+    context = config.get("max_position_embeddings") or 2048
+    return SimpleNamespace(name=str(path), tokenizer=load_tokenizer(folder), config=SimpleNamespace(context=context))
 
 
 def load_tokenizer(folder: Path):

@@ -116,6 +116,8 @@ class Target(nn.Module):
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
     masks_prompts = False  # a prefill needs no mask of T x T
+    chains_only = False  # it verifies trees
+    experts = 0  # of a layer; 0: it is dense
     parts: tuple[Function, Function, list[tuple[Function, int]], Function]  # embedding, norm, (block, its kind), head
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 
@@ -191,6 +193,10 @@ class Target(nn.Module):
     def final_gain(self) -> Tensor:
         """[H], what the final norm multiplies a normalised state by."""
         return self.norm.gain()
+
+    def chosen_experts(self) -> list[Tensor]:
+        """By layer with experts, those that the tokens of the last forward chose; here is none."""
+        return []
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""

@@ -77,6 +77,7 @@ class Ask:
     stream: bool = False
     stream_options: dict | None = None
     ignore_eos: bool = False
+    return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, beside their text
 
     @property
     def stops(self) -> list[str]:

@@ -56,6 +56,7 @@ class Reply:
     created: int
     choices: list[Choice]
     prompt_tokens: int
+    token_ids: bool = False  # tell the ids of tokens, as vLLM does
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
@@ -66,13 +67,17 @@ class Reply:
 
     def whole(self) -> dict:
         """The answer that is not streamed."""
-        choices = [self.whole_choice(choice, choice.whole()) for choice in self.choices]
+        wholes = [(choice, choice.whole()) for choice in self.choices]
+        choices = [self.whole_choice(choice, piece) | self._ids(piece) for choice, piece in wholes]
         return self._json(self.object, choices) | {"usage": self.usage()}
 
     def chunk(self, choice: Choice, piece: Piece, usage: bool = False) -> dict:
         """A chunk of a stream. usage: tell what was used so far."""
-        json = self._json(self.chunk_object, [self.part_of_choice(choice, piece)])
+        json = self._json(self.chunk_object, [self.part_of_choice(choice, piece) | self._ids(piece)])
         return json | ({"usage": self.usage()} if usage else {})
+
+    def _ids(self, piece: Piece) -> dict:
+        return {"token_ids": piece.tokens} if self.token_ids else {}
 
     def last_chunk(self) -> dict:
         """The chunk that tells the usage: it has no choices."""

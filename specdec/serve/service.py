@@ -61,7 +61,8 @@ class Service:
                 choices.append(choice)
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
-        return kind(f"{name}-{secrets.token_hex(12)}", self.model, int(time.time()), choices, used)
+        who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
+        return kind(*who, choices, used, ask.return_token_ids)
 
     def tokenize(self, body: dict) -> dict:
         """vLLM's answer to {prompt} or {messages}."""

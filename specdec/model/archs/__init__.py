@@ -5,6 +5,7 @@ A family's file defines `read(config: dict) -> ModelConfig`. A new family is its
 
 from specdec.model.archs import gemma3, llama, mimo, mistral, qwen2, qwen3
 from specdec.model.archs.base import Architecture, ModelConfig, NotNative, read_rope, rope_fields
+from specdec.model.archs.wrapped import text_config
 from specdec.model.config_fields import check_config
 
 FAMILIES = {
@@ -21,13 +22,16 @@ FAMILIES = {
 def read_config(config: dict, name: str) -> ModelConfig:
     """The parsed `config.json` of the checkpoint `name` -> ModelConfig.
 
-    Raises NotNative for what we would have to approximate and transformers may do exactly, and another ValueError for a
-    config that is wrong.
+    Of a config that wraps a language model's, the inner one is read. Raises NotNative for what we would have to
+    approximate and transformers may do exactly, and another ValueError for a config that is wrong.
     """
     family = config.get("model_type")
+    if not (isinstance(family, str) and family in FAMILIES):  # a native family that wraps reads its config itself
+        config = text_config(config)
+        family = config.get("model_type")
     check_config(config, f"{name}: config.json", native=isinstance(family, str) and family in FAMILIES)
     if config.get("quantization_config"):
-        raise ValueError(f"{name}: quantised checkpoints are not supported; load the unquantised weights")
+        raise NotNative("a quantised checkpoint is not native")
     if not isinstance(family, str) or family not in FAMILIES:
         raise NotNative(f"model family {family!r} is not native")
     try:

@@ -3,11 +3,13 @@
 import re
 
 from specdec.model.archs import FAMILIES
+from specdec.model.archs.wrapped import inner_name, is_text, is_wrapped, text_config
 
 
 def text_name(name: str, config: dict) -> str:
-    """The name of a tensor in the Llama layout; config is that of a native family."""
-    return FAMILIES[config["model_type"]].text_name(name)
+    """The name of a tensor in the Llama layout; config is that of a native family, or of one that wraps it."""
+    family = FAMILIES.get(config["model_type"])
+    return inner_name(name) if family is None else family.text_name(name)
 
 
 def set_aside(name: str, config: dict) -> bool:
@@ -15,8 +17,13 @@ def set_aside(name: str, config: dict) -> bool:
 
     Such parts are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen),
     and as many layers behind the last as the config announces (DeepSeek, GLM). Others are the frequencies that old
-    Llama files store, and what the family itself sets aside. The family may be one that is not native.
+    Llama files store, and what the family itself sets aside. The family may be one that is not native. Of a model that
+    wraps another it is all that is not the inner one's.
     """
+    if is_wrapped(config) and config["model_type"] not in FAMILIES:
+        if not is_text(name):
+            return True
+        name, config = inner_name(name), text_config(config)
     if name.startswith(("model.mtp_layers.", "mtp.")) or name.endswith("rotary_emb.inv_freq"):
         return True
     family = FAMILIES.get(config["model_type"])

@@ -1,0 +1,198 @@
+"""Does anything of a rejected draft stay behind in a target's caches?
+
+Attention forgets a rejected token when its slot is overwritten. A recurrent or a convolution state does not, and a
+framework that only cuts keys and values back decodes on from a text that was never accepted. Texts show that late or
+not at all, as logits change by little. So caches are looked at directly.
+
+The same tokens are accepted twice, behind different rejected drafts. Whatever the target keeps must then be the same
+bits, and so must the logits that follow: both runs make the same operations in the same order. That finds all that
+stays of a rejected draft. What is lost of accepted tokens it does not find, so the logits are also held against those
+of the plain text, in which rounding may differ.
+
+One kind of target needs an exception: experts compute a token together with all others that chose them, so the last
+bits of an accepted token may depend on the drafts beside it. Of such targets differences of `ROUNDING` are told apart.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from specdec.model.target import Target
+
+DRAFTS = 4  # of a round
+LONGEST = 48  # tokens of a prompt
+# Of logits against the plain text's, as a share of their range: the tolerance of the check on loading.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+HALF = 0.1
+ROUNDING = 1000  # roundings of the target's dtype, of the largest number in a state
+
+
+@dataclass
+class RollbackProof:
+    """What stayed of rejected drafts, over all cases. A case is a row that verified, accepted a part, and went on."""
+
+    cases: int = 0
+    states: int = 0  # cases whose caches depend on what was rejected
+    logits: int = 0  # cases whose next logits depend on it
+    rounded: int = 0  # cases in which they do by rounding alone, of a target with experts
+    astray: int = 0  # cases whose logits are not the plain text's
+    largest: float = 0.0  # difference of a logit from the plain text's, as a share of the range
+
+    @property
+    def bugs(self) -> int:
+        return max(self.states, self.logits, self.astray)
+
+
+@dataclass(frozen=True)
+class Script:
+    """Rounds of some rows: in each, the nodes of a chain, and how many of them are kept."""
+
+    prompts: list[list[int]]
+    rounds: list[tuple[Tensor, Tensor]]  # nodes [B,N] with the root first, and n [B] of them to keep
+
+    def other(self, seed: int, vocab: int) -> "Script":
+        """The same with other rejected drafts, none of which is the one that it replaces."""
+        generator, rounds = torch.Generator().manual_seed(seed), []
+        for nodes, n in self.rounds:
+            shift = torch.randint(1, vocab, nodes.shape, generator=generator)
+            rejected = torch.arange(nodes.shape[1]) >= n[:, None]
+            rounds.append((torch.where(rejected, (nodes + shift) % vocab, nodes), n))
+        return Script(self.prompts, rounds)
+
+    def texts(self, row: int) -> list[list[int]]:
+        """What is accepted of a row after each round."""
+        text, found = list(self.prompts[row]), []
+        for nodes, n in self.rounds:
+            text = text + nodes[row, : n[row]].tolist()
+            found.append(text)
+        return found
+
+
+def script(prompts: list[list[int]], drafts: int, accepted: int, vocab: int, seed: int) -> Script:
+    """Verify, accept a part; a step without drafts; verify and accept a part again. Row r accepts r drafts more than
+    `accepted`, and never all."""
+    generator = torch.Generator().manual_seed(seed)
+    taken = (torch.arange(len(prompts)) + accepted) % drafts
+    rounds = []
+    for count in (drafts, 0, drafts):
+        nodes = torch.randint(vocab, (len(prompts), count + 1), generator=generator)
+        rounds.append((nodes, taken + 1 if count else torch.ones_like(taken)))
+    return Script(prompts, rounds)
+
+
+@torch.inference_mode()
+def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
+    """After each round, what each row keeps; and the logits [B,V] at the first node of each round, and of one more."""
+    device, lens = target.device, torch.tensor([len(prompt) for prompt in acts.prompts])
+    longest, rows = int(lens.max()), len(lens)
+    cache = target.new_cache(rows, longest + sum(nodes.shape[1] + 1 for nodes, _ in acts.rounds) + DRAFTS)
+    tokens = torch.tensor([[*p] + [0] * (longest - len(p)) for p in acts.prompts], device=device)
+    target(tokens, cache, last=lens.to(device) - 1, prefill=True)
+    cache.advance(lens.to(device), longest)
+    bound, kept, logits = longest, [], []
+    for nodes, n in [*acts.rounds, (torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64))]:
+        count = nodes.shape[1]
+        chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+        depth = torch.arange(count, device=device).expand(rows, -1)
+        found, _ = target(nodes.to(device), cache, depth=depth, ancestors=chain)
+        bound += count
+        cache.commit(depth * (depth < n.to(device)[:, None]), n.to(device), bound)
+        kept.append([[part.clone() for part in cache.committed(row)] for row in range(rows)])
+        logits.append(found[:, 0])
+    return kept, logits
+
+
+def prove_rollback(
+    target: Target, prompts: Sequence[list[int]], *, drafts: int = DRAFTS, together: bool = True, seed: int = 0
+) -> RollbackProof:
+    """Try every number of accepted drafts, 0 to drafts - 1, on prompts of token ids. together: in one ragged batch, and
+    not one by one.
+
+    target: anything with `forward` and `new_cache` as `Target` has them, whose cache has `advance`, `commit` and
+    `committed`."""
+    prompts, proof = [prompt[-LONGEST:] for prompt in prompts], RollbackProof()
+    for group in [prompts] if together else [[prompt] for prompt in prompts]:
+        for accepted in range(drafts):
+            first = script(group, drafts, accepted, target.vocab, seed + accepted)
+            second = first.other(seed + accepted, target.vocab)
+            runs = play(target, first), play(target, second)
+            for row in range(len(group)):
+                _judge(target, first, runs, row, proof)
+    return proof
+
+
+@torch.inference_mode()
+def _judge(target, acts: Script, runs, row: int, proof: RollbackProof) -> None:
+    """Add what became of a row to the proof."""
+    (states, logits), (other_states, other_logits) = runs
+    proof.cases += 1
+    kept = [zip(x[row], y[row], strict=True) for x, y in zip(states, other_states, strict=True)]
+    in_states = max((_apart(a, b) for pairs in kept for a, b in pairs), default=0.0)
+    in_logits = max(_apart(a[row], b[row]) for a, b in zip(logits, other_logits, strict=True))
+    allowed = ROUNDING * torch.finfo(target.dtype).eps if target.experts else 0.0
+    proof.states += in_states > allowed
+    proof.logits += in_logits > allowed
+    proof.rounded += 0 < max(in_states, in_logits) <= allowed
+    following = [nodes[row, :1].tolist() for nodes, _ in acts.rounds[1:]] + [[0]]
+    astray = 0.0
+    for text, token, found in zip(acts.texts(row), following, logits[1:], strict=True):
+        whole, _ = target(torch.tensor([text + token], device=target.device), None)
+        plain = whole[0, -1].float()
+        difference = ((found[row].float() - plain).abs().max() / (plain.max() - plain.min())).item()
+        astray = max(astray, difference if difference == difference else float("inf"))  # NaN is astray too
+    proof.largest = max(proof.largest, astray)
+    proof.astray += astray > TOLERANCE.get(target.dtype, HALF)
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference as a share of the largest number; 0: the same bits, infinite: NaN or other sizes."""
+    if a.shape != b.shape:
+        return float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    share = ((a.float() - b.float()).abs().max() / a.float().abs().max()).item()
+    return share if share == share else float("inf")
+
+
+class CroppedTarget:
+    """A model of transformers over transformers' own cache, which takes rejected drafts back by `crop`. One row."""
+
+    def __init__(self, target):
+        """target: a `TransformersTarget`."""
+        self.model, self.name = target.model, target.cache_name
+        self.vocab, self.device, self.dtype = target.vocab, target.device, target.dtype
+        self.experts = target.experts
+
+    def new_cache(self, rows: int, slots: int) -> "CroppedCache":
+        return CroppedCache(self.model.config.get_text_config(decoder=True))
+
+    def __call__(self, tokens: Tensor, cache: "CroppedCache | None", **how) -> tuple[Tensor, None]:
+        if cache is None:
+            return self.model(input_ids=tokens, use_cache=False).logits, None
+        cache.fed = tokens.shape[1]
+        return self.model(input_ids=tokens, use_cache=True, **{self.name: cache.inner}).logits, None
+
+
+class CroppedCache:
+    """transformers' cache, told to keep what `crop` needs."""
+
+    def __init__(self, config):
+        self.inner, self.fed = DynamicCache(config=config), 0
+        self.inner.activate_past_recording()
+
+    def advance(self, n: Tensor, max_len: int) -> None:
+        self.inner.crop(int(n[0]) - self.fed)
+
+    def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
+        self.advance(n, max_len)
+
+    def committed(self, row: int) -> list[Tensor]:
+        found = []
+        for layer in self.inner.layers:
+            for part in ("conv_states", "recurrent_states"):
+                found += [x for x in getattr(layer, part, {}).values() if x is not None]
+            found += [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
+        return found

@@ -1,0 +1,35 @@
+"""Checkpoints in which the language model is a part: `*ForConditionalGeneration`, with `text_config` in the config.
+
+The language model's tensors are under `language_model.model.` (older files) or `model.language_model.` (newer ones),
+or stand where they always do (Qwen2-VL). All others belong to parts that see or hear, and are left alone: what is
+loaded reads and writes text only.
+"""
+
+import re
+
+# What the outer config says of the whole, where it says it.
+OUTER = ("architectures", "tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype")
+INNER = re.compile(r"^(?:language_model\.model|model\.language_model)\.")
+TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")
+
+
+def is_wrapped(config: dict) -> bool:
+    """Is the language model a part of what this config.json describes?"""
+    return isinstance(config.get("text_config"), dict)
+
+
+def text_config(config: dict) -> dict:
+    """The language model's config, for any parsed config.json."""
+    if not is_wrapped(config):
+        return config
+    return config["text_config"] | {key: config[key] for key in OUTER if config.get(key) is not None}
+
+
+def inner_name(name: str) -> str:
+    """A tensor's name in a wrapped checkpoint -> its name in the language model alone."""
+    return INNER.sub("model.", name).removeprefix("language_model.")
+
+
+def is_text(name: str) -> bool:
+    """Does a tensor of a wrapped checkpoint belong to the language model?"""
+    return "language_model." in name or name.startswith(TEXT)

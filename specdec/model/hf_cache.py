@@ -1,0 +1,143 @@
+"""What the modules of transformers take for their cache: views of ours, made for one forward."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from specdec.model.cache import KVCache
+from specdec.model.recurrent import HybridCache, Plan, State
+
+
+class SlotCache(Cache):
+    """The cache that transformers' modules see in one forward. They write into a KVCache at our slots, and read it."""
+
+    def __init__(self, cache: KVCache, n: int, offset: int = 0, plan: Plan | None = None):
+        """plan: of a HybridCache, how recurrent layers are run."""
+        super().__init__(layers=[])
+        self.cache, self.plan = cache, plan
+        self.place = cache.place if isinstance(cache, HybridCache) else range(len(cache.layers))
+        self.slots = cache.slots_of(torch.arange(offset, offset + n, device=cache.lens.device))
+        self.visible = min(cache.max_len + offset + n, cache.slots)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
+        """Store keys and values [B,K,N,Dh] behind the committed part; return all visible slots [B,K,visible,Dh]."""
+        new, place = (key_states, value_states), self.place[layer_idx]
+        widest = self.cache.layers[place].shape[-1]
+        padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2) for x in new)
+        self.cache.write(place, self.slots, *padded)
+        kept = self.cache.read(place, 0, self.visible)
+        return tuple(x.narrow(3, 0, y.shape[-1]) for x, y in zip(kept, new, strict=True))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.cache.max_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.visible, 0
+
+    def __len__(self) -> int:
+        return len(self.cache.layers)
+
+
+class StateView(Cache):
+    """The cache that a recurrent module sees while it runs over some positions: the states that it is to start from,
+    and then those that it leaves."""
+
+    def __init__(self, state: State):
+        super().__init__(layers=[])
+        self.state = state
+
+    def has_previous_state(self, *args, **kwargs) -> bool:
+        return True  # an empty state is one of zeros
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # then a single position goes the way of several, and the module writes no state itself
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.state[f"convolution {state_idx}"]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.state[f"recurrent {state_idx}"]
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        """Keep the last inputs of those before and the new ones [R,C,T]; return all of them."""
+        kept = self.get_conv_state(layer_idx, state_idx)
+        whole = torch.cat([kept, conv_states], -1)
+        self.state[f"convolution {state_idx}"] = whole[..., -kept.shape[-1] :]
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
+        self.state[f"recurrent {state_idx}"] = recurrent_states
+        return recurrent_states
+
+
+class Recurrent:
+    """Put before the class of a recurrent module of transformers, so that our cache decides how it is run."""
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, SlotCache)), None)
+        forward = super().forward
+        if cache is None:
+            return forward(hidden_states, *args, **kwargs)
+
+        def run(x: Tensor, state: State) -> tuple[Tensor, State]:
+            view = StateView(state)
+            others = {k: view if v is cache else v for k, v in kwargs.items() if k != "attention_mask"}
+            return forward(x, *(view if v is cache else v for v in args), **others), view.state
+
+        return cache.cache.recurrent[self.layer_idx].forward(run, hidden_states, cache.plan)
+
+
+def read_states(cache: DynamicCache) -> dict[int, State]:
+    """By layer, the states that a forward has left in a cache of transformers; of layers that have any."""
+    return {
+        layer: {f"convolution {i}": x for i, x in part.conv_states.items() if x is not None}
+        | {f"recurrent {i}": x for i, x in part.recurrent_states.items() if x is not None}
+        for layer, part in enumerate(cache.layers)
+        if isinstance(part, LinearAttentionCacheLayerMixin)
+    }
+
+
+class Traced(DynamicCache):
+    """Notes which module is running when a state is updated."""
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config=config)
+        self.running: list[nn.Module] = []
+        self.found: set[nn.Module] = set()
+
+    def update_conv_state(self, *args, **kwargs) -> Tensor:
+        self.found.add(self.running[-1])
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args, **kwargs) -> Tensor:
+        self.found.add(self.running[-1])
+        return super().update_recurrent_state(*args, **kwargs)
+
+
+def trace(model: nn.Module, cache: Traced, **inputs):
+    """A forward of the model over `cache`, which learns which modules keep a state."""
+
+    def enter(module: nn.Module, args) -> None:
+        cache.running.append(module)
+
+    def leave(module: nn.Module, args, out) -> None:
+        cache.running.pop()
+
+    hooks = []
+    for module in model.modules():
+        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    try:
+        return model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def take_over(modules: set[nn.Module]) -> None:
+    """Let our cache decide how these modules run."""
+    for module in modules:
+        if not isinstance(module, Recurrent):
+            own = type(module)
+            module.__class__ = type(own.__name__, (Recurrent, own), {})

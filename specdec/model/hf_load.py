@@ -1,0 +1,85 @@
+"""Read a checkpoint into the modules of transformers."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from specdec.model.archs.tensors import set_aside
+from specdec.model.archs.wrapped import inner_name
+from specdec.model.checkpoint import read_headers
+from specdec.model.cpu_linear import transpose_weights
+from specdec.model.finite import ALLOWED, nonfinite
+from specdec.model.hf_config import read_windows
+from specdec.model.hf_target import TransformersTarget
+
+# Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).
+INNER_NAMES = {r"^(?:language_model\.model|model\.language_model)\.": "model.", r"^language_model\.": ""}
+
+
+def load_transformers(
+    folder: Path, name: str, dtype: torch.dtype, device: torch.device, allow_nonfinite: bool = False
+) -> TransformersTarget:
+    """A target from a checkpoint folder. `name` is what the user calls it.
+
+    Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
+    quantised = None
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        read_windows(text)  # before gigabytes are read
+        if quantised := getattr(config, "quantization_config", None):
+            text.quantization_config = quantised  # of the whole, where the model is a part
+        # Only the plain implementation of attention caps its products where a family asks for that.
+        capped = getattr(text, "attn_logit_softcapping", None) is not None
+        with quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=text,
+                key_mapping=INNER_NAMES if text is not config else None,
+                dtype=dtype,
+                attn_implementation="eager" if capped else None,
+                device_map={"": device} if quantised else None,  # modules of some kinds cannot be moved
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+        if info["missing_keys"]:
+            raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
+        names = {inner_name(name): name for name in read_headers(folder)} if text is not config else {}
+        extra = [names.get(key, key) for key in info["unexpected_keys"]]
+        extra = [name for name in extra if not set_aside(name, config.to_dict())]
+        if extra:
+            raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
+        if not quantised:
+            model.to(device)
+        # Quantised weights are tensors of classes of their own, which know few operators.
+        plain = [(key, p) for key, p in model.named_parameters() if type(p) is nn.Parameter]
+        found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, plain))
+        if first := next(iter(found), ""):
+            raise ValueError(f"{first}; {ALLOWED}")
+        transpose_weights(model)
+        return TransformersTarget(model)
+    except Exception as error:  # the modules of any family may raise errors of any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = f"the checkpoint is quantised: {reason}" if quantised else reason
+        raise ValueError(f"{name}: {reason}") from None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Switch progress bars and reports on tensors off; what matters of them becomes an error here."""
+    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()

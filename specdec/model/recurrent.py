@@ -1,0 +1,202 @@
+"""The states of recurrent layers: what linear attention, state spaces and convolutions remember of the committed text.
+
+Attention forgets a rejected draft by itself, as its slot is overwritten. A recurrent state does not: once a token has
+gone into it, it cannot be taken out. So a forward works on copies and leaves the committed states as they are. It
+leaves a `Window` too, from which `commit` takes the states behind the tokens that were accepted, in one of two ways:
+
+- a state for each verified position, of which commit takes one by its slot. The layer takes the positions one by one,
+  as plain decoding does. Memory: all states of the layer times N.
+- the inputs of the layer, with which the accepted tokens are replayed from the committed state. Memory: little.
+  Time: the layer runs once more over the accepted tokens of rows that rejected something.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from specdec.model.cache import KVCache, cache_bytes
+
+State = dict[str, Tensor]  # by name, each [R, ...]
+# A layer over T positions from a state, which it may change: (x [R,T,H], state) -> (what it makes of x, state after).
+Run = Callable[[Tensor, State], tuple[Tensor, State]]
+BUDGET = 2**30  # bytes of all windows of a forward: a state for each position is kept if all of them fit into this
+MOST_STEPS = 64  # positions that a layer takes one by one; a prompt has more
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a forward over N positions runs recurrent layers.
+
+    each: keep a state for each position. lengths: of prompts, right-padded; their states are those behind so many
+    positions. again: the positions follow those of the last forward, of which nothing was committed."""
+
+    each: bool = True
+    lengths: Sequence[int] | None = None
+    again: bool = False
+
+
+@dataclass
+class Window:
+    """What a forward over N positions made of a layer's state."""
+
+    last: State  # behind all positions, or behind as many of each row as `lengths` says
+    lengths: Sequence[int]
+    states: list[State] | None = None  # behind each position
+    replay: Callable[[Sequence[int], int], State] | None = None  # rows, a number of tokens -> their states behind these
+
+
+class RecurrentCache:
+    """The committed states of one layer."""
+
+    def __init__(self, kept: State):
+        self.kept = kept
+        self.window: Window | None = None
+
+    @classmethod
+    def empty(cls, shapes: State, rows: int) -> "RecurrentCache":
+        """shapes: the states of one row or more, for their sizes and dtypes."""
+        return cls({name: x.new_zeros(rows, *x.shape[1:]) for name, x in shapes.items()})
+
+    def narrow(self, first: int, count: int) -> "RecurrentCache":
+        """The same memory for `count` rows from `first` on."""
+        return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.kept.items()})
+
+    def clear(self) -> None:
+        for x in self.kept.values():
+            x.zero_()
+
+    def compact(self, index: Tensor) -> None:
+        """Move the rows index [B'] to the front."""
+        for x in self.kept.values():
+            x[: len(index)] = x.index_select(0, index)
+
+    def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
+        """A copy of the committed states, or, if `again`, of those behind the last forward, of some rows or all."""
+        state = self.window.last if again else self.kept
+        return {name: x.clone() if rows is None else x[rows] for name, x in state.items()}
+
+    def forward(self, run: Run, x: Tensor, plan: Plan) -> Tensor:
+        """Run the layer over x [R,N,H] behind the committed states, and remember what `commit` will ask for."""
+        rows, n, _ = x.shape
+        if plan.lengths is not None:
+            return self._ragged(run, x, plan.lengths)
+        state = self.checkpoint(plan.again)
+        if not plan.each:
+            out, last = run(x, state)
+            replay = None if plan.again else lambda some, count: run(x[some, :count], self.checkpoint(rows=some))[1]
+            self.window = Window(last, [n] * rows, replay=replay)
+            return out
+        outs, states = [], []
+        for i in range(n):
+            # A copy for each position: the layer may write into the one that it is given.
+            out, state = run(x[:, i : i + 1], {name: part.clone() for name, part in state.items()})
+            outs.append(out)
+            states.append(state)
+        self.window = Window(state, [n] * rows, None if plan.again else states)
+        return torch.cat(outs, 1)
+
+    def _ragged(self, run: Run, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Prompts of one length at a time: what pads a row must not go into its state."""
+        last, out = self.checkpoint(), torch.zeros_like(x)
+        for length in sorted(set(lengths)):
+            some = [row for row, own in enumerate(lengths) if own == length]
+            out[some, :length], state = run(x[some, :length], self.checkpoint(rows=some))
+            for name, part in state.items():
+                last[name][some] = part
+        self.window = Window(last, lengths)
+        return out
+
+    def commit(self, n: Tensor) -> None:
+        """Go on from the states behind the first n [B] positions of the last forward."""
+        window, self.window = self.window, None
+        if window.states is not None:
+            rows = torch.arange(len(n), device=n.device)
+            for name, kept in self.kept.items():
+                kept.copy_(torch.stack([kept, *(state[name] for state in window.states)], 1)[rows, n])
+            return
+        counts = n.tolist()
+        whole = [row for row, count in enumerate(counts) if count == window.lengths[row]]
+        found = [(whole, {name: x[whole] for name, x in window.last.items()})]
+        for count in sorted(set(counts) - {0}):
+            some = [row for row, own in enumerate(counts) if own == count and own != window.lengths[row]]
+            if some:
+                found.append((some, window.replay(some, count)))
+        for some, state in found:
+            for name, part in state.items():
+                self.kept[name][some] = part
+
+
+class HybridCache(KVCache):
+    """The slots of a model's attention layers, and a `RecurrentCache` for each of its recurrent layers."""
+
+    def __init__(
+        self,
+        attention: Sequence[int],
+        shapes: dict[int, State],
+        rows: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        like: Tensor,
+        budget: float,
+    ):
+        """attention: which layers of the model attend. shapes: of the recurrent layers, as for `RecurrentCache.empty`.
+        budget: bytes for windows; inf: the layers run exactly over one position at a time only."""
+        self.place = {layer: place for place, layer in enumerate(attention)}
+        self.states = {layer: RecurrentCache.empty(shape, rows) for layer, shape in shapes.items()}
+        self.row_bytes, self.budget = state_bytes(shapes), budget
+        super().__init__(len(attention), rows, slots, kv_heads, head_dim, like)
+
+    def _use(self, first: int, count: int) -> None:
+        super()._use(first, count)
+        self.recurrent = {layer: state.narrow(first, count) for layer, state in self.states.items()}
+
+    def plan(self, n: int, lengths: Sequence[int] | None, again: bool) -> Plan:
+        """How a forward over n positions runs the recurrent layers."""
+        fits = n <= MOST_STEPS and self.batch * n * self.row_bytes <= self.budget
+        return Plan(fits or self.budget == inf, lengths, again)
+
+    def clear(self, batch: int) -> "HybridCache":
+        for state in self.states.values():
+            state.clear()
+        return super().clear(batch)
+
+    def admit(self, first: int, count: int, longest: int) -> "HybridCache":
+        part = super().admit(first, count, longest)
+        for state in part.recurrent.values():
+            state.clear()
+        return part
+
+    def compact(self, index: Tensor) -> None:
+        for state in self.recurrent.values():
+            state.compact(index)
+        super().compact(index)
+
+    def committed(self, row: int) -> list[Tensor]:
+        states = [part[row] for state in self.recurrent.values() for part in state.kept.values()]
+        return super().committed(row) + states
+
+    def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
+        """As `KVCache.commit`; the nodes are those of a chain, so a path is told by its length."""
+        if self.layers:
+            super().commit(path, n, max_len)
+        else:
+            self.advance(n, max_len)
+
+    def advance(self, n: Tensor, max_len: int) -> None:
+        for state in self.recurrent.values():
+            state.commit(n)
+        super().advance(n, max_len)
+
+
+def state_bytes(shapes: dict[int, State]) -> int:
+    """What the recurrent states of one row take."""
+    return sum(x[0].nbytes for shape in shapes.values() for x in shape.values())
+
+
+def hybrid_bytes(layers: int, shapes: dict[int, State], rows: int, slots: int, *cache: int, like: Tensor) -> int:
+    """What a `HybridCache` takes at most: slots, states twice while rows commit, and windows."""
+    return cache_bytes(layers, rows, slots, *cache, like=like) + 2 * rows * state_bytes(shapes) + BUDGET

@@ -1,0 +1,183 @@
+"""A client of any server with OpenAI's interface: vLLM, SGLang, `specdec serve`. It asks for completions by token ids.
+
+Standard library only. Token ids come back from servers that know vLLM's `return_token_ids`; others give text alone.
+"""
+
+import hashlib
+import http.client
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import islice
+from typing import Any
+
+from specdec.types import Sampling
+
+RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+PAUSE = 0.5  # seconds before the first retry; each further one waits twice as long
+LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. tokens: None from a server that does not tell ids. top: by position, the log-probabilities of the
+    likeliest tokens by the server's own name for them; None if they were not asked for or are not told."""
+
+    text: str
+    tokens: list[int] | None
+    finish: str
+    logprobs: list[float] | None = None
+    names: list[str] | None = None  # of the tokens, as in `top`
+    top: list[dict[str, float]] | None = None
+
+
+class Remote:
+    """One model of one server. Its methods may be called from many threads."""
+
+    def __init__(self, url: str, model: str | None = None, *, retries: int = 6, timeout: float = 600.0):
+        """url: with or without /v1. model: None takes the only one, or the first. retries: of a request that the server
+        could not answer now, with growing pauses. The key is in the variable OPENAI_API_KEY.
+
+        Raises ValueError, one sentence, if the server cannot be reached or has no such model."""
+        self.root = url.rstrip("/").removesuffix("/v1")
+        if not self.root.startswith(("http://", "https://")):
+            raise ValueError(f"a server's address begins with http:// or https://, got {url!r}")
+        self.retries, self.timeout = retries, timeout
+        self.tells_ids = True  # until it refuses
+        models = [entry["id"] for entry in self._ask("/v1/models").get("data", [])]
+        if model is None and not models:
+            raise ValueError(f"{url} names no model: give --model")
+        if model is not None and models and model not in models:
+            raise ValueError(f"{url} has no model {model!r}; it has {', '.join(models)}")
+        self.model = model or models[0]
+        self.version = self._version()
+
+    def _version(self) -> str:
+        """What the server says of itself: vLLM, SGLang and specdec each have a place for it."""
+        for path in ("/version", "/get_server_info"):
+            try:
+                return str(self._ask(path, retries=0).get("version", "unknown"))
+            except ValueError:
+                continue
+        return "unknown"
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        logprobs: int | None = None,
+    ) -> Completion:
+        """Continue token ids. seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k likeliest too.
+
+        Raises ValueError with the server's own words if it refuses, or has failed every time."""
+        body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_new_tokens}
+        body |= settings_of(sampling or Sampling()) | ({} if seed is None else {"seed": seed})
+        body |= {} if logprobs is None else {"logprobs": logprobs}
+        if self.tells_ids:
+            try:
+                return _read(self._ask("/v1/completions", body | {"return_token_ids": True}))
+            except Refused:
+                answer = self._ask("/v1/completions", body)  # raises again if it was not for the ids
+                self.tells_ids = False
+                return _read(answer)
+        return _read(self._ask("/v1/completions", body))
+
+    def _ask(self, path: str, body: dict | None = None, retries: int | None = None) -> dict:
+        """GET, or POST a body; the JSON that comes back."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["authorization"] = f"Bearer {key}"
+        retries = self.retries if retries is None else retries
+        for attempt in range(retries + 1):
+            pause = min(PAUSE * 2**attempt, LONGEST_PAUSE)
+            try:
+                request = urllib.request.Request(self.root + path, data, headers)
+                with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                    return _object(answer.read())
+            except urllib.error.HTTPError as error:
+                said = _message(error)
+                if error.code not in RETRIED:
+                    raise Refused(f"{self.root}{path} answers {error.code}: {said}") from None
+                reason = f"{error.code}: {said}"
+                after = error.headers.get("retry-after", "")
+                pause = max(pause, min(float(after), LONGEST_PAUSE)) if after.isdigit() else pause
+            except (
+                OSError,
+                http.client.HTTPException,
+                ValueError,
+            ) as error:  # no connection, one that broke off, or half an answer
+                reason = str(getattr(error, "reason", error))
+            if attempt < retries:
+                time.sleep(pause)
+        raise ValueError(f"{self.root}{path} gave no answer in {retries + 1} attempts; the last: {reason}")
+
+
+class Refused(ValueError):
+    """The server does not take this request."""
+
+
+def settings_of(sampling: Sampling) -> dict[str, Any]:
+    """The fields of a request: those that are not off. The temperature always, as servers have another default."""
+    asked = {f.name: getattr(sampling, f.name) for f in fields(Sampling) if f.name in sampling.active}
+    return {"temperature": sampling.temperature} | asked
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of request number `number`: one of 48 bits that depends on both."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "big")
+
+
+def in_order(function, items: Iterable, at_once: int) -> Iterator:
+    """function(item) for each item, `at_once` at a time in threads, in the order of the items."""
+    items = iter(items)
+    with ThreadPoolExecutor(at_once) as pool:
+        waiting = [pool.submit(function, item) for item in islice(items, at_once)]
+        try:
+            while waiting:
+                done = waiting.pop(0).result()
+                waiting += [pool.submit(function, item) for item in islice(items, 1)]
+                yield done
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _object(data: bytes) -> dict:
+    content = json.loads(data or b"{}")
+    if not isinstance(content, dict):
+        raise ValueError("the answer is no JSON object")
+    return content
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    """What an error says, in OpenAI's form or any other."""
+    try:
+        body = json.loads(error.read())
+        said = body.get("error", body)
+        return str(said.get("message", said) if isinstance(said, dict) else said)[:300]
+    except (ValueError, AttributeError, OSError):
+        return str(error.reason)
+
+
+def _read(answer: dict) -> Completion:
+    try:
+        choice = answer["choices"][0]
+        told = choice.get("logprobs") or {}
+        return Completion(
+            text=choice["text"],
+            tokens=choice.get("token_ids"),
+            finish=choice.get("finish_reason") or "",
+            logprobs=told.get("token_logprobs"),
+            names=told.get("tokens"),
+            top=told.get("top_logprobs"),
+        )
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise ValueError(f"the server's answer is no completion: {json.dumps(answer)[:200]}") from None

@@ -1,0 +1,181 @@
+"""Servers behind OpenAI's interface: asked, compared, and caught where they are wrong."""
+
+import json
+import threading
+import time
+
+import pytest
+import uvicorn
+from helpers import tiny_drafter, tiny_target
+from remotes import small_server
+
+from lab.proof.prove import main
+from lab.proof.servers import Difference, against_engine, against_server
+from specdec import remote
+from specdec.api import load_drafter, load_target
+from specdec.engine.engine import Engine
+from specdec.remote import Remote, in_order, seed_of
+from specdec.serve.app import make_app
+from specdec.serve.scheduler import Scheduler
+from specdec.serve.service import Service
+from specdec.types import Sampling
+from specdec.verify import SampleAndMatch
+from trees import Chain
+
+PROMPTS = [[3, 5, 7], [1], list(range(12)), [2, 2]]
+NEW = 16
+
+
+class Careless(SampleAndMatch):
+    """A broken rule: where the first draft is refused, its draw is emitted one token too high now and then."""
+
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
+        verdict.tokens[:, 0] = verdict.tokens[:, 0] + (verdict.tokens[:, 0] == 3)
+        return verdict
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE", 0.001)
+
+
+def speculative(target, rule=None) -> Engine:
+    return Engine(target, tiny_drafter(target), Chain(3), rule or SampleAndMatch())
+
+
+def test_a_right_server_is_found_lossless(target):
+    with small_server(speculative(target)) as fast, small_server(Engine(target)) as slow:
+        by_engine = against_engine(Remote(fast.url), target, PROMPTS, NEW)
+        by_server = against_server(Remote(fast.url), Remote(slow.url), PROMPTS, NEW)
+    for proof in (by_engine, by_server):
+        assert (proof.texts, proof.tokens, proof.differences) == (4, 64, [])
+        assert proof.drift < 1e-5
+        assert "0.1 of the tests" in proof.server
+    assert [body["logprobs"] for body in fast.asked] == [0] * 4 + [5] * 4
+
+
+@pytest.mark.parametrize("ids", [True, False])
+def test_a_wrong_server_is_caught(ids, target):
+    """Also where it tells its tokens by name only; then nothing can be asked anew, and nothing passes as a tie."""
+    with small_server(speculative(target, Careless()), ids=ids) as fast, small_server(Engine(target), ids=ids) as slow:
+        proof = against_server(Remote(fast.url), Remote(slow.url), PROMPTS, NEW)
+        assert proof.bugs == len(proof.differences) > 0
+        assert (proof.differences[0].plain, proof.differences[0].speculative) == ("t3", "t4")
+        assert (proof.differences[0].margin < float("inf")) <= ids
+        assert "NOT LOSSLESS" in proof.verdict()
+        if ids:
+            proof = against_engine(Remote(fast.url), target, PROMPTS, NEW)
+            assert proof.bugs == len(proof.differences) > 0
+        else:
+            with pytest.raises(ValueError, match="tells no token ids"):
+                against_engine(Remote(fast.url), target, PROMPTS, NEW)
+
+
+def test_what_is_a_tie():
+    near = {"prompt": 0, "position": 3, "plain": "a", "speculative": "b", "error": 1e-3}
+    assert Difference(margin=3e-3, leading=True, **near).tie
+    assert not Difference(margin=5e-3, leading=True, **near).tie
+    assert not Difference(margin=0.0, leading=False, **near).tie
+
+
+def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path, capsys):
+    target = load_target(target_path)
+    engine = Engine(target, load_drafter(drafter_path, target), Chain(3))
+    config = uvicorn.Config(
+        make_app(Service(target, Scheduler(engine, rows=2, room=128), "ours")), port=0, log_level=50
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        how = ["--server", url, "--target", str(target_path), "--max-new-tokens", "12", "--limit", "2"]
+        main([*how, "--json", "--out", str(tmp_path / "page.md")])
+    finally:
+        server.should_exit = True
+        thread.join()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["sound"]
+    assert (told["texts"], told["bugs"]) == (2, 0)
+    assert told["drift"] < 1e-4
+    assert "No bug found: 2 of 2 texts equal" in (tmp_path / "page.md").read_text()
+
+
+def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path, capsys):
+    target = load_target(target_path)
+    engine = Engine(target, load_drafter(drafter_path, target), Chain(3), Unlucky())
+    with small_server(engine) as fast, small_server(Engine(target)) as slow:
+        where = ["--server", fast.url, "--plain-server", slow.url, "--target", str(target_path)]
+        with pytest.raises(SystemExit) as stop:
+            main([*where, "--max-new-tokens", "12"])
+    assert stop.value.code == 1
+    assert "NOT LOSSLESS" in capsys.readouterr().out
+
+
+class Unlucky(SampleAndMatch):
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
+        verdict.tokens[:, 0] = verdict.tokens[:, 0] + 1
+        return verdict
+
+
+def test_requests_are_tried_again_and_refusals_are_told(target):
+    with small_server(Engine(target), fail=lambda number: {0: 503, 1: 0, 2: 429}.get(number)) as server:
+        answer = Remote(server.url).complete([3], 4, Sampling(0.5, top_p=0.9), seed=7)
+        assert len(server.asked) == 4
+        assert server.asked[3] == server.asked[0]
+        assert {"temperature": 0.5, "top_p": 0.9, "seed": 7, "prompt": [3]}.items() <= server.asked[3].items()
+        assert len(answer.tokens) == 4
+    with small_server(Engine(target), fail=lambda number: 422) as server:
+        with pytest.raises(ValueError, match="answers 422: not now"):
+            Remote(server.url).complete([3], 4)
+        assert len(server.asked) == 2  # with the ids of tokens, and without
+    lost = "gave no answer in 3 attempts; the last: 500: not now"
+    with small_server(Engine(target), fail=lambda number: 500) as server, pytest.raises(ValueError, match=lost):
+        Remote(server.url, retries=2).complete([3], 4)
+    with pytest.raises(ValueError, match="gave no answer in 1 attempts"):
+        Remote(server.url, retries=0)  # it is gone
+    with small_server(Engine(target)) as server, pytest.raises(ValueError, match="has no model 'other'; it has small"):
+        Remote(server.url, "other")
+
+
+def test_many_at_once_in_order():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work(number: int) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01 * (number % 3))
+        with lock:
+            running -= 1
+        return number * number
+
+    assert list(in_order(work, range(20), 5)) == [i * i for i in range(20)]
+    assert 1 < most <= 5
+    assert seed_of(1, 2) != seed_of(2, 1)
+    assert seed_of(1, 2) == seed_of(1, 2) < 1 << 48
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--plain-server", "http://x"], "belong to --server"),
+        (["--server", "localhost:8000"], "begins with http:// or https://"),
+        (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, flags, message):
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

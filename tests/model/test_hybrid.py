@@ -1,0 +1,126 @@
+"""Targets with recurrent layers: chains are verified exactly, trees are refused by name."""
+
+import copy
+
+import pytest
+import torch
+from helpers import save_hf, tiny_target
+from hybrids import HYBRIDS, hybrid_target
+
+from drafters import mtp, ngram
+from drafters.draft_model import DraftModel
+from specdec.engine.engine import Engine
+from specdec.engine.memory import Request, plan
+from specdec.engine.round import Round
+from specdec.model.loader import load_target
+from specdec.model.recurrent import BUDGET
+from specdec.types import Sampling
+from specdec.verify import sample_and_match
+from trees import Chain, DynamicTree
+
+VOCAB = 8  # few tokens, so that n-grams and heads that know nothing are right now and then
+PROMPTS = [[3, 5, 7, 6, 3, 5, 7], [1], [(7 * i) % VOCAB for i in range(23)]]
+NEW = 10
+
+
+@pytest.fixture(scope="module", params=["each", "replay"])
+def target(request, tmp_path_factory):
+    """Random, of the Qwen3-Next type; with a state for each position, or with replay."""
+    target = hybrid_target(tmp_path_factory.mktemp("hybrid"), vocab_size=VOCAB)
+    target.state_budget = BUDGET if request.param == "each" else 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def plain(target) -> list[list[int]]:
+    return [decode(Engine(target), [prompt])[0].tokens for prompt in PROMPTS]
+
+
+def decode(engine: Engine, prompts, **how):
+    return engine.generate(prompts, max_new_tokens=NEW, eos=frozenset(), **how).rows
+
+
+def hybrid_draft_model(target) -> DraftModel:
+    """One with recurrent layers of its own, that often says what the target says."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(target)
+    with torch.no_grad():
+        model.head.weight.add_(torch.randn_like(model.head.weight) * model.head.weight.std() / 2)
+    return DraftModel(model)
+
+
+DRAFTERS = {
+    "mtp": (mtp.create, range(1, 9)),
+    "ngram": (ngram.create, range(1, 9)),
+    "draft-model": (lambda target: DraftModel(tiny_target(vocab=VOCAB)), range(1, 9)),
+    "hybrid-draft-model": (hybrid_draft_model, (3,)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_chains_give_plain_text_alone_and_together(name, target, plain):
+    create, chains = DRAFTERS[name]
+    drafter, accepted, refused = create(target).eval(), 0, 0
+    for steps in chains if target.state_budget else (3,):
+        engine = Engine(target, drafter, Chain(steps))
+        rows = decode(engine, PROMPTS)
+        assert [row.tokens for row in rows] == plain
+        if steps in (3, 8):
+            assert [decode(engine, [prompt])[0].tokens for prompt in PROMPTS] == plain
+        accepted += sum(sum(row.trace.accepted) for row in rows)
+        refused += sum(steps - taken for row in rows for taken in row.trace.accepted)
+    assert min(accepted, refused) > 0, "the test shows nothing"
+
+
+def test_sampled_text_is_plain_text_of_the_same_seed(target):
+    how = {"sampling": Sampling(0.3), "seed": 5}
+    together = decode(Engine(target, ngram.create(target), Chain(3)), PROMPTS, **how)
+    assert [row.tokens for row in together] == [row.tokens for row in decode(Engine(target), PROMPTS, **how)]
+
+
+@pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "qwen3_next"])
+def test_other_families(family, tmp_path):
+    """Mamba among them, and where a layer has a state beside its keys; plain text is that of transformers."""
+    target = hybrid_target(tmp_path, family, vocab_size=VOCAB)
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        how = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
+        expected.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :])
+    engine = Engine(target, ngram.create(target), Chain(4))
+    for rows in (decode(Engine(target), PROMPTS), decode(engine, PROMPTS)):
+        assert [row.tokens for row in rows] == [text.tolist() for text in expected]
+
+
+def test_rows_join_late_and_leave_early(target, plain):
+    engine = Engine(target, ngram.create(target), Chain(3))
+    engine.reserve(2, 64)
+    rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in zip(PROMPTS, (NEW, 5, 9), strict=True)]
+    while engine.step() is not None:
+        pass
+    assert [row.tokens for row in rows] == [text[:n] for text, n in zip(plain, (NEW, 5, 9), strict=True)]
+
+
+def test_trees_are_refused_by_name(target):
+    with pytest.raises(ValueError, match=r"this target has recurrent layers, which take chains only.*take topk 1"):
+        Engine(target, mtp.create(target).eval(), DynamicTree(2, 2, 5))
+    with pytest.raises(ValueError, match="this draft model has recurrent layers"):
+        Engine(tiny_target(vocab=VOCAB), DraftModel(target), DynamicTree(2, 2, 5))
+
+
+def test_texts_that_share_a_row_are_refused(target):
+    ids = torch.zeros(1, 6, dtype=torch.int64)
+    with pytest.raises(ValueError, match="'qwen3_next' has recurrent layers, which cannot keep texts of one row apart"):
+        target(ids, None, documents=ids)
+
+
+def test_memory_counts_the_states(target):
+    rounds = Round(target, ngram.create(target), Chain(3), sample_and_match)
+    states = sum(x.nbytes for state in target.states.values() for x in state.values())  # of one row
+    one, two = (plan(rounds, Request(rows, 8, 32)).target_cache for rows in (1, 2))
+    assert two - one > 2 * states > 0
+
+
+def test_a_module_that_forgets_its_state_is_run_one_by_one(tmp_path):
+    save_hf(tmp_path, "mamba", **HYBRIDS["mamba"])
+    assert load_target(tmp_path, tokenizer=False).state_budget == float("inf")

@@ -1,0 +1,63 @@
+"""Checkpoints that wrap a language model: the text part loads, and equals the inner model."""
+
+import json
+
+import pytest
+import torch
+from helpers import save_hf
+from safetensors.torch import load_file, save_file
+
+from specdec.model.hf_target import TransformersTarget
+from specdec.model.loader import load_target
+from specdec.model.target import Target
+
+NAMINGS = {
+    "older": ("language_model.model.", "language_model.lm_head."),
+    "newer": ("model.language_model.", "lm_head."),
+    "unprefixed": ("model.", "lm_head."),
+}
+FAMILIES = {"llama": Target, "olmo2": TransformersTarget}
+
+
+def wrap(inner, folder, naming: str, **outer) -> dict:
+    """Write the checkpoint `inner` as the text part of one that sees; returns its tensors."""
+    model, head = NAMINGS[naming]
+    tensors = {
+        name.replace("model.", model, 1).replace("lm_head.", head, 1): value
+        for name, value in load_file(inner / "model.safetensors").items()
+    }
+    tensors |= {"vision_tower.weight": torch.ones(3), "model.multi_modal_projector.weight": torch.ones(3)}
+    text = json.loads((inner / "config.json").read_text())
+    config = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"], "text_config": text} | outer
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return tensors
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_the_text_part_equals_the_inner_model(family, naming, tmp_path, capsys):
+    model = save_hf(tmp_path / "inner", family)
+    tensors = wrap(tmp_path / "inner", tmp_path / "whole", naming)
+    target = load_target(tmp_path / "whole", tokenizer=False)
+    assert type(target) is FAMILIES[family]
+    assert "it reads and writes text only" in capsys.readouterr().err
+    assert target.eos == {2}
+    ids = torch.randint(99, (2, 20))
+    alone, _ = load_target(tmp_path / "inner", tokenizer=False)(ids, None)
+    logits, _ = target(ids, None)
+    assert torch.equal(logits, alone)
+    torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
+    extra = f"{NAMINGS[naming][0]}layers.0.extra"
+    save_file(tensors | {extra: torch.ones(1)}, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"holds the tensor {extra}"):
+        load_target(tmp_path / "whole", tokenizer=False)
+
+
+def test_the_outer_config_says_whether_the_head_is_tied(tmp_path):
+    save_hf(tmp_path / "inner", "llama")
+    wrap(tmp_path / "inner", tmp_path / "whole", "older", tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
+        load_target(tmp_path / "whole", tokenizer=False)

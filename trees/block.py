@@ -39,6 +39,9 @@ class BlockTree:
     def shallower(self, steps: int) -> "BlockTree":
         return self  # which nodes of a level are kept depends on the levels behind it
 
+    def smaller(self, steps: int) -> "BlockTree":
+        return BlockTree(self.topk, steps, most_nodes(self.topk, steps, self.num_draft_tokens))
+
     def draft_slots(self) -> int:
         return 0  # no node is given to the drafter
 

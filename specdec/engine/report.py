@@ -36,6 +36,7 @@ class RoundReport:
     prefill: bool = False  # the rows have just joined, and emitted their first token
     tree: DraftTree | None = None
     verdict: Verdict | None = None
+    nodes: int = 1  # of the trees that were verified, the root included
     levels: list[int] | None = None  # of the tree, by row: so many count, the nodes behind them are void; None: all
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified

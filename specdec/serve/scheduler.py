@@ -229,7 +229,7 @@ class Scheduler:
         """Send what a step has emitted, and let those go that have ended."""
         now, deltas, metrics = time.perf_counter(), [], self.metrics
         with metrics.lock:
-            count(metrics, report, [row in self.running for row in report.rows], self.engine.round.nodes)
+            count(metrics, report, [row in self.running for row in report.rows])
             for sequence, tokens in zip(report.rows, report.emitted, strict=True):
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specdec import kernels
 from specdec.api import ModelSettings
+from specdec.calibrate import HELP, make_policy
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
@@ -44,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
     model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
-    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    tree = p.add_argument_group("draft tree")
+    add_flags(tree, TreeSettings)
+    tree.add_argument("--adaptive", metavar="NAME", help=HELP)
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     return p
 
@@ -88,16 +91,19 @@ def make_engine(args: argparse.Namespace) -> Engine:
     verifier = read_flags(VerifierSettings, args).make()
     if trees.tree == AUTO:
         raise ValueError(
-            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or another tree"
+            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"
         )
     if not args.no_draft:
         models.check_pair(", or --no-draft to decode plainly")
+    if args.adaptive is not None and (args.no_draft or args.compile):
+        raise ValueError(f"--adaptive contradicts --{'no-draft' if args.no_draft else 'compile'}")
     tree = None if args.no_draft else trees.spec().build()
     target = models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         kernels.use("torch")  # as for `specdec generate`
-    how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+    adaptive = args.adaptive and make_policy(args.adaptive, target, drafter, tree, rows=args.batch_size)
+    how = {"graphs": False if args.no_graphs or adaptive else None, "compile": args.compile, "adaptive": adaptive}
     return Engine(target, drafter, tree, verifier, children=args.children, **how)
 
 

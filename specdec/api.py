@@ -160,8 +160,8 @@ def generate(
     drafted tokens are emitted (`make_verifier`, or its name); the default is lossless with any tree. children: which
     the tree takes above temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs,
     compile: see `Engine`. adaptive: chooses the tree of every round by the load, a policy or its name
-    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and observer, as
-    `answer` takes them.
+    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and
+    observer, as `answer` takes them.
 
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """

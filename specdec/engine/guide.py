@@ -80,10 +80,7 @@ class Guide:
 
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
         parents, drawn = tree.parents, tree.q is not None
-        if drawn:
-            edges = tree.q.amax(-1).gather(1, parents).log()
-        else:
-            edges = tree.logq - tree.logq.gather(1, parents)
+        edges = tree.q.amax(-1).gather(1, parents).log() if drawn else tree.logq - tree.logq.gather(1, parents)
         sure = None
         if tree.topk is None and self.drafter.confident and tree.tokens.shape[1] == tree.steps + 1:
             sure = self.drafter.confidences(state, tree.tokens[:, 1:]).float().cpu().numpy()

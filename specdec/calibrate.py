@@ -22,7 +22,7 @@ from specdec.engine.report import Reads
 from specdec.types import Sampling
 from trees.optimal import optimal_paths
 
-HELP = "draft by the load: fixed, table, table:1=5,8=2,32=0, ema, survival (docs/adaptive.md)"
+HELP = "draft by the load: table, ema, survival"
 GUESS = 0.6  # how often a level is accepted where the one before was, if nobody has measured it
 CONTEXT = 128  # tokens before the rounds that are timed
 ROUNDS = 3  # timed in a row, of which the first does not count

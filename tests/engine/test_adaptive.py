@@ -173,8 +173,8 @@ def subsets_of(nodes: int, width: int) -> list[tuple[int, ...]]:
 
 
 def test_a_fit_on_censored_labels_finds_the_truth():
-    """Chains of tokens whose probability the drafter overstates. What lies behind the first rejection is not told: were it
-    counted as wrong, other weights would be found."""
+    """Chains of tokens whose probability the drafter overstates. What lies behind the first rejection is not told: if
+    it counted as wrong, other weights would be found."""
     draw, truth = np.random.default_rng(0), np.array([0.3, -0.5, -0.2])
     estimator = Calibrated(3)
     for _ in range(400):

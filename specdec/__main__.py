@@ -28,6 +28,7 @@ COMMANDS = {
     "prove": ("lab.proof.prove", "test that decoding is lossless"),
     "bench": ("lab.bench.bench_command", "our engine against transformers"),
     "bench serve": ("lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),
+    "simulate load": ("lab.load.simulate_load", "adaptive policies at any load, and their regret"),
     "simulate": ("lab.cost.simulate", "what if: the speed-up on hardware given by numbers"),
 }
 

@@ -64,7 +64,7 @@ class Guide:
             kept = self.policy.keep(draft)
             if kept is not None and kept.shape[1] == 1:
                 return None
-            self.played.draft = draft if kept is None else _kept(draft, kept)
+            self.played.draft = draft if kept is None else kept_of(draft, kept)
             if kept is not None:
                 tree = trimmed(tree, torch.from_numpy(np.ascontiguousarray(kept)).to(tree.tokens.device))
         self.played.nodes = tree.tokens.shape[1]
@@ -167,7 +167,7 @@ def trimmed(tree: DraftTree, kept: Tensor) -> DraftTree:
                    steps=min(tree.steps, n - 1), logq=logq, q=q)  # fmt: skip
 
 
-def _kept(draft: Draft, kept: np.ndarray) -> Draft:
+def kept_of(draft: Draft, kept: np.ndarray) -> Draft:
     """The draft of the nodes that are verified."""
     parents = np.take_along_axis(draft.parents, kept, 1)
     places = (kept[:, None] == parents[..., None]).argmax(-1)

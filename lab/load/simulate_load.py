@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
         if path is not None:
             check_writable(path)
     pair = None
-    if args.hardware is None or not args.recording.exists():
+    if args.hardware is None or args.draft is not None or not args.recording.exists():
         models = read_flags(ModelSettings, args)
         models.check_pair()
         target = models.load_target()

@@ -7,10 +7,10 @@ import numpy as np
 
 from specdec.adaptive.policy import Draft, Outcome
 
-EVERY = 50  # rounds between two fits
+EVERY = 256  # observations between two fits
 KEPT = 4000  # observations that are kept
 RIDGE = 4.0  # observations that the wish for slope 1 and intercepts 0 counts
-ROUNDS = 8  # of Newton's method
+ROUNDS = 4  # of Newton's method
 LEAST, MOST = 1e-4, 1 - 1e-4
 
 
@@ -68,7 +68,7 @@ class Calibrated(Estimator):
         features[:, -1] = self.feature(outcome.draft)[rows, nodes]
         self.features = np.concatenate([self.features, features])[-KEPT:]
         self.labels = np.concatenate([self.labels, labels])[-KEPT:]
-        self.since += 1
+        self.since += len(rows)
         if self.since >= EVERY:
             self.since = 0
             self.fit()

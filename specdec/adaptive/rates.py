@@ -45,7 +45,7 @@ class Rates:
         return self.values().cumprod()
 
 
-def fastest(tokens: np.ndarray, seconds: np.ndarray, now: int | None = None) -> int:
+def fastest(tokens: np.ndarray, seconds: np.ndarray | float, now: int | None = None) -> int:
     """The index of the most tokens a second; that of `now`, if there is one, unless another is clearly better."""
     speed = tokens / seconds
     best = int(speed.argmax())

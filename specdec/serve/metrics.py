@@ -129,6 +129,8 @@ def count(metrics: Metrics, report: RoundReport, live: list[bool]) -> None:
 
 def drafted_of(report: RoundReport) -> list[int]:
     """How many tokens a round drafted for each row."""
+    if report.prefill:
+        return [0] * len(report.rows)
     if report.levels is None:  # a recorded round shows no tree, and every row has a whole one
         return [report.nodes - 1] * len(report.rows)
     depth = [[]] * len(report.rows) if report.tree is None else report.tree.depth.tolist()

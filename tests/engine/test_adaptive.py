@@ -7,6 +7,7 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Outcome, Policy, Survival, Table, Told
+from specdec.adaptive.survival import FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
 from specdec.types import Sampling
@@ -112,6 +113,7 @@ def test_a_curve_is_linear_between_what_was_measured_and_goes_on_behind_it():
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])
 def test_the_more_rows_the_shallower_and_none_at_last(kind):
     policy = calibrate.assembled(kind, curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.seen = FIRST  # before that, `survival` tries the whole depth
     depths = [policy.plan(rows) for rows in (1, 8, 64)]
     assert depths[0] > depths[1] > depths[2] == 0
 
@@ -157,7 +159,10 @@ def test_survival_takes_the_best_nodes_of_every_row():
     np.testing.assert_allclose(survival[0], [1, 0.9, 0.05, 0.72, 0.09, 0.035])
     for node in (0.01, 0.1, 0.3):
         costs = curve(1.0, node, rows=(2,))
-        kept = Survival(costs, SIZES, [0.5] * 5, Told()).keep(draft)
+        policy = Survival(costs, SIZES, [0.5] * 5, Told())
+        assert policy.keep(draft) is None, "the first are verified whole"
+        policy.seen = FIRST
+        kept = policy.keep(draft)
         kept = np.arange(6)[None].repeat(2, 0) if kept is None else kept
         best = {}
         for width in range(1, 7):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_verify_laws import DRAFTER, ROWS, TARGET, WARM, CheckedDrafter, noise_of, pvalue, target_law, verify
 
-from specdec.adaptive import Curve, Survival, Told
+from specdec.adaptive import Curve, Survival, Told, survival
 from specdec.children import children_of
 from specdec.engine.guide import Guide, Played, trimmed
 from specdec.sampling.draws import draw
@@ -72,7 +72,10 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     guide.played = Played(3, live=np.ones(ROWS, dtype=bool))
     draft = sees(guide._draft(tree, state), tree, filtered_probs(TARGET, WARM))
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
-    kept = [policy.keep(row(draft, b)) for b in first]  # rows of the same tokens are cut alike
+    kept = []
+    for b in first:  # rows of the same tokens are cut alike
+        policy.drafts, policy.seen = 0, survival.FIRST  # before that, drafts are verified whole
+        kept.append(policy.keep(row(draft, b)))
     widths = torch.tensor([4 if k is None else k.shape[1] for k in kept])[torch.from_numpy(kind).flatten()]
     tokens, n = torch.zeros(ROWS, 4, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     for width in range(2, 5):

@@ -9,7 +9,8 @@ from specdec.adaptive.estimators import Estimator
 from specdec.adaptive.policy import Draft, Outcome, Policy
 from specdec.adaptive.rates import MEMORY, fastest
 
-FIRST = 64  # rows whose drafts are as deep as can be, and verified whole: what is cut away teaches nothing
+# So many rows, in so many rounds, are drafted as deep as can be, and verified whole: what is cut away teaches nothing.
+FIRST, ROUNDS = 64, 5
 WHOLE = 32  # behind these, one of so many drafts is verified whole,
 DEEP = 128  # and one of so many rounds is drafted as deep as can be
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
@@ -41,15 +42,18 @@ class Survival(Policy):
 
     def plan(self, rows: int) -> int:
         self.rounds += 1
-        if self.seen < FIRST or self.rounds % DEEP == 0:
+        if self._begins() or self.rounds % DEEP == 0:
             return len(self.sizes) - 1
         rest, verify = self.curve.at(rows)
         speed = self.tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
         self.now = fastest(np.nanmax(speed, 1), 1.0, self.now)
         return self.now
 
+    def _begins(self) -> bool:
+        return self.seen < FIRST or self.drafts < ROUNDS
+
     def keep(self, draft: Draft) -> np.ndarray | None:
-        whole, rows = self.seen < FIRST, int(draft.live.sum())
+        whole, rows = self._begins(), int(draft.live.sum())
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
         survival = self.estimator.survival(draft)
         rest, verify = self.curve.at(rows)

@@ -123,14 +123,14 @@ class Batch:
         self.state = state if self.state is None else self.state.joined(state)
         self.sequences = self.sequences + sequences
         if self.guide is not None:
-            self.guide.joined(len(sequences))
+            self.guide.joined(len(self.sequences) - len(sequences), len(sequences))
         self._refresh(settings if len(self.sequences) == len(sequences) else self._settings(self.sequences))
         self.clock.mark("prefill")
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
         """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
-        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings)
+        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings, self.guide)
         told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.adaptive import Draft, Outcome, Policy
@@ -49,7 +50,8 @@ class Guide:
         # All that such a drafter keeps of positions is a cache. What others do with one costs little.
         self.holds = drafter.capturable and drafter.cache is not None
         self.held: Held | None = None
-        self.played = Played(0)
+        self.joining: Held | None = None  # of rows that were prefilled, and not yet counted among the batch's
+        self.played: Played | None = None  # the round that was asked for last
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> int:
         """How many levels to draft in the next round of these rows."""
@@ -103,10 +105,21 @@ class Guide:
         held, self.held = self.held, None
         return state if held is None else held.absorb(self.drafter, state, max_len)
 
-    def joined(self, rows: int) -> None:
-        """So many rows have joined behind the others."""
-        if self.held is not None:
-            self.held.join(rows)
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        """As `Drafter.admit`. After a plain round prompts are held too, and the drafter has the rows' places only."""
+        self.joining = None
+        if self.played is None or self.played.levels or not self.holds:
+            return self.drafter.admit(row, first, feats, tokens, n)
+        self.joining = Held(feats, tokens, n, tokens.shape[1])
+        return self.drafter.admit(row, first, None if feats is None else feats[:, :1], tokens[:, :1], n * 0)
+
+    def joined(self, before: int, rows: int) -> None:
+        """The `rows` rows that were admitted last stand behind the `before` others now."""
+        joining, self.joining = self.joining, None
+        if self.held is None and joining is None:
+            return
+        known = self.held or joining.none(before)
+        self.held = known.join(joining or known.none(rows))
 
     def compact(self, index: Tensor) -> None:
         """Go on with the rows index [B'] only."""
@@ -118,9 +131,9 @@ class Held:
     """Committed positions that the drafter has not absorbed: features [B,K,F] (None without taps), tokens [B,K], of
     which the first n [B] count."""
 
-    def __init__(self, feats: Tensor | None, tokens: Tensor, n: Tensor):
-        self.feats, self.tokens, self.n = feats, tokens, n.clone()
-        self.most = 1  # of n, a bound on the host
+    def __init__(self, feats: Tensor | None, tokens: Tensor, n: Tensor, most: int = 1):
+        """most: of n, a bound on the host."""
+        self.feats, self.tokens, self.n, self.most = feats, tokens, n.clone(), most
 
     def put(self, feats: Tensor | None, tokens: Tensor, n: Tensor) -> None:
         """One more position for the rows of which n [B] is 1: feats [B,1,F], tokens [B,1]."""
@@ -134,10 +147,19 @@ class Held:
         self.n += n
         self.most += 1
 
-    def join(self, rows: int) -> None:
-        self.tokens = _more_rows(self.tokens, rows)
-        self.feats = None if self.feats is None else _more_rows(self.feats, rows)
-        self.n = _more_rows(self.n, rows)
+    def none(self, rows: int) -> "Held":
+        """The same of so many rows that hold nothing."""
+        feats = None if self.feats is None else self.feats.new_zeros(rows, 1, self.feats.shape[-1])
+        return Held(feats, self.tokens.new_zeros(rows, 1), self.n.new_zeros(rows), 0)
+
+    def join(self, other: "Held") -> "Held":
+        """These rows, and below them those of `other`."""
+        width, both = max(self.tokens.shape[1], other.tokens.shape[1]), (self, other)
+        tokens = torch.cat([F.pad(held.tokens, (0, width - held.tokens.shape[1])) for held in both])
+        feats = None
+        if self.feats is not None:
+            feats = torch.cat([F.pad(held.feats, (0, 0, 0, width - held.tokens.shape[1])) for held in both])
+        return Held(feats, tokens, torch.cat([self.n, other.n]), max(self.most, other.most))
 
     def compact(self, index: Tensor) -> None:
         self.tokens, self.n = self.tokens[index], self.n[index]
@@ -175,10 +197,6 @@ def kept_of(draft: Draft, kept: np.ndarray) -> Draft:
     rows = np.take_along_axis(draft.ancestors, kept[..., None], 1)
     ancestors = np.take_along_axis(rows, kept[:, None], 2)
     return replace(draft, edges=edges, parents=places, depth=depth, ancestors=ancestors)
-
-
-def _more_rows(x: Tensor, rows: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(rows, *x.shape[1:])])
 
 
 def _where(taken: Tensor, new: DraftState, old: DraftState) -> DraftState:

@@ -127,7 +127,12 @@ class Round:
         return room + self.path + max(self.path, held, self.policy.draft_slots()) if self.policy else 0
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, row: int, settings: RoundSettings
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: KVCache,
+        row: int,
+        settings: RoundSettings,
+        guide: Guide | None = None,
     ) -> tuple[Tensor, DraftState | None, Tensor | None]:
         """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
 
@@ -144,7 +149,8 @@ class Round:
         if self.drafter is None:
             return root, None, logprobs
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
-        return root, self.drafter.admit(row, tokens[:, 0], feats, following, lens), logprobs
+        admit = self.drafter.admit if guide is None else guide.admit
+        return root, admit(row, tokens[:, 0], feats, following, lens), logprobs
 
     def play(
         self,

@@ -7,7 +7,7 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Outcome, Policy, Survival, Table, Told
-from specdec.adaptive.survival import FIRST
+from specdec.adaptive.survival import FIRST, ROUNDS
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
 from specdec.types import Sampling
@@ -79,16 +79,33 @@ def test_what_is_held_back_is_absorbed_as_it_would_have_been(target, kind, monke
     assert sum(sum(trace.accepted) for trace in found[0]) > 0
 
 
-def test_rows_that_come_and_go(target):
-    """Sequences join between plain rounds, while others hold what their drafter has not absorbed, and are dropped."""
+@pytest.mark.parametrize("kind", ["eagle3", "draft-model", "dflash"])
+def test_rows_that_come_and_go(target, kind, monkeypatch):
+    """Sequences join between plain rounds, while others hold what their drafter has not absorbed, and are dropped. What
+    is accepted is as if everything had been absorbed at once, prompts too."""
     prompts = [[i % 16 + 1, 3 * i % 16 + 1, 5][: i % 3 + 1] for i in range(12)]
     alone = [Engine(target).generate([p], max_new_tokens=5 + 3 * i).rows[0].tokens for i, p in enumerate(prompts)]
-    engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), adaptive=Restless(3))
-    engine.reserve(3, 60)
-    rows = [engine.add(p, max_new_tokens=5 + 3 * i) for i, p in enumerate(prompts)]
-    while engine.step() is not None:
-        pass
-    assert [row.tokens for row in rows] == alone
+    traces, held = [], []
+    admit = Guide.admit
+
+    def watched(self, *given):
+        state = admit(self, *given)
+        held.append(self.joining is not None)
+        return state
+
+    monkeypatch.setattr(Guide, "admit", watched)
+    for holds in (True, False):
+        if not holds:
+            monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
+        engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=Restless(3))
+        engine.reserve(3, 60)
+        rows = [engine.add(p, max_new_tokens=5 + 3 * i) for i, p in enumerate(prompts)]
+        while engine.step() is not None:
+            pass
+        assert [row.tokens for row in rows] == alone
+        traces.append([row.trace for row in rows])
+    assert traces[0] == traces[1]
+    assert set(held) == {True, False}
 
 
 # What policies choose
@@ -113,7 +130,7 @@ def test_a_curve_is_linear_between_what_was_measured_and_goes_on_behind_it():
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])
 def test_the_more_rows_the_shallower_and_none_at_last(kind):
     policy = calibrate.assembled(kind, curve(1.0, 0.03), SIZES, [0.6] * 5)
-    policy.seen = FIRST  # before that, `survival` tries the whole depth
+    policy.seen, policy.drafts = FIRST, ROUNDS  # before that, `survival` tries the whole depth
     depths = [policy.plan(rows) for rows in (1, 8, 64)]
     assert depths[0] > depths[1] > depths[2] == 0
 
@@ -161,7 +178,7 @@ def test_survival_takes_the_best_nodes_of_every_row():
         costs = curve(1.0, node, rows=(2,))
         policy = Survival(costs, SIZES, [0.5] * 5, Told())
         assert policy.keep(draft) is None, "the first are verified whole"
-        policy.seen = FIRST
+        policy.seen, policy.drafts = FIRST, ROUNDS
         kept = policy.keep(draft)
         kept = np.arange(6)[None].repeat(2, 0) if kept is None else kept
         best = {}

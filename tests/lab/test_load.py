@@ -48,7 +48,7 @@ def test_a_replayed_policy_accepts_what_the_real_one_does(pair, recorded, name, 
     made = [assembled(name, costs, sizes_of(tree), [0.5, 0.5, 0.5]) for _ in range(2)]
     for policy in made:
         if hasattr(policy, "estimator"):
-            policy.estimator.since, policy.seen = 200, 40  # a fit, and cuts, within the run
+            policy.estimator.since, policy.seen, policy.drafts = 200, 60, 3  # a fit, and cuts, within the run
     replayed = drafts.decode(made[0], range(len(PROMPTS)))
     rows = Engine(*pair, tree, adaptive=made[1]).generate(PROMPTS, sampling=sampling, seed=5, **HOW).rows
     assert [row.tokens for row in rows] == drafts.tokens

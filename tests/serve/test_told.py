@@ -1,4 +1,4 @@
-"""What a server tells beside the text: acceptance, events of so many tokens, traces, and that a request was too slow."""
+"""What a server tells beside the text: acceptance, events of so many tokens, traces, and that time is over."""
 
 import asyncio
 import json

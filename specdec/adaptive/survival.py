@@ -34,6 +34,7 @@ class Survival(Policy):
         before was, to begin with."""
         self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
         self.rounds = self.drafts = self.seen = self.now = 0  # seen: rows with a draft
+        self.speeds: dict[int, np.ndarray] = {}  # by rows, until the next draft
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
         reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
@@ -44,10 +45,16 @@ class Survival(Policy):
         self.rounds += 1
         if self._begins() or self.rounds % DEEP == 0:
             return len(self.sizes) - 1
+        if rows not in self.speeds:
+            self.speeds[rows] = self._speeds(rows)
+        self.now = fastest(self.speeds[rows], 1.0, self.now)
+        return self.now
+
+    def _speeds(self, rows: int) -> np.ndarray:
+        """[D+1] the most tokens a second that a row is expected to get, by levels."""
         rest, verify = self.curve.at(rows)
         speed = self.tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
-        self.now = fastest(np.nanmax(speed, 1), 1.0, self.now)
-        return self.now
+        return np.nanmax(speed, 1)
 
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < ROUNDS
@@ -70,6 +77,7 @@ class Survival(Policy):
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
         is done now and then."""
+        self.speeds.clear()
         share = 1 - MEMORY ** int(draft.live.sum())
         for levels in range(1, draft.levels):
             if not every and self.drafts % ALL_DEPTHS:

@@ -95,7 +95,7 @@ class Guide:
         """Keep what a plain round brought, instead of letting the drafter absorb it at once. Returns the state, which
         is that of before."""
         if self.held is None:
-            self.held = Held(feats, tokens, n)
+            self.held = Held(feats, tokens.clone(), n)
         else:
             self.held.put(feats, tokens, n)
         return state
@@ -133,19 +133,33 @@ class Held:
 
     def __init__(self, feats: Tensor | None, tokens: Tensor, n: Tensor, most: int = 1):
         """most: of n, a bound on the host."""
-        self.feats, self.tokens, self.n, self.most = feats, tokens, n.clone(), most
+        self.feats, self.tokens, self.n, self.most = feats, tokens, n, most
+        self.new: list[tuple[Tensor | None, Tensor, Tensor]] = []  # of rounds since, one position each
 
     def put(self, feats: Tensor | None, tokens: Tensor, n: Tensor) -> None:
         """One more position for the rows of which n [B] is 1: feats [B,1,F], tokens [B,1]."""
-        if self.most == self.tokens.shape[1]:
-            self.tokens = torch.cat([self.tokens, torch.zeros_like(self.tokens)], 1)
-            self.feats = None if feats is None else torch.cat([self.feats, torch.zeros_like(self.feats)], 1)
-        place = self.n[:, None]  # of a row that has ended: behind its last one
-        self.tokens.scatter_(1, place, tokens)
-        if feats is not None:
-            self.feats.scatter_(1, place[..., None].expand_as(feats), feats)
-        self.n += n
-        self.most += 1
+        self.new.append((feats, tokens, n))
+
+    def gather(self) -> "Held":
+        """Put what came since to the rest: a plain round itself should take no time for it."""
+        if self.new:
+            feats, tokens, n = zip(*self.new, strict=True)
+            count, self.new = len(self.new), []
+            self._widen(self.most + count)
+            places = self.n[:, None] + torch.arange(count, device=self.n.device)  # a row that ends stays so
+            self.tokens.scatter_(1, places, torch.cat(tokens, 1))
+            if self.feats is not None:
+                self.feats.scatter_(1, places[..., None].expand(-1, -1, self.feats.shape[-1]), torch.cat(feats, 1))
+            self.n = self.n + sum(n)
+            self.most += count
+        return self
+
+    def _widen(self, width: int) -> "Held":
+        more = width - self.tokens.shape[1]
+        if more > 0:
+            self.tokens = F.pad(self.tokens, (0, more))
+            self.feats = None if self.feats is None else F.pad(self.feats, (0, 0, 0, more))
+        return self
 
     def none(self, rows: int) -> "Held":
         """The same of so many rows that hold nothing."""
@@ -154,19 +168,20 @@ class Held:
 
     def join(self, other: "Held") -> "Held":
         """These rows, and below them those of `other`."""
-        width, both = max(self.tokens.shape[1], other.tokens.shape[1]), (self, other)
-        tokens = torch.cat([F.pad(held.tokens, (0, width - held.tokens.shape[1])) for held in both])
-        feats = None
-        if self.feats is not None:
-            feats = torch.cat([F.pad(held.feats, (0, 0, 0, width - held.tokens.shape[1])) for held in both])
-        return Held(feats, tokens, torch.cat([self.n, other.n]), max(self.most, other.most))
+        width = max(self.gather().tokens.shape[1], other.tokens.shape[1])
+        both = self._widen(width), other._widen(width)
+        feats = None if self.feats is None else torch.cat([held.feats for held in both])
+        tokens, n = (torch.cat([getattr(held, name) for held in both]) for name in ("tokens", "n"))
+        return Held(feats, tokens, n, max(self.most, other.most))
 
     def compact(self, index: Tensor) -> None:
+        self.gather()
         self.tokens, self.n = self.tokens[index], self.n[index]
         self.feats = None if self.feats is None else self.feats[index]
 
     def absorb(self, drafter: Drafter, state: DraftState, max_len: int) -> DraftState:
         """The drafter's state behind all of it, HOLD positions at a time. A row's state is that of its last part."""
+        self.gather()
         for first in range(0, self.most, HOLD):
             part = slice(first, min(first + HOLD, self.most))
             n = (self.n - first).clamp(0, HOLD)

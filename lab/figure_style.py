@@ -3,11 +3,8 @@
 import io
 from collections.abc import Callable, Iterable
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
+from matplotlib import rc_context
+from matplotlib.figure import Figure  # not pyplot, whose state and display are a notebook's own
 
 WIDTH = 9.6  # inches
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
@@ -38,6 +35,21 @@ def looks_of(name: str, names: Iterable[str]) -> dict:
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
 
 
+class Drawing(Figure):
+    """A figure that a notebook shows, though pyplot knows nothing of it."""
+
+    def _repr_png_(self) -> bytes:
+        png = io.BytesIO()
+        self.savefig(png, format="png", dpi=80)
+        return png.getvalue()
+
+
+def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], **how):
+    """A figure of this size in inches, laid out by itself, and its axes as matplotlib's `subplots` gives them."""
+    figure = Drawing(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(rows, columns, **how)
+
+
 def error_bars(entries: list[dict]) -> list[list[float]]:
     """Distances to the ends of the intervals; 0 where there is no interval, and where rounding makes them negative."""
     below = [0.0 if e["low"] is None else max(e["value"] - e["low"], 0.0) for e in entries]
@@ -47,7 +59,7 @@ def error_bars(entries: list[dict]) -> list[list[float]]:
 
 def svg_and_png(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:
     """What `make` draws of `args`, as an SVG element and as the bytes of a PNG file; None if it draws nothing."""
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         figure = make(*args)
         if figure is None:
             return None
@@ -55,6 +67,5 @@ def svg_and_png(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] 
         figure.savefig(svg, format="svg", metadata={"Date": None})
         figure.set_layout_engine("none")  # laid out once
         figure.savefig(png, format="png", dpi=150)
-        plt.close(figure)
     text = svg.getvalue()
     return text[text.index("<svg") :], png.getvalue()

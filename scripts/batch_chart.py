@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import checkout  # noqa: F401
+from matplotlib import rc_context
 from rich.table import Table
 from tqdm import tqdm
 
-from lab.figure_style import COLOURS, STYLE, plt
+from lab.figure_style import COLOURS, STYLE, subplots
 from lab.machine import machine_in_short
 from lab.models import add_model_flags, load_models, read_encoded
 from lab.output import console, write_figure
@@ -123,8 +124,8 @@ def print_rates(points: list[BatchRate]) -> None:
 
 def draw(points: list[BatchRate], title: str, path: Path) -> None:
     """Draw tokens/s of all rows together, and milliseconds a round, over the batch size."""
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.6), layout="constrained")
+    with rc_context(STYLE):
+        figure, (left, right) = subplots(1, 2, figsize=(9.6, 3.6))
         figure.suptitle(title)
         for colour, name in zip(COLOURS, (PLAIN, SPECULATIVE), strict=False):
             own = [p for p in points if p.how == name]
@@ -141,7 +142,6 @@ def draw(points: list[BatchRate], title: str, path: Path) -> None:
             axis.set_ylim(bottom=0)
             axis.legend()
         write_figure(path, figure)
-        plt.close(figure)
 
 
 @one_sentence_errors

@@ -112,7 +112,7 @@ def train_drafters(work: Path, bench: Path | None) -> None:
             "trainer.seed": SEED,
             "trainer.prompts": "null" if bench is None else bench,
             "+experiment": experiment,
-            "resume": str((out / "checkpoints").exists()).lower(),
+            "resume": "auto",
         }
         command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
         trained = subprocess.run(command, check=False)

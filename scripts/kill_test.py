@@ -25,7 +25,7 @@ import training.train
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import CONF
-from training.loop.checkpoint import checkpoints, read_newest
+from training.loop.checkpoint import read_newest
 from training.loop.log import read_log
 
 TIMES = ("seconds", "rollout_seconds")
@@ -42,8 +42,7 @@ def attempt(overrides: list[str], out: Path, seconds: float | None = None, share
         sys.stdout = sys.stderr = (out.parent / f"{out.name}.txt").open("a")
         if share is not None:
             die_while_saving(share)
-        resume = str(bool(checkpoints(out))).lower()
-        training.train.run(compose("train", [*SMALL, *overrides, f"out={out}", f"resume={resume}"]))
+        training.train.run(compose("train", [*SMALL, *overrides, f"out={out}", "resume=auto"]))
         sys.stderr.flush()
         os._exit(0)
     if seconds is not None:

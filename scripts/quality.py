@@ -53,7 +53,7 @@ def experiment(name: str, seed: int, args: argparse.Namespace) -> TrainingRun:
     if args.data is None or args.prompts is None:
         raise ValueError(f"to train {name} give --data, conversations to learn, and --prompts, to measure tau on")
     given = {"target.path": args.target, "data.path": args.data, "trainer.prompts": args.prompts}
-    given |= {"trainer.seed": seed, "out": folder, "resume": str(bool(checkpoints(folder))).lower()}
+    given |= {"trainer.seed": seed, "out": folder, "resume": "auto"}
     with initialize_config_dir(str(CONF), version_base="1.3"), settings_errors():
         config = compose("train", [f"+experiment={name}", *(f"{k}={v}" for k, v in given.items()), *args.set])
     if config.trainer.steps is None:

@@ -41,7 +41,6 @@ from specdec.cli.revision import revision
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from training.data import Batches, Sample, hold_out, load_samples
-from training.loop.checkpoint import checkpoints
 from training.loop.evaluate import beginnings, measured_tau
 from training.loop.log import read_log
 from trees.spec import TreeSpec
@@ -111,7 +110,7 @@ def settings(job: Job, args: argparse.Namespace, steps: int = 1) -> DictConfig:
         "data.heldout": args.heldout,
         "data.max_length": args.max_length,
         "out": out,
-        "resume": str(bool(checkpoints(out))).lower(),
+        "resume": "auto",
         "trainer.seed": job.seed,
         "trainer.steps": steps,
         "trainer.epochs": "null",

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 import torch
+from matplotlib import rc_context
+from matplotlib.patches import Rectangle
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 from tqdm import tqdm
@@ -29,7 +31,7 @@ from lab.bench.shapes import random_head, random_target
 from lab.cost.memory import bandwidth, read_bytes
 from lab.cost.rounds import NEW_TOKENS, TIMED, RoundCost, time_in_turn
 from lab.cost.simulated_tau import MARK, SimulatedTau
-from lab.figure_style import PART_COLOURS, STYLE, plt
+from lab.figure_style import PART_COLOURS, STYLE, subplots
 from lab.machine import provenance
 from lab.output import console, progress_bar, write_figure, write_json
 from specdec.cli.files import output_folder
@@ -166,8 +168,8 @@ def draw(rows: list[TreeCost], best: TreeCost, token: float, tau: float, title: 
     topks = sorted({row.tree.topk for row in rows})
     nodes = sorted({row.tree.num_draft_tokens for row in rows})
     cost = {(row.tree.topk, row.tree.num_draft_tokens): row.plain_tokens for row in rows}
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    with rc_context(STYLE):
+        figure, (left, right) = subplots(1, 2, figsize=(11, 3.8))
         figure.suptitle(title)
         # As many colours on each side of tau: blue is faster than plain decoding, red slower.
         image = left.imshow([[cost[w, n] for n in nodes] for w in topks], cmap="RdBu_r", vmin=0, vmax=2 * tau)
@@ -176,7 +178,7 @@ def draw(rows: list[TreeCost], best: TreeCost, token: float, tau: float, title: 
                 light = abs(cost[w, n] - tau) > 0.6 * tau
                 left.text(j, i, f"{cost[w, n]:.2f}", ha="center", va="center", color="white" if light else "black")
         place = nodes.index(best.tree.num_draft_tokens) - 0.5, topks.index(best.tree.topk) - 0.5
-        left.add_patch(plt.Rectangle(place, 1, 1, fill=False, edgecolor="black", linewidth=2.5))
+        left.add_patch(Rectangle(place, 1, 1, fill=False, edgecolor="black", linewidth=2.5))
         left.set_title("round in plain tokens, the tau to break even; framed: the best")
         left.set_xticks(range(len(nodes)), nodes)
         left.set_yticks(range(len(topks)), topks)
@@ -200,7 +202,6 @@ def draw(rows: list[TreeCost], best: TreeCost, token: float, tau: float, title: 
         right.set_ylabel("plain tokens")
         right.legend()
         write_figure(path, figure)
-        plt.close(figure)
 
 
 def entries_of(row: TreeCost) -> dict:

@@ -28,12 +28,14 @@ HYDRA = {"train": "train", "cache": "cache", "sweep": "sweep", "compare": "compa
 
 @dataclass(frozen=True)
 class Case:
-    """A command line with one wrong thing. named: the name of it, which the message must hold."""
+    """A command line with one wrong thing. named: the name of it, which the message must hold. codes: the exit codes
+    that it may end with."""
 
     name: str
     words: tuple[str, ...]
     named: tuple[str, ...] = ()
     prepare: Callable[[Path], None] | None = None  # damages the copies in the scratch folder
+    codes: tuple[int, ...] = (2,)
 
 
 # Files of checkpoints

@@ -21,7 +21,7 @@ from specdec.sampling.noise import Seed
 from specdec.schema import check_value
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
 from specdec.types import Sampling, Verifier
-from specdec.verify import make_verifier, sample_and_match
+from specdec.verify import make_verifier
 from trees.spec import TreeSpec, load_tree
 
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
@@ -146,7 +146,7 @@ def generate(
     drafter: Drafter | str | Path | None = None,
     *,
     tree: TreePolicy | str | None = None,
-    verifier: Verifier | str = sample_and_match,
+    verifier: Verifier | str = "match",
     children: str | None = None,
     graphs: bool | None = None,
     compile: bool = False,

@@ -112,10 +112,15 @@ def copy_weights(given, drafter, path: str) -> None:
     drafter.load_state_dict(given.state_dict(), strict=True)
 
 
+def goes_on(resume: bool | str, out: Path) -> bool:
+    """Whether the run in `out` is resumed. With `auto` it is where it has a checkpoint, and else begun."""
+    return bool(checkpoints(out)) if resume == "auto" else resume
+
+
 def check_folder(out: Path, resume: bool) -> None:
     """Make the folder of a run. Raises ValueError if it holds a run with a checkpoint that is not to be resumed."""
     if checkpoints(out) and not resume:
-        raise ValueError(f"{out} holds a run already: give resume=true to go on with it, or another out=")
+        raise ValueError(f"{out} holds a run already: give resume=true or auto to go on with it, or another out=")
     output_folder(out)
 
 
@@ -193,24 +198,25 @@ def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     all_settings(config)  # mistakes are told before the target is loaded
     out = Path(config.out)
-    check_folder(out, config.resume)
-    different = check_same_run(config, out) if config.resume else []
+    resume = goes_on(config.resume, out)
+    check_folder(out, resume)
+    different = check_same_run(config, out) if resume else []
     processes = join_processes(config.device)
     if different and processes.main:
         print(f"note: {'; '.join(different)}", file=sys.stderr)
     with only_writer(out, inside=True) if processes.main else nullcontext():
-        trainer = train(config, out, processes)
+        trainer = train(config, out, processes, resume)
     if trainer.step < trainer.config.steps and processes.main and trainer.signals.asked:
         sys.exit(trainer.signals.code)
 
 
-def train(config: DictConfig, out: Path, processes: Processes) -> Trainer:
+def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
     """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
-    if config.resume:
+    if resume:
         trainer.resume()
     if processes.main:
-        record(config, out, config.resume)
+        record(config, out, resume)
         samples, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
         print(
             f"{len(samples)} conversations, {sum(len(s.ids) for s in samples)} tokens an epoch; drafter of "

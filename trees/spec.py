@@ -13,7 +13,7 @@ grows the tree. Its texts are
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,13 @@ class TreeSpec:
         if policy.num_draft_tokens == policy.steps + 1 and policy.topk == 1:
             return cls(1, policy.steps)
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, None, (), paths)
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, int | None]) -> "TreeSpec":
+        """The spec of topk, steps and num_draft_tokens among a command's settings. A chain has steps + 1 nodes,
+        whatever num_draft_tokens says, as that may be the default."""
+        topk, steps, nodes = (settings[name] for name in WORDS)
+        return cls.of(topk, steps, None if topk == 1 else nodes)
 
     @classmethod
     def parse(cls, text: str | os.PathLike) -> "TreeSpec":
@@ -241,9 +248,16 @@ def load_tree(file: str | os.PathLike) -> StaticTree:
 
     Raises ValueError, one sentence, for anything else."""
     content = registry.read_yaml(file, "tree")
-    paths = content.get("paths") if isinstance(content, dict) else None
+    paths = content.pop("paths", None) if isinstance(content, dict) else None
     if not isinstance(paths, list):
-        raise ValueError(f"{file} holds no static tree: it has no list `paths`")
+        raise ValueError(
+            f"{file} holds no static tree: it has no list `paths`. `specdec tree` writes one; a dynamic tree is "
+            "given as topk/steps/num_draft_tokens, such as 4/5/16"
+        )
+    kind = content.pop("_target_", StaticTree.__name__)
+    if not isinstance(kind, str) or kind.rpartition(".")[2] != StaticTree.__name__ or content:
+        what = next(iter(content), f"_target_: {kind}")
+        raise ValueError(f"{file} holds no static tree: beside `paths` it says {what}")
     try:
         return StaticTree(paths)
     except ValueError as error:

@@ -93,10 +93,7 @@ def write_plot(
     path: Path,
 ) -> None:
     """Draw the speed-up over batch size, over context, and over N. Every point is that of the best tree there."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from lab.figure_style import subplots
 
     def best(context: float, batch: float, nodes: int | None = None) -> float:
         if not costs.fits(context, batch):
@@ -106,7 +103,7 @@ def write_plot(
 
     nodes = [n for n in nodes if any(s.num_draft_tokens == n for s in taus)]
     few_contexts, few_batches = contexts[:: max(1, len(contexts) // 3)], batches[:: max(1, len(batches) // 4)]
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    figure, axes = subplots(1, 3, figsize=(15, 4.5))
     figure.suptitle(f"{name}\n{SIMULATED}")
     lines = (
         ("batch size", batches, "context", few_contexts, lambda x, c: best(c, x)),
@@ -125,7 +122,6 @@ def write_plot(
         axis.legend()
     axes[2].set_title(f"context {contexts[0]}")
     write_figure(path, figure)
-    plt.close(figure)
 
 
 def numbers(text: str) -> list[float]:

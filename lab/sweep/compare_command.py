@@ -23,6 +23,7 @@ from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
 from specdec.text import read_prompts
 from training.train import instantiate
+from trees.spec import TreeSpec
 
 
 def entries_of(settings: dict) -> dict:
@@ -48,8 +49,8 @@ def run(config: DictConfig) -> None:
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
-    same = ("tree", "max_new_tokens", "seed", "raw", "trials")
-    how = {name: settings[name] for name in same}
+    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials")}
+    how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     print_scores(scores, rate)

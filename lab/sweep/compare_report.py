@@ -3,6 +3,7 @@
 import math
 from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +11,10 @@ from rich.table import Table
 from lab.output import console, write_figure
 from lab.sweep.compare import Score
 from lab.trace.summary import Interval
+
+if TYPE_CHECKING:  # matplotlib is imported when something is drawn
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 WIDTH = 180  # where there is no terminal
 
@@ -20,9 +25,20 @@ def print_scores(scores: list[Score], plain_rate: float) -> None:
 
 def scores_table(scores: list[Score], plain_rate: float) -> str:
     """The table as a text."""
-    with (plain := Console(width=WIDTH, file=StringIO())).capture() as shown:
-        plain.print(_table(scores, plain_rate))
-    return shown.get().rstrip("\n")
+    return _recorded(scores, plain_rate).export_text(clear=False).rstrip("\n")
+
+
+def scores_html(scores: list[Score], plain_rate: float) -> str:
+    """The table as a notebook shows it, whose lines it does not break."""
+    return _recorded(scores, plain_rate).export_html(
+        inline_styles=True, code_format='<pre style="white-space: pre; line-height: 1.1">{code}</pre>'
+    )
+
+
+def _recorded(scores: list[Score], plain_rate: float) -> Console:
+    shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False)
+    shown.print(_table(scores, plain_rate))
+    return shown
 
 
 def _table(scores: list[Score], plain_rate: float) -> Table:
@@ -52,36 +68,45 @@ def _interval(interval: Interval) -> str:
 
 
 def write_chart(scores: list[Score], path: Path, title: str) -> None:
-    """Draw tau, the speed to plain decoding, and where a round's time goes."""
-    import matplotlib
+    """Draw `chart` into a PNG."""
+    write_figure(path, chart(scores, title))
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
 
-    names = [s.name + ("" if s.lossless else "\n(lossy)") for s in scores]
-    places = range(len(scores))
-    figure, (left, middle, right) = plt.subplots(
-        1, 3, figsize=(14, 1.5 + 0.5 * len(scores)), sharey=True, layout="constrained"
-    )
-    figure.suptitle(title)
-    left.barh(places, [s.tau for s in scores], color="tab:blue")
-    left.axvline(1, color="grey", linewidth=0.8)
-    left.set_xlabel("tau: tokens a round")
-    left.set_yticks(places, names)
-    left.invert_yaxis()
-    middle.barh(places, [s.ratio_to_plain for s in scores], color="tab:green")
-    middle.axvline(1, color="grey", linewidth=0.8)
-    middle.set_xlabel("speed, times plain decoding")
-    start = [0.0] * len(scores)
-    for part in ("draft", "verify", "commit"):
-        widths = [s.milliseconds_a_round[part] for s in scores]
-        right.barh(places, widths, left=start, label=part)
-        start = [a + b for a, b in zip(start, widths, strict=True)]
-    right.set_xlabel("ms a round")
-    right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3, frameon=False)  # above: it would cover a bar
-    for axis, values in ((left, [s.tau for s in scores]), (middle, [s.ratio_to_plain for s in scores])):
-        for place, value in zip(places, values, strict=True):
-            axis.text(value, place, f" {value:.2f}", va="center")
-        axis.margins(x=0.15)
-    write_figure(path, figure)
-    plt.close(figure)
+def chart(scores: list[Score], title: str = "") -> "Figure":
+    """tau and the speed to plain decoding, with intervals, and where a round's time goes: a figure of matplotlib."""
+    from matplotlib import rc_context
+
+    from lab.figure_style import COLOURS, PART_COLOURS, STYLE, subplots
+
+    with rc_context(STYLE):
+        figure, (left, middle, right) = subplots(1, 3, figsize=(14, 1.5 + 0.5 * len(scores)), sharey=True)
+        figure.suptitle(title)
+        _bars(left, [s.tau for s in scores], [s.tau_interval for s in scores], COLOURS[0])
+        _bars(middle, [s.ratio_to_plain for s in scores], [s.ratio_interval for s in scores], COLOURS[2])
+        left.set_xlabel("tau: tokens a round")
+        middle.set_xlabel("speed, times plain decoding")
+        left.set_yticks(range(len(scores)), [s.name + ("" if s.lossless else "\n(lossy)") for s in scores])
+        left.invert_yaxis()
+        start = [0.0] * len(scores)
+        for part in ("draft", "verify", "commit"):
+            widths = [s.milliseconds_a_round[part] for s in scores]
+            right.barh(range(len(scores)), widths, left=start, label=part, color=PART_COLOURS[part])
+            start = [a + b for a, b in zip(start, widths, strict=True)]
+        right.set_xlabel("ms a round")
+        right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above: it would cover a bar
+        for axis in (left, middle, right):
+            axis.grid(axis="y", visible=False)
+    return figure
+
+
+def _bars(axis: "Axes", values: list[float], intervals: list[Interval], colour: str) -> None:
+    """Bars with their values, intervals where there are any, and a line at plain decoding's 1."""
+    entries = [{"value": v, "low": low, "high": high} for v, (low, high) in zip(values, intervals, strict=True)]
+    known = [e if not math.isnan(e["low"]) else {"value": e["value"], "low": None, "high": None} for e in entries]
+    from lab.figure_style import error_bars
+
+    axis.barh(range(len(values)), values, color=colour, xerr=error_bars(known), ecolor="#555555", capsize=2)
+    axis.axvline(1, color="grey", linewidth=0.8)
+    for place, entry in enumerate(known):
+        axis.text(entry["high"] or entry["value"], place, f"  {entry['value']:.2f}", va="center")
+    axis.margins(x=0.15)

@@ -1,15 +1,17 @@
 """`specdec.compare`: drafters side by side on one target, and what came of it in words."""
 
+import html
 import math
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
 from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
-from lab.sweep.compare_report import scores_table
+from lab.sweep.compare_report import chart, scores_html, scores_table
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_tree, make_verifier
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
@@ -17,9 +19,13 @@ from specdec.text import Prompt, as_prompts
 from specdec.types import Sampling, Verifier
 from training.train import instantiate
 
+if TYPE_CHECKING:  # matplotlib is imported when something is drawn
+    from matplotlib.figure import Figure
+
 FIELDS = ("draft", "name", "tree", "verifier", "token_map")
 REMEDY = (
-    "Smaller trees cost less a round, such as tree 1/3/4, and `specdec tune` finds the setting that is fastest here."
+    "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and `specdec tune` finds what is "
+    "fastest here."
 )
 
 
@@ -73,6 +79,13 @@ class Comparison:
         return f"{scores_table(self.scores, self.plain_tokens_per_second)}\n{self.verdict}"
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{scores_html(self.scores, self.plain_tokens_per_second)}<p>{html.escape(self.verdict)}</p>"
+
+    def plot(self, title: str = "") -> "Figure":
+        """A figure of matplotlib: tau, speed, and the parts of a round. A notebook shows it, `savefig` writes it."""
+        return chart(self.scores, title)
 
 
 def compare(

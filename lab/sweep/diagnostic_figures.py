@@ -3,13 +3,13 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.figure_style import WIDTH, error_bars, looks_of, plt
+from lab.figure_style import WIDTH, error_bars, looks_of, subplots
 from lab.sweep.results import Results, best, by_drafter, tree_name
 
 
 def diagnostics(points: Results) -> Figure | None:
     """Calibration, entropy, norms of hidden states, and context, of each drafter's point with the greatest tau."""
-    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 6.4), layout="constrained")
+    figure, axes = subplots(2, 2, figsize=(WIDTH, 6.4))
     chosen = {name: best(mine) for name, mine in by_drafter(points).items()}
     for name, r in chosen.items():
         told, looks = r["diagnostics"], looks_of(name, chosen)

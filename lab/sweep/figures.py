@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lab.figure_style import PART_COLOURS, WIDTH, error_bars, looks_of, plt
+from lab.figure_style import PART_COLOURS, WIDTH, error_bars, looks_of, subplots
 from lab.sweep.results import Results, best, by_drafter, tau, tree_name
 
 MOST_BARS = 24
@@ -26,13 +26,12 @@ def heat_maps(points: Results) -> Figure | None:
     values = [tau(r)["value"] for r in points]
     cells = sum(map(len, columns.values()))
     width = min(WIDTH, 1.6 + 0.75 * cells + 0.5 * len(topks))
-    figure, axes = plt.subplots(
+    figure, axes = subplots(
         len(by),
         len(topks),
         figsize=(width, 0.5 + len(by) * (0.75 + 0.36 * len(steps))),
         width_ratios=[len(columns[k]) for k in topks],
         squeeze=False,
-        layout="constrained",
     )
     image = None
     for row, (name, mine) in zip(axes, by.items(), strict=True):
@@ -68,7 +67,7 @@ def _heat_map(axis: Axes, points: Results, columns: list[int], steps: list[int],
 
 def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     """tau against nodes, which are exact, and against time, with the Pareto front and lines of equal speed."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.9), layout="constrained", sharey=True)
+    figure, (left, right) = subplots(1, 2, figsize=(WIDTH, 3.9), sharey=True)
     by = by_drafter(points)
     for name, mine in by.items():
         values = [tau(r)["value"] for r in mine]
@@ -120,7 +119,7 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
 def depth(points: Results) -> Figure | None:
     """Share of rounds that accepted at least so many tokens, of each drafter's point with the greatest tau."""
     by = by_drafter(points)
-    figure, axis = plt.subplots(figsize=(WIDTH * 0.62, 3.2), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH * 0.62, 3.2))
     for i, (name, mine) in enumerate(by.items()):
         r = best(mine)
         entries = [e for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
@@ -144,7 +143,7 @@ def categories(points: Results) -> Figure | None:
     names = list(dict.fromkeys(c for r in chosen.values() for c in r["by_category"]))
     if len(names) < 2:
         return None
-    figure, axis = plt.subplots(figsize=(WIDTH * 0.62, 0.9 + 0.33 * len(names)), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH * 0.62, 0.9 + 0.33 * len(names)))
     for i, (name, r) in enumerate(chosen.items()):
         found = [(y, r["by_category"][c]["metrics"]["tau"]) for y, c in enumerate(names) if c in r["by_category"]]
         places = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y, _ in found]
@@ -162,7 +161,7 @@ def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
     """Where a round's time goes, the fastest point first."""
     speed = {r["key"]: timings[r["key"]]["tokens_per_second"] or 0.0 for r in points}
     chosen = sorted(points, key=lambda r: -speed[r["key"]])[:MOST_BARS]
-    figure, axis = plt.subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)), layout="constrained")
+    figure, axis = subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)))
     start = [0.0] * len(chosen)
     for part, colour in PART_COLOURS.items():
         widths = [timings[r["key"]]["milliseconds_a_round"][part] for r in chosen]

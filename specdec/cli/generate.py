@@ -103,23 +103,27 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def decode(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Load what the flags name, and answer the prompts, or chat. After a signal the trace and the summary are of what
-    was done by then."""
+    """Load what the flags name, and answer the prompts, or chat. However it ends, the trace is of what was done by
+    then."""
     session = Session(args)
     if session.choice is not None:
         print(session.choice, file=sys.stderr)
-    if args.chat:
-        try:
+    try:
+        if args.chat:
             chat(session)
-        finally:
-            session.write_trace()
-        return
+        else:
+            answer_all(session, prompts)
+    finally:  # also where nobody reads the output any more
+        session.write_trace()
+
+
+def answer_all(session: Session, prompts: list[str]) -> None:
+    """Answer the prompts and print the summary. A signal ends the process, with what was done by then."""
     with session.signals as signals:
         done, baseline = run_prompts(session, prompts)
     if done:
         summary = summarise(session, done, baseline)
-        session.write_trace()
-        if args.json:
+        if session.args.json:
             print(json.dumps(summary))
         else:
             print_summary(session, summary)

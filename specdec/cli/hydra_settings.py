@@ -16,6 +16,7 @@ from specdec.schema import check_value, parameters, shown
 
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
+WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
 # Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
 READ_BY = {"trainer": "training.loop.settings.TrainerConfig", "data.on_policy": "training.loop.settings.OnPolicy"}
 # Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
@@ -143,8 +144,9 @@ def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
 def _check_type(path: str, value: Any, default: Any) -> None:
     """An unknown default, None, tells no type; nor does a text, in whose place numbers and mappings may stand."""
     if isinstance(default, bool):
-        if not isinstance(value, bool | str):
-            raise ValueError(f"{path} must be true or false, got {shown(value)}")
+        words = WORDS.get(path, ())
+        if not isinstance(value, bool) and value not in words:
+            raise ValueError(f"{path} must be {' or '.join(('true', 'false', *words))}, got {shown(value)}")
     elif isinstance(default, int | float):
         kind = int if isinstance(default, int) else int | float
         if isinstance(value, bool) or not isinstance(value, kind):

@@ -61,6 +61,7 @@ class Limits:
     decay: float = ranged(0, 1000, 0.8)
     feature: float = ranged(0, 1e6, 1.0)
     noise: float = ranged(0, 1000, 0.0)
+    anchors: int = ranged(1, 1 << 20, 512)
     noise_length: int | None = ranged(1, MOST, None)
     # Of the server
     port: int = ranged(0, 65_535, 8000)

@@ -96,8 +96,8 @@ class Session:
         return make_policy(args.adaptive, self.target, self.drafter, self.tree, **how)
 
     def write_trace(self) -> None:
-        """Write the trace to the folder of --trace, if it was asked for."""
-        if self.recorder is not None:
+        """Write the trace to the folder of --trace, if it was asked for and something was decoded."""
+        if self.recorder is not None and self.recorder.trace.rows:
             write_trace(self.recorder.trace, self.args.trace)
 
     def observer(self, screen: Screen | None, engine: Engine) -> Observer:

@@ -68,7 +68,7 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | N
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)
-        elif value not in (None, False):
+        elif value is not None and value is not False:  # 0 is a value, though it is equal to False
             flags.append(f"{flag}={value}")
     known = vars(parser.parse_args(flags))
     return parser.parse_args(argv, argparse.Namespace(**known))

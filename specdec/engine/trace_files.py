@@ -58,7 +58,8 @@ def read_trace(folder: Path) -> Trace:
     if not (folder / HEADER).is_file():
         raise ValueError(f"{folder} is not a trace: it has no {HEADER}")
     header = read_json(folder / HEADER)
-    if header.get("format") != FORMAT or not header.keys() >= {"version", "settings", "versions", "sha256"}:
+    parts = [header.get(name) for name in ("settings", "versions", "sha256")]
+    if header.get("format") != FORMAT or "version" not in header or not all(isinstance(part, dict) for part in parts):
         raise ValueError(f"{folder / HEADER} is not the header of a trace: record the trace anew")
     if header["version"] != VERSION:
         raise ValueError(

@@ -26,7 +26,7 @@ from specdec.model.checkpoint import (
 from specdec.model.config_fields import ConfigFields
 from specdec.model.names import resolve
 from specdec.model.target import Target
-from specdec.schema import check
+from specdec.schema import check, shown
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -183,7 +183,11 @@ def load_tokenizer(folder: Path):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a bare Exception for a malformed file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{folder} has no tokenizer that loads: {reason}") from None
+    length = tokenizer.model_max_length  # compared with every text's
+    if isinstance(length, bool) or not isinstance(length, int | float):
+        raise ValueError(f"{folder}: model_max_length in tokenizer_config.json must be a number, got {shown(length)}")
+    return tokenizer

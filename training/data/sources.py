@@ -68,8 +68,10 @@ def _message(turn: dict) -> Message:
     if not isinstance(turn, dict):
         raise ValueError(f"a turn is not an object: {turn!r}")
     role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"a turn by {role!r}; known are {', '.join(ROLES)}")
+    if not {"value", "content"} & turn.keys():
+        raise ValueError(f"a turn by {role!r} has neither 'value' nor 'content'")
     if not isinstance(content, str | None):
         raise ValueError("a turn's content is not text, which is not supported")
     return {"role": ROLES[role], "content": clean(content or "")}

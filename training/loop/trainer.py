@@ -123,28 +123,28 @@ class Trainer:
     def _run(self) -> dict:
         config, metrics, asked = self.config, {}, False
         groups = self._groups()
-        bar = tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main)
-        mark = time.monotonic()
-        while self.step < config.steps and not asked:
-            if self.rollouts is not None and self.rollouts.due(self.step):
-                self._roll_out()
-            before = self.batches
-            values, asked, row = self._step(next(groups))
-            now = time.monotonic()
-            self.seconds, mark = self.seconds + now - mark, now
-            bar.update()
-            if self.rollouts is not None:
-                row["on_policy"] = self.rollouts.part(before, self.batches)
-            if self._due(config.log_every):
-                metrics = self._log("train", values, **row)
-                bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
-            if self._due(config.save_every) and not asked:
-                metrics |= self._evaluate()
-            if self.decoding is not None and self._due(config.decode_every) and not asked:
-                metrics |= self._decode()
-            if self._due(config.save_every) and self.step < config.steps and not asked:
-                self.save()
-        bar.close()
+        # Closed before an error is told, which would else stand above it
+        with tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main) as bar:
+            mark = time.monotonic()
+            while self.step < config.steps and not asked:
+                if self.rollouts is not None and self.rollouts.due(self.step):
+                    self._roll_out()
+                before = self.batches
+                values, asked, row = self._step(next(groups))
+                now = time.monotonic()
+                self.seconds, mark = self.seconds + now - mark, now
+                bar.update()
+                if self.rollouts is not None:
+                    row["on_policy"] = self.rollouts.part(before, self.batches)
+                if self._due(config.log_every):
+                    metrics = self._log("train", values, **row)
+                    bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
+                if self._due(config.save_every) and not asked:
+                    metrics |= self._evaluate()
+                if self.decoding is not None and self._due(config.decode_every) and not asked:
+                    metrics |= self._decode()
+                if self._due(config.save_every) and self.step < config.steps and not asked:
+                    self.save()
         self.save()
         if self.decoding is not None and self.main and not asked:
             for name in ("draft", "best"):

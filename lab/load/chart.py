@@ -3,14 +3,16 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lab.figure_style import STYLE, looks_of, plt
+from matplotlib import rc_context
+
+from lab.figure_style import STYLE, looks_of, subplots
 from lab.output import write_figure
 
 
 def write_chart(path: Path, lines: Mapping[str, Sequence[Mapping]], note: str = "") -> None:
     """Draw the points of each line, `drive.drive`'s figures. note: is written across the figure."""
-    with plt.rc_context(STYLE):
-        figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    with rc_context(STYLE):
+        figure, axis = subplots(figsize=(6.4, 4.2))
         for name, points in lines.items():
             shown = [point for point in points if point["interactivity"]]
             xs, ys = ([point[key] for point in shown] for key in ("interactivity", "tokens_per_second"))
@@ -25,4 +27,3 @@ def write_chart(path: Path, lines: Mapping[str, Sequence[Mapping]], note: str = 
             axis.text(0.5, 0.5, note, transform=axis.transAxes, fontsize=28, color="grey", alpha=0.25, ha="center",
                       va="center", rotation=25)  # fmt: skip
         write_figure(path, figure)
-        plt.close(figure)

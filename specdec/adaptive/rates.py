@@ -10,6 +10,9 @@ from specdec.adaptive.policy import Outcome, Policy
 WEIGHT = 20.0  # rows' worth of observations that the prior counts
 MEMORY = 0.98  # share of an observation's weight that is left after a round that observed its level
 RETURN = 0.998  # the same after a round that did not: what is not observed goes back to the prior
+# The first rounds, and later one of so many, draft as deep as can be, as what is not drafted is not observed. After
+# plain rounds the drafter has much to absorb, so that is tried less often.
+BEGIN, DEEP, DEEP_AFTER_PLAIN = 5, 128, 1024
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 
 
@@ -52,6 +55,11 @@ def fastest(tokens: np.ndarray, seconds: np.ndarray | float, now: int | None = N
     return now if now is not None and speed[best] < STAY * speed[now] else best
 
 
+def tries(rounds: int, now: int) -> bool:
+    """Is this number of a round, where `now` levels would be drafted, one that drafts as deep as can be?"""
+    return rounds % (DEEP if now else DEEP_AFTER_PLAIN) == 0
+
+
 class Ema(Policy):
     """The depth with the most expected tokens a second: by running averages of acceptance, and by measured costs."""
 
@@ -59,10 +67,13 @@ class Ema(Policy):
 
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float]):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: as for `Rates`."""
-        self.curve, self.rates, self.now = curve, Rates(prior), 0
+        self.curve, self.rates, self.now, self.rounds = curve, Rates(prior), 0, 0
         self.sizes = np.asarray(sizes)
 
     def plan(self, rows: int) -> int:
+        self.rounds += 1
+        if self.rounds <= BEGIN or tries(self.rounds, self.now):
+            return len(self.sizes) - 1
         rest, verify = self.curve.at(rows)
         tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])
         depths = len(self.sizes)

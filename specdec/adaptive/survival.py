@@ -7,12 +7,10 @@ import numpy as np
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.estimators import Estimator
 from specdec.adaptive.policy import Draft, Outcome, Policy
-from specdec.adaptive.rates import MEMORY, fastest
+from specdec.adaptive.rates import BEGIN, MEMORY, fastest, tries
 
-# So many rows, in so many rounds, are drafted as deep as can be, and verified whole: what is cut away teaches nothing.
-FIRST, ROUNDS = 64, 5
-WHOLE = 32  # behind these, one of so many drafts is verified whole,
-DEEP = 128  # and one of so many rounds is drafted as deep as can be
+FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
+WHOLE = 32  # behind these, one of so many drafts is verified whole
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
 
 
@@ -43,7 +41,7 @@ class Survival(Policy):
 
     def plan(self, rows: int) -> int:
         self.rounds += 1
-        if self._begins() or self.rounds % DEEP == 0:
+        if self._begins() or tries(self.rounds, self.now):
             return len(self.sizes) - 1
         if rows not in self.speeds:
             self.speeds[rows] = self._speeds(rows)
@@ -57,7 +55,7 @@ class Survival(Policy):
         return np.nanmax(speed, 1)
 
     def _begins(self) -> bool:
-        return self.seen < FIRST or self.drafts < ROUNDS
+        return self.seen < FIRST or self.drafts < BEGIN
 
     def keep(self, draft: Draft) -> np.ndarray | None:
         whole, rows = self._begins(), int(draft.live.sum())

@@ -74,7 +74,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
     kept = []
     for b in first:  # rows of the same tokens are cut alike
-        policy.drafts, policy.seen = survival.ROUNDS, survival.FIRST  # before that, drafts are verified whole
+        policy.drafts, policy.seen = survival.BEGIN, survival.FIRST  # before that, drafts are verified whole
         kept.append(policy.keep(row(draft, b)))
     widths = torch.tensor([4 if k is None else k.shape[1] for k in kept])[torch.from_numpy(kind).flatten()]
     tokens, n = torch.zeros(ROWS, 4, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)

@@ -146,6 +146,10 @@ class BlockDrafter(Drafter):
         tokens, _ = self.chain(first, self.block, LIKELIEST)
         return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
 
+    @property
+    def confident(self) -> bool:
+        return self.confidence is not None
+
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
         """Logits [B,n] that the first n slots are accepted, given their tokens [B,n]. Raises ValueError if there is no
         confidence head."""

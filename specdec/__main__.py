@@ -27,6 +27,8 @@ COMMANDS = {
     "metrics": ("lab.trace.metrics_command", "every metric of a trace, with intervals"),
     "prove": ("lab.proof.prove", "test that decoding is lossless"),
     "bench": ("lab.bench.bench_command", "our engine against transformers"),
+    "bench serve": ("lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),
+    "simulate load": ("lab.load.simulate_load", "adaptive policies at any load, and their regret"),
     "simulate": ("lab.cost.simulate", "what if: the speed-up on hardware given by numbers"),
 }
 
@@ -48,9 +50,15 @@ def overview() -> str:
     )
 
 
+def split(words: list[str]) -> tuple[str, list[str]]:
+    """The command that a line names, by one word or two, and the words behind it."""
+    count = 2 if " ".join(words[:2]) in COMMANDS else 1
+    return " ".join(words[:count]), words[count:]
+
+
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    name, rest = split((sys.argv[1:] if argv is None else argv) or ["--help"])
     if name in ("-h", "--help", "help"):
         print(overview())
         return

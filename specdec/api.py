@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from drafters.formats import load_drafter
+from specdec.adaptive import Policy
+from specdec.calibrate import make_policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result
 from specdec.engine.report import Observer, RoundReport
@@ -148,6 +150,7 @@ def generate(
     children: str | None = None,
     graphs: bool | None = None,
     compile: bool = False,
+    adaptive: Policy | str | None = None,
     **request,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
@@ -156,8 +159,9 @@ def generate(
     tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"); `make_tree()` if not given. verifier: decides which
     drafted tokens are emitted (`make_verifier`, or its name); the default is lossless with any tree. children: which
     the tree takes above temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs,
-    compile: see `Engine`. request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and observer, as
-    `answer` takes them.
+    compile: see `Engine`. adaptive: chooses the tree of every round by the load, a policy or its name
+    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and
+    observer, as `answer` takes them.
 
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
@@ -166,8 +170,11 @@ def generate(
         drafter = load_drafter(drafter, target)
     if drafter is not None and tree is None:
         tree = make_tree()
-    how = {"children": children, "graphs": graphs, "compile": compile}
-    return answer(Engine(target, drafter, as_tree(tree), as_verifier(verifier), **how), prompts, **request)
+    tree = as_tree(tree)
+    if isinstance(adaptive, str) and drafter is not None:
+        adaptive = make_policy(adaptive, target, drafter, tree, rows=len(as_prompts(prompts)))
+    how = {"children": children, "graphs": graphs, "compile": compile, "adaptive": adaptive}
+    return answer(Engine(target, drafter, tree, as_verifier(verifier), **how), prompts, **request)
 
 
 def as_target(target: Target | str | Path) -> Target:

@@ -105,7 +105,7 @@ def choose_tree(
             "this drafter has no acceptance.json, by which a tree could be chosen: write one with "
             "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
-    who = _identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
+    who = identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
     file = kept_file("trees", who)
     if not recalibrate and (kept := _read(file)) is not None:
         return kept
@@ -239,7 +239,7 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     return (time.perf_counter() - start) / rounds
 
 
-def _identity(target, drafter: Drafter, acceptance: Acceptance) -> dict:
+def identity(target, drafter: Drafter, acceptance: Acceptance | None) -> dict:
     """What a choice depends on, settings apart."""
     shapes = [
         (key, list(value.shape), str(value.dtype))
@@ -247,7 +247,7 @@ def _identity(target, drafter: Drafter, acceptance: Acceptance) -> dict:
         if isinstance(module, torch.nn.Module)
         for key, value in module.state_dict().items()
     ]
-    pair = [type(drafter).__name__, dict(drafter.conventions), shapes, acceptance.as_text()]
+    pair = [type(drafter).__name__, dict(drafter.conventions), shapes, acceptance and acceptance.as_text()]
     return {
         "machine": machine(target.device),
         "torch": torch.__version__,

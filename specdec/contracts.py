@@ -120,6 +120,7 @@ class Drafter(nn.Module):
     # only: then CUDA graphs can hold them (docs/graphs.md).
     capturable: bool = False
     cache: KVCache | None = None
+    confident: bool = False  # has a confidence head: `confidences`
     learns: bool = False  # has an `unroll`
     chains_only: bool = False  # a node's children cannot be told apart by what it keeps: trees of topk 1
     # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.
@@ -206,6 +207,11 @@ class Drafter(nn.Module):
                 state = self.expand(first, tokens[-1], state.hidden, level, every[..., :level])
         return torch.cat(tokens, 1), torch.cat(gains, 1).cumsum(1)
 
+    def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
+        """What a confidence head says of the chain tokens [B,n] behind the state `first`: logits [B,n] that each is
+        accepted where those before are."""
+        raise ValueError(f"{type(self).__name__} has no confidence head")
+
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
@@ -225,6 +231,9 @@ class TreePolicy(Protocol):
     def shallower(self, steps: int) -> "TreePolicy":
         """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels
         depend on those behind them."""
+
+    def smaller(self, steps: int) -> "TreePolicy":
+        """The tree of this kind that goes `steps` levels deep, 1 to D. It may keep other nodes than this one."""
 
     def draft_slots(self) -> int:
         """Cache slots that the drafter needs beyond the committed positions while a tree grows."""

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specdec import registry
-from specdec.__main__ import COMMANDS
+from specdec.__main__ import COMMANDS, split
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
@@ -61,7 +61,7 @@ def commands(page: Path) -> list[list[str]]:
 
 def test_commands_are_understood(page):
     """Every flag and every setting is one that its command has."""
-    for name, *rest in commands(page):
+    for name, rest in map(split, commands(page)):
         module = importlib.import_module(COMMANDS[name][0])
         if "--cfg" in rest:
             continue

@@ -48,6 +48,9 @@ class BlockTree:
             return self
         return BlockTree(self.topk, slots, min(self.num_draft_tokens, most_nodes(self.topk, slots, MANY)))
 
+    def smaller(self, steps: int) -> "BlockTree":
+        return BlockTree(self.topk, steps, most_nodes(self.topk, steps, self.num_draft_tokens))
+
     def draft_slots(self) -> int:
         return 0  # no node is given to the drafter
 

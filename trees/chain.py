@@ -29,6 +29,9 @@ class Chain:
     def shallower(self, steps: int) -> "Chain":
         return Chain(steps)
 
+    def smaller(self, steps: int) -> "Chain":
+        return self.shallower(steps)
+
     def draft_slots(self) -> int:
         return self.steps - 1
 

@@ -60,6 +60,9 @@ class DynamicTree:
     def shallower(self, steps: int) -> "DynamicTree":
         return self  # which nodes of a level are kept depends on the levels behind it
 
+    def smaller(self, steps: int) -> "DynamicTree":
+        return DynamicTree(self.topk, steps, min(self.num_draft_tokens, self.candidates(self.topk, steps) + 1))
+
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 

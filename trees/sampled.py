@@ -45,6 +45,9 @@ class SampledTree:
     def shallower(self, steps: int) -> "SampledTree":
         return SampledTree(self.expansion[:steps])
 
+    def smaller(self, steps: int) -> "SampledTree":
+        return self.shallower(steps)
+
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 

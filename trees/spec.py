@@ -228,7 +228,7 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead: auto, the fastest here by the drafter's acceptance.json (default with one); "
+            "help": "instead: auto, the fastest here (default with an acceptance.json); "
             f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )

@@ -48,6 +48,9 @@ class StaticTree:
     def shallower(self, steps: int) -> "StaticTree":
         return StaticTree([path for path in self.paths if len(path) <= steps])
 
+    def smaller(self, steps: int) -> "StaticTree":
+        return self.shallower(steps)
+
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 

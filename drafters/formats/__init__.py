@@ -35,12 +35,8 @@ from drafters.layers import restrict
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
-<<<<<<< HEAD
-from specdec.model.checkpoint import read_headers, read_json, read_pickle, read_tensors, write_folder
-=======
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
->>>>>>> h-targets
+from specdec.model.checkpoint import read_headers, read_json, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.names import bundled, resolve
 
@@ -206,13 +202,8 @@ def load_drafter(
 
 def _language_model(path: str | os.PathLike, target, allow_nonfinite: bool) -> Drafter | None:
     folder = resolve(path)
-<<<<<<< HEAD
-    config, held = read_json(folder / "config.json"), read_headers(folder)
-    if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself
-=======
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
-    if mtp_inside.recognise(config, held):  # then it is loaded for its heads
->>>>>>> h-targets
+    if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself
         return None
     if not draft_model.is_language_model(config, held):
         return None

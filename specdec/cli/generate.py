@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from specdec.api import ModelSettings, Sampling
+from specdec.calibrate import HELP
 from specdec.cli.chat import chat
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
@@ -48,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     tree = p.add_argument_group("draft tree")
     add_flags(tree, TreeSettings)
     tree.add_argument("--recalibrate", action="store_true", help="for --tree auto: measure anew what rounds cost here")
+    tree.add_argument("--adaptive", metavar="NAME", help=HELP)
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
@@ -64,7 +66,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
     if args.no_draft:
-        for flag in (*DRAFTING, "show_trees", "compare"):
+        for flag in (*DRAFTING, "adaptive", "show_trees", "compare"):
             if getattr(args, flag) not in (None, False):
                 raise ValueError(f"--{flag.replace('_', '-')} contradicts --no-draft")
     if args.tree is not None:
@@ -75,6 +77,8 @@ def check_flags(args: argparse.Namespace) -> None:
         read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
     if args.compile and args.no_graphs:
         raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
+    if args.adaptive is not None and args.compile:
+        raise ValueError("--adaptive contradicts --compile: its rounds are launched")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
     if args.logprobs and not args.json:

@@ -75,6 +75,9 @@ class Limits:
     max_n: int = ranged(1, 1 << 16, 16)
     max_body: int = ranged(1, MOST, 4 << 20)
     grace: float = ranged(0, MOST, 30.0)
+    stream_interval: int | None = ranged(1, MOST, None)
+    max_seconds: float | None = ranged(0, MOST, None, above=True)
+    warm_up: int = ranged(0, MOST, 4)
     # Of sampling
     temperature: float = ranged(0, 1e6, 0.0)
     top_k: int = ranged(0, MOST, 0)

@@ -4,8 +4,10 @@ import argparse
 from pathlib import Path
 
 from specdec import kernels
+from specdec.adaptive import Policy
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
+from specdec.calibrate import make_policy
 from specdec.cli.flags import read_flags
 from specdec.cli.screen import Screen
 from specdec.cli.signals import StopSignals
@@ -54,11 +56,12 @@ class Session:
             kernels.use("torch")  # Inductor makes its own of torch's operators
         self.signals = StopSignals("ending after this round; once more ends at once", insist=True)
         self.choice = None
-        if self.drafter is not None and trees.automatic:
+        if self.drafter is not None and trees.automatic and args.adaptive is None:
             self._choose_tree(asked=trees.tree is not None)
-        how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, children=args.children, **how)
+        how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
+        how |= {"children": args.children, "adaptive": self._policy()}
+        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -83,6 +86,14 @@ class Session:
         self.tree = self.choice.tree and self.choice.tree.build()
         if self.tree is None:
             self.drafter = None
+
+    def _policy(self) -> Policy | None:
+        """What --adaptive names."""
+        args = self.args
+        if args.adaptive is None:
+            return None
+        how = {"rows": args.batch_size, "temperature": self.sampling.temperature, "recalibrate": args.recalibrate}
+        return make_policy(args.adaptive, self.target, self.drafter, self.tree, **how)
 
     def write_trace(self) -> None:
         """Write the trace to the folder of --trace, if it was asked for and something was decoded."""

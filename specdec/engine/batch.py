@@ -15,8 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from specdec.adaptive import Policy
 from specdec.contracts import DraftState
 from specdec.engine.clock import Clock
+from specdec.engine.guide import Guide
 from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
@@ -74,16 +76,18 @@ class Batch:
         overlap: bool = False,
         compact: bool = True,
         abstain: bool = True,
+        adaptive: Policy | None = None,
     ):
         """Make room for `rows` sequences of up to `room` tokens. overlap: rounds are launched before the last one is
         read, so the device ends rows by itself. compact: drop rows that have ended. abstain: draft no more levels than
-        the drafter has something to propose for."""
+        the drafter has something to propose for. adaptive: chooses the trees of rounds."""
         self.round, self.rows, self.room = round_, rows, room
         self.overlap, self.compact, self.abstain = overlap, compact, abstain
         self.clock = clock
         self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
         if round_.drafter is not None:
             round_.drafter.reset(rows, round_.draft_slots(room))
+        self.guide = Guide(adaptive, round_.drafter) if adaptive is not None else None
         self.sequences: list[Sequence] = []
         self.root: Tensor | None = None  # [B]
         self.state: DraftState | None = None
@@ -118,13 +122,15 @@ class Batch:
         self.root = root if self.root is None else torch.cat([self.root, root])
         self.state = state if self.state is None else self.state.joined(state)
         self.sequences = self.sequences + sequences
+        if self.guide is not None:
+            self.guide.joined(len(self.sequences) - len(sequences), len(sequences))
         self._refresh(settings if len(self.sequences) == len(sequences) else self._settings(self.sequences))
         self.clock.mark("prefill")
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
         """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
-        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings)
+        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings, self.guide)
         told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)
@@ -171,15 +177,30 @@ class Batch:
             self.stop()
         self.cache.max_len = max_len
         active = self.progress.active
-        levels = self.round.proposed(self.state) if self.abstain else None
+        planned = self._plan()
+        levels = self.round.proposed(self.state) if self.abstain and planned != 0 else None
         most = self._deepest(levels)
-        itself = self._itself() if most == 0 and self.overlap else None
+        if planned is not None:
+            most = planned if most is None else min(planned, most)
+            levels = None if levels is None else levels.clamp(max=most)
+        itself = self._itself() if self.overlap and (most == 0 or self.guide is not None) else None
         self.root, self.state, output = self.round.play(
-            self.root, self.state, self.cache, active, self.settings, itself, levels, most
+            self.root, self.state, self.cache, active, self.settings, itself, levels, most, self.guide
         )
+        output.played = self.guide and self.guide.played
         if self.overlap:
             self.progress.settle(output.tokens, output.n)
         return output.only(self.reads)
+
+    def _plan(self) -> int | None:
+        """How many levels an adaptive policy lets the drafter draft; None without one. Brings the drafter up to date if
+        it is to draft."""
+        if self.guide is None:
+            return None
+        planned = self.guide.begin(self.sequences)
+        if planned:
+            self.state = self.guide.absorb(self.state, self.cache.max_len)
+        return planned
 
     def _deepest(self, levels: Tensor | None) -> int | None:
         """The largest of levels [B] over the rows that still decode; None if it is not known without waiting: on a
@@ -212,6 +233,8 @@ class Batch:
         if self.state is not None:
             self.state = self.state.compact(index)
             self.round.drafter.compact(index)
+        if self.guide is not None:
+            self.guide.compact(index)
         self.progress.compact(index)
         self.settings.noise.compact(index)
         penalties = self.settings.penalties

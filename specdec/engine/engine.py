@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
@@ -49,6 +50,7 @@ class Engine:
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
     `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
+    `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).
     """
 
     def __init__(
@@ -64,11 +66,17 @@ class Engine:
         overlap: bool | None = None,
         compact: bool = True,
         abstain: bool = True,
+        adaptive: Policy | None = None,
     ):
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, self.round.policy, verifier
         self.device = target.device
-        self.graphs = make_graphs(graphs, self.round, compile)
+        self.adaptive, self.round.adapts = adaptive, adaptive is not None
+        if adaptive is not None and drafter is None:
+            raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
+        if adaptive is not None and (compile or graphs):
+            raise ValueError("an adaptive policy needs rounds that are launched: decode without graphs and compiling")
+        self.graphs = None if adaptive is not None else make_graphs(graphs, self.round, compile)
         late = self.graphs is not None and self.graphs.backend.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
@@ -176,16 +184,18 @@ class Engine:
                 accepted.append(0)
                 continue
             row.trace.accepted.append(count - 1)
-            row.trace.undrafted += self.drafter is None or (levels is not None and levels[i] == 0)
+            row.trace.undrafted += read.output.nodes == 1 or (levels is not None and levels[i] == 0)
             kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
             row.trace.emitted.append(len(kept))
             emitted.append(kept)
             accepted.append(min(count - 1, len(kept)))
         out, clock = read.output, self.loop.batch.clock
+        if out.played is not None:
+            self.loop.batch.guide.learn(out.played, read.counts)
         clock.mark("host")
         report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
         report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
-        report.levels, report.experts = levels, out.experts
+        report.levels, report.experts, report.nodes = levels, out.experts, out.nodes
         return report
 
     # A batch from beginning to end
@@ -247,6 +257,7 @@ class Engine:
         if self.graphs is None:
             self._check_memory(request)
             how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
+            how["adaptive"] = self.adaptive
             batch = Batch(self.round, rows, room, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)

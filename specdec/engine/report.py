@@ -37,6 +37,7 @@ class RoundReport:
     prefill: bool = False  # the rows have just joined, and emitted their first token
     tree: DraftTree | None = None
     verdict: Verdict | None = None
+    nodes: int = 1  # of the trees that were verified, the root included
     levels: list[int] | None = None  # of the tree, by row: so many count, the nodes behind them are void; None: all
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
     experts: abc.Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose; empty for a dense target

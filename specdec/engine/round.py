@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.guide import HOLD, Guide, Played
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
@@ -46,6 +47,8 @@ class RoundOutput:
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
     levels: Tensor | None = None  # [B] of the tree: so many count of each row; None: all of them
     experts: Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose
+    nodes: int = 1  # of the tree, the root included
+    played: Played | None = None  # what an adaptive policy is told of it
 
     def to_read(self) -> list[Tensor]:
         """What the host wants to know."""
@@ -88,6 +91,7 @@ class Round:
         self.children = children
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
+        self.adapts = False  # an adaptive policy chooses the trees: `Guide`
 
     @cached_property
     def hashes(self) -> Tensor:
@@ -103,6 +107,11 @@ class Round:
         """By levels from 1 on, the first levels of the tree."""
         return [self.policy.shallower(steps) for steps in range(1, self.policy.steps)] + [self.policy]
 
+    @cached_property
+    def rungs(self) -> list[TreePolicy]:
+        """By levels from 1 on, the trees that an adaptive policy chooses from."""
+        return [self.policy.smaller(steps) for steps in range(1, self.policy.steps)] + [self.policy]
+
     def proposed(self, state: DraftState | None) -> Tensor | None:
         """[B] how many levels to draft for each row, 0 to D; None: all of them for all rows."""
         if state is None or state.levels is None:
@@ -116,10 +125,16 @@ class Round:
 
     def draft_slots(self, room: int) -> int:
         """Slots that the drafter is asked to keep for texts of `room` tokens."""
-        return room + self.path + max(self.path, self.policy.draft_slots()) if self.policy else 0
+        held = HOLD if self.adapts else 0
+        return room + self.path + max(self.path, held, self.policy.draft_slots()) if self.policy else 0
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], cache: KVCache, row: int, settings: RoundSettings
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: KVCache,
+        row: int,
+        settings: RoundSettings,
+        guide: Guide | None = None,
     ) -> tuple[Tensor, DraftState | None, Tensor | None]:
         """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
 
@@ -136,7 +151,8 @@ class Round:
         if self.drafter is None:
             return root, None, logprobs
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
-        return root, self.drafter.admit(row, tokens[:, 0], feats, following, lens), logprobs
+        admit = self.drafter.admit if guide is None else guide.admit
+        return root, admit(row, tokens[:, 0], feats, following, lens), logprobs
 
     def play(
         self,
@@ -148,28 +164,36 @@ class Round:
         itself: Tensor | None = None,
         levels: Tensor | None = None,
         most: int | None = None,
+        guide: Guide | None = None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One round. root [B]: the last token of each row, which the target has not seen. Rows that are not active [B]
         stand still. itself: ones [B,1,1], for plain rounds where `cache.max_len` is not exact. levels [B]: as
         `proposed` gives them, so that rows do not depend on their neighbours; most: the largest of them, on the host.
+        guide: an adaptive policy has chosen `most`, and may leave out nodes of the tree.
 
         Returns the next root, the drafter's state, and what was emitted."""
         if self.drafter is None or most == 0:
-            return self._plain(root, cache, active, settings, itself, levels)
+            return self._plain(root, state, cache, active, settings, itself, levels, guide)
         clock, penalties = settings.clock, settings.penalties
-        policy = self.policy if most is None else self._policies[most - 1]
+        policy = self.policy if most is None else (self._policies if guide is None else self.rungs)[most - 1]
         sampling, noise = settings.sampling, None
         if isinstance(sampling, SamplingBatch) or not sampling.greedy:
             noise = settings.noise.behind(cache.lens, policy.steps + 1)
         children = children_of(self.children, sampling, noise, self.drafter.trust)
         tree = policy.grow(self.drafter, root, state, children)
+        if guide is not None:
+            tree = guide.cut(tree, state)
         clock.mark("draft")
+        if tree is None:
+            return self._plain(root, state, cache, active, settings, itself, levels, guide)
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         experts = self.target.chosen_experts()
         logits = own if penalties is None else penalties(own, tree)
         verdict = self.verifier(tree, logits, sampling, noise)
         if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
             verdict.n = torch.minimum(verdict.n, levels + 1)
+        if guide is not None:
+            guide.verified(tree, verdict)
         n = verdict.n * active
         if penalties is not None:
             penalties.add(verdict.tokens, n)
@@ -177,7 +201,7 @@ class Round:
             at_path = own.gather(1, verdict.path[..., None].expand(-1, -1, own.shape[-1]))
             verdict.logprobs = logprobs_of(at_path, verdict.tokens)
         clock.mark("verify")
-        max_len = cache.max_len + policy.steps + 1
+        max_len = cache.max_len + tree.steps + 1
         cache.commit(verdict.path, n, max_len)
         clock.mark("commit")
         if feats is not None:
@@ -185,19 +209,22 @@ class Round:
         state = self.drafter.extend(feats, verdict.tokens, n, max_len)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
-        emitted = verdict.tokens, verdict.n, verdict.logprobs
-        return root, state, RoundOutput(*emitted, tree, verdict, logits, levels, experts)
+        output = RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits, levels, experts)
+        output.nodes = tree.tokens.shape[1]
+        return root, state, output
 
     def _plain(
         self,
         root: Tensor,
+        state: DraftState | None,
         cache: KVCache,
         active: Tensor,
         settings: RoundSettings,
         itself: Tensor | None,
         levels: Tensor | None,
+        guide: Guide | None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
-        """One token per row, which the drafter absorbs if there is one."""
+        """One token per row, which the drafter, if there is one, absorbs, or a guide keeps for it."""
         logits, feats = self.target(
             root[:, None], cache, ancestors=itself, taps=self.drafter.taps if self.drafter else ()
         )
@@ -209,6 +236,8 @@ class Round:
         output = RoundOutput(token[:, None], torch.ones_like(token), logprobs, levels=levels)
         if self.drafter is None:
             return token, None, output
+        if guide is not None and guide.holds:
+            return token, guide.hold(feats, token[:, None], n, state), output
         state = self.drafter.extend(feats, token[:, None], n, max_len)
         settings.clock.mark("draft")
         return token, state, output

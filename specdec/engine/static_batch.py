@@ -134,6 +134,7 @@ class StaticBatch(Batch):
         bound = min(max_len, self.room)
         bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
         output = self._graph(bucket).replay(bound)
+        output.nodes = self.round.nodes
         self.clock.mark("round")
         if self.backend.any_bound:
             return output

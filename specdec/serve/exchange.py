@@ -80,8 +80,8 @@ class Exchange:
             self.watch.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events. Every step that gives a choice tokens is one, though its text may be held
-        back. An error is the last event but [DONE]."""
+        """The answer as server-sent events. Every step that gives a choice tokens is one, or every
+        `Service.stream_interval` tokens are, though their text may be held back. An error is the last but [DONE]."""
         usage, always = self.ask.usage_in_stream()
         try:
             async for choice, piece in self._pieces():
@@ -103,9 +103,10 @@ class Exchange:
             if delta.finish == "abort":
                 raise gone()
             if delta.finish == "error":
-                raise Refusal(delta.error, status=503 if self.service.scheduler.deadline is not None else 500)
+                raise Refusal(delta.error, status=delta.status)
             left -= delta.finish is not None
-            yield choice, choice.take(delta)
+            for part in choice.portions(delta, self.service.stream_interval if self.ask.stream else None):
+                yield choice, choice.take(part)
 
 
 def _event(body: dict) -> str:

@@ -106,10 +106,10 @@ class Metrics:
         return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
 
 
-def count(metrics: Metrics, report: RoundReport, live: list[bool], nodes: int) -> None:
+def count(metrics: Metrics, report: RoundReport, live: list[bool]) -> None:
     """Count the tokens of a step, and what was drafted and accepted in it.
 
-    live: which rows had not ended before. nodes: of a whole tree, its root included."""
+    live: which rows had not ended before."""
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:
@@ -118,7 +118,7 @@ def count(metrics: Metrics, report: RoundReport, live: list[bool], nodes: int) -
     add("specdec:rounds")
     add("specdec:sequence_rounds", sum(live))
     add("specdec:round_tokens", emitted)
-    for alive, accepted, drafted in zip(live, report.accepted, _drafted(report, nodes), strict=True):
+    for alive, accepted, drafted in zip(live, report.accepted, drafted_of(report), strict=True):
         if alive and drafted:
             add("vllm:spec_decode_num_drafts")
             add("vllm:spec_decode_num_draft_tokens", drafted)
@@ -127,9 +127,11 @@ def count(metrics: Metrics, report: RoundReport, live: list[bool], nodes: int) -
                 add("vllm:spec_decode_num_accepted_tokens_per_pos", position=position)
 
 
-def _drafted(report: RoundReport, nodes: int) -> list[int]:
+def drafted_of(report: RoundReport) -> list[int]:
     """How many tokens a round drafted for each row."""
+    if report.prefill:
+        return [0] * len(report.rows)
     if report.levels is None:  # a recorded round shows no tree, and every row has a whole one
-        return [nodes - 1] * len(report.rows)
+        return [report.nodes - 1] * len(report.rows)
     depth = [[]] * len(report.rows) if report.tree is None else report.tree.depth.tolist()
     return [sum(0 < d <= most for d in row) for row, most in zip(depth, report.levels, strict=True)]

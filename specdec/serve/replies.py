@@ -1,6 +1,7 @@
 """What clients get back: tokens as text, and the JSON of OpenAI's answers and chunks."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from specdec.serve.scheduler import REASONS, Delta, Job
@@ -28,6 +29,27 @@ class Choice:
         self.pieces: list[Piece] = []
         self.count = 0  # tokens so far
         self.offset = 0  # characters of the tokens so far, each decoded by itself
+        self.waiting: Delta | None = None  # tokens that do not fill an event yet
+        self.drafted: list[int] = []  # by step in which something was drafted
+        self.accepted: list[int] = []
+
+    def portions(self, delta: Delta, interval: int | None) -> Iterator[Delta]:
+        """A step as events of `interval` tokens each; the last one of a text may have fewer. None: as it came."""
+        if delta.drafted:
+            self.drafted.append(delta.drafted)
+            self.accepted.append(delta.accepted)
+        if interval is None:
+            yield delta
+            return
+        if self.waiting is not None:
+            delta, self.waiting = _joined(self.waiting, delta), None
+        while len(delta.tokens) > interval or (len(delta.tokens) == interval and delta.finish is None):
+            yield _part(delta, slice(interval), None)
+            delta = _part(delta, slice(interval, None), delta.finish)
+        if delta.finish is not None:
+            yield delta
+        elif delta.tokens:
+            self.waiting = delta
 
     def take(self, delta: Delta) -> Piece:
         text = self.stream.feed(delta.tokens) if delta.tokens else ""
@@ -46,6 +68,43 @@ class Choice:
         return Piece("".join(piece.text for piece in self.pieces), tokens, kept, self.pieces[-1].finish)
 
 
+def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
+    logprobs = None if delta.logprobs is None else delta.logprobs[part]
+    return replace(delta, tokens=delta.tokens[part], logprobs=logprobs, finish=finish)
+
+
+def _joined(first: Delta, then: Delta) -> Delta:
+    logprobs = None if then.logprobs is None else (first.logprobs or []) + then.logprobs
+    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs)
+
+
+def speculation(choice: Choice, most: int, detailed: bool) -> dict:
+    """What speculation did for a text, in vLLM's words. A step is a round in which something was drafted.
+
+    most: nodes that a round can draft. detailed: step by step too."""
+    drafted, accepted = choice.drafted, choice.accepted
+    steps, length = len(drafted), max([most, *accepted]) + 1
+    by_draft = {
+        str(n): _histogram([a for a, d in zip(accepted, drafted, strict=True) if d == n], n + 1)
+        for n in sorted(set(drafted))
+    }
+    told = {
+        "mean_acceptance_length": 1 + sum(accepted) / steps if steps else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if steps else None,
+        "acceptance_histogram": _histogram(accepted, length),
+        "acceptance_histogram_by_draft_length": by_draft,
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": most,
+    }
+    return told | ({"per_step_accepted": accepted, "per_step_drafted": drafted} if detailed else {})
+
+
+def _histogram(values: list[int], length: int) -> list[int]:
+    return [values.count(value) for value in range(length)]
+
+
 @dataclass
 class Reply:
     """A response while it grows: its choices, and the JSON of its kind. Chat and completions differ in the methods
@@ -57,6 +116,8 @@ class Reply:
     choices: list[Choice]
     prompt_tokens: int
     token_ids: bool = False  # tell the ids of tokens, as vLLM does
+    acceptance: str = "none"  # told with the usage: 'summary', 'detailed'
+    drafts: int = 0  # nodes that a round can draft
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
@@ -69,7 +130,14 @@ class Reply:
         """The answer that is not streamed."""
         wholes = [(choice, choice.whole()) for choice in self.choices]
         choices = [self.whole_choice(choice, piece) | self._ids(piece) for choice, piece in wholes]
-        return self._json(self.object, choices) | {"usage": self.usage()}
+        return self._json(self.object, choices) | {"usage": self.usage()} | self.metrics()
+
+    def metrics(self) -> dict:
+        """What is told beside the usage, of a response of one text, as vLLM does."""
+        if self.acceptance == "none" or len(self.choices) > 1:
+            return {}
+        told = speculation(self.choices[0], self.drafts, self.acceptance == "detailed")
+        return {"metrics": {"speculative_decoding": told}}
 
     def chunk(self, choice: Choice, piece: Piece, usage: bool = False) -> dict:
         """A chunk of a stream. usage: tell what was used so far."""
@@ -81,7 +149,7 @@ class Reply:
 
     def last_chunk(self) -> dict:
         """The chunk that tells the usage: it has no choices."""
-        return self._json(self.chunk_object, []) | {"usage": self.usage()}
+        return self._json(self.chunk_object, []) | {"usage": self.usage()} | self.metrics()
 
     def _json(self, kind: str, choices: list[dict]) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}

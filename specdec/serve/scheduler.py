@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec.engine.engine import Engine
-from specdec.engine.report import Reads, RoundReport
+from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence, Stop, make_sequence
 from specdec.sampling.noise import Seed
-from specdec.serve.metrics import Metrics, count
+from specdec.serve.metrics import Metrics, count, drafted_of
 from specdec.types import Sampling
 
 LOG = logging.getLogger(__name__)
@@ -36,13 +36,16 @@ class Closed(Exception):
 @dataclass
 class Delta:
     """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
-    'abort'), or 'error', with what happened in `error`."""
+    'abort'), or 'error', with what happened in `error` and its HTTP status."""
 
     job: "Job"
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
     finish: str | None = None
     error: str = ""
+    status: int = 500
+    drafted: int = 0  # nodes of the step's tree, the root aside
+    accepted: int = 0  # how many of the tokens were drafted
 
 
 @dataclass(eq=False)
@@ -76,15 +79,21 @@ class Scheduler:
         room: int = 2048,
         queue: int = 256,
         prefill_tokens: int = 2048,
+        max_seconds: float | None = None,
         metrics: Metrics | None = None,
+        observer: Observer | None = None,
     ):
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
         row. prefill_tokens: of the prompts that are prefilled together, padding counted; a longer prompt goes alone.
+        max_seconds: after which a job ends with an error, wherever it is. observer: is told of every step.
 
         ValueError if the engine cannot hold that many."""
         self.engine, self.rows, self.queue_limit, self.prefill_tokens = engine, rows, queue, prefill_tokens
         # Nothing is copied for reports of launched rounds; of replayed ones what the host knows is enough.
         self.reads = Reads.TREES if engine.graphs is None else Reads.TOKENS
+        self.max_seconds, self.observer = max_seconds, observer
+        if observer is not None:
+            self.reads = max(self.reads, observer.reads)
         self.reserved = room
         engine.reserve(rows, room, reads=self.reads)
         self.room = engine.room
@@ -170,7 +179,7 @@ class Scheduler:
             leaving = self._take_leaving()
             if not self.engine.waiting:
                 self._admit()
-        self._send([Delta(job, finish="error" if why else "abort", error=why) for job, why in leaving])
+        self._send([Delta(job, finish="error" if why else "abort", error=why, status=s) for job, why, s in leaving])
         if not self.running:
             return self.deadline is None
         try:
@@ -181,20 +190,26 @@ class Scheduler:
             return True
         if report is not None:
             self.prefilled = report.prefill
+            if self.observer is not None:
+                self.observer(report)
             self._tell(report)
         return True
 
-    def _take_leaving(self) -> list[tuple[Job, str]]:
-        """End the jobs that end here, each with why if that is news to whoever asked for it. Called with the lock
-        held."""
-        leaving = [(job, "") for job in (*self.queue, *self.running.values()) if job.unwanted]
+    def _take_leaving(self) -> list[tuple[Job, str, int]]:
+        """End the jobs that end here, each with why, and the HTTP status, if that is news to whoever asked for it.
+        Called with the lock held."""
+        now, everyone = time.perf_counter(), [*self.queue, *self.running.values()]
+        leaving = [(job, "", 499) for job in everyone if job.unwanted]
+        if self.max_seconds is not None:
+            why = f"the request took more than {self.max_seconds:g} seconds"
+            leaving += [(job, why, 504) for job in everyone if now - job.arrived > self.max_seconds]
         if self.deadline is not None:
-            late = time.perf_counter() >= self.deadline
-            others = [*self.queue, *(self.running.values() if late else ())]
-            leaving += [(job, "the server stops") for job in others if not job.unwanted]
-        gone = {id(job) for job, _ in leaving}
+            others = everyone if now >= self.deadline else self.queue
+            leaving += [(job, "the server stops", 503) for job in others]
+        leaving = list({id(one[0]): one for one in reversed(leaving)}.values())  # each by its first reason
+        gone = {id(job) for job, *_ in leaving}
         self.queue = [job for job in self.queue if id(job) not in gone]
-        for job, _ in leaving:
+        for job, *_ in leaving:
             if job.sequence is not None:
                 self.engine.abort(job.sequence)
                 del self.running[job.sequence]
@@ -213,15 +228,8 @@ class Scheduler:
             joining.append(job)
         del self.queue[: len(joining)]
         for job in joining:
-            job.sequence = self.engine.add(
-                job.prompt,
-                max_new_tokens=job.max_new_tokens,
-                sampling=job.sampling,
-                seed=job.seed,
-                eos=job.eos,
-                stop=job.stop,
-                logprobs=job.logprobs,
-            )
+            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs")
+            job.sequence = self.engine.add(job.prompt, **{name: getattr(job, name) for name in asked})
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
 
@@ -229,13 +237,15 @@ class Scheduler:
         """Send what a step has emitted, and let those go that have ended."""
         now, deltas, metrics = time.perf_counter(), [], self.metrics
         with metrics.lock:
-            count(metrics, report, [row in self.running for row in report.rows], self.engine.round.nodes)
-            for sequence, tokens in zip(report.rows, report.emitted, strict=True):
+            count(metrics, report, [row in self.running for row in report.rows])
+            told = zip(report.rows, report.emitted, report.accepted, drafted_of(report), strict=True)
+            for sequence, tokens, accepted, drafted in told:
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped
                     continue
                 logprobs = sequence.logprobs and sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
-                deltas.append(Delta(job, tokens, logprobs, sequence.finish))
+                delta = Delta(job, tokens, logprobs, sequence.finish, drafted=drafted, accepted=accepted)
+                deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")
                 metrics.observe(f"vllm:{name}_seconds", now - since)
                 job.heard = now

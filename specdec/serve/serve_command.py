@@ -10,9 +10,12 @@ from pathlib import Path
 
 from specdec import kernels
 from specdec.api import ModelSettings
+from specdec.calibrate import HELP, make_policy
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
+from specdec.engine.recorder import Recorder, describe
+from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.serve.app import make_app
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler
@@ -22,6 +25,7 @@ from trees.spec import AUTO, TreeSettings
 
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
+ACCEPTANCE = ("none", "summary", "detailed")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,19 +36,27 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--api-key", metavar="KEY", help=f"what clients must send (default: ${KEY}, else nothing)")
     server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
     server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
+    told = p.add_argument_group("what is told")
+    told.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
+    told.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
+                      help="none (default), summary, detailed: acceptance in responses")  # fmt: skip
+    told.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
     limits = p.add_argument_group("limits")
     limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
     limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
     limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
     limits.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts read together (default 2048)")
     limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
+    limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
     limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
     model = p.add_argument_group("models")
     add_flags(model, ModelSettings)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
     model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
-    add_flags(p.add_argument_group("draft tree"), TreeSettings)
+    tree = p.add_argument_group("draft tree")
+    add_flags(tree, TreeSettings)
+    tree.add_argument("--adaptive", metavar="NAME", help=HELP)
     add_flags(p.add_argument_group("verification"), VerifierSettings)
     return p
 
@@ -54,16 +66,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise ValueError(f"{' and '.join(missing)} are not installed: pip install 'specdec[serve]'")
+    if args.trace is not None:
+        check_trace_folder(args.trace)
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
         engine = make_engine(args)
-        service = make_service(args, engine)
+        recorder = make_recorder(args, engine)
+        service = make_service(args, engine, recorder)
         key = args.api_key or os.environ.get(KEY) or None
         app = make_app(service, key)
         listener.listen()  # whoever reads the next line may connect
         host, port = listener.getsockname()[:2]
         print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         serve(app, listener, service.scheduler, args.grace)
+        if recorder is not None:
+            write_trace(recorder.trace, args.trace)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -88,20 +105,33 @@ def make_engine(args: argparse.Namespace) -> Engine:
     verifier = read_flags(VerifierSettings, args).make()
     if trees.tree == AUTO:
         raise ValueError(
-            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or another tree"
+            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"
         )
     if not args.no_draft:
         models.check_pair(", or --no-draft to decode plainly")
+    if args.adaptive is not None and (args.no_draft or args.compile):
+        raise ValueError(f"--adaptive contradicts --{'no-draft' if args.no_draft else 'compile'}")
     tree = None if args.no_draft else trees.spec().build()
     target = models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         kernels.use("torch")  # as for `specdec generate`
-    how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+    adaptive = args.adaptive and make_policy(args.adaptive, target, drafter, tree, rows=args.batch_size)
+    how = {"graphs": False if args.no_graphs or adaptive else None, "compile": args.compile, "adaptive": adaptive}
     return Engine(target, drafter, tree, verifier, children=args.children, **how)
 
 
-def make_service(args: argparse.Namespace, engine: Engine) -> Service:
+def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:
+    """What --trace asks for. It keeps all rounds in memory until the server ends."""
+    if args.trace is None:
+        return None
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    del flags["api_key"]
+    pieces = engine.target, engine.drafter, engine.policy, engine.verifier
+    return Recorder({"flags": flags} | describe(*pieces))
+
+
+def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | None = None) -> Service:
     """The service with the limits of the flags."""
     target, name = engine.target, args.served_model_name or name_of(args)
     metrics = Metrics(name, engine.policy.steps if engine.policy else 0)
@@ -111,10 +141,13 @@ def make_service(args: argparse.Namespace, engine: Engine) -> Service:
         room=args.room or min(target.config.context, ROOM),
         queue=args.queue,
         prefill_tokens=args.prefill_tokens,
+        max_seconds=args.max_seconds,
         metrics=metrics,
+        observer=recorder,
     )
     most = min(args.max_n, args.batch_size + args.queue)
-    return Service(target, scheduler, name, Limits(args.max_body, most))
+    how = {"stream_interval": args.stream_interval, "acceptance": args.per_request_spec_decode_metrics}
+    return Service(target, scheduler, name, Limits(args.max_body, most), **how)
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -25,12 +25,23 @@ class Service:
     """A model that answers by a scheduler. Everything here is quick but to tokenize: call `prepare` where that may take
     a moment."""
 
-    def __init__(self, target: Target, scheduler: Scheduler, model: str, limits: Limits | None = None):
-        """ValueError for a target without a tokenizer."""
+    def __init__(
+        self,
+        target: Target,
+        scheduler: Scheduler,
+        model: str,
+        limits: Limits | None = None,
+        *,
+        stream_interval: int | None = None,
+        acceptance: str = "none",
+    ):
+        """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: what responses tell of
+        speculation: 'none', 'summary' or 'detailed'. ValueError for a target without a tokenizer."""
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
         self.limits = limits or Limits()
+        self.stream_interval, self.acceptance = stream_interval, acceptance
         self.created = int(time.time())
 
     def models(self) -> dict:
@@ -62,7 +73,8 @@ class Service:
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
-        return kind(*who, choices, used, ask.return_token_ids)
+        told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1
+        return kind(*who, choices, used, *told)
 
     def tokenize(self, body: dict) -> dict:
         """vLLM's answer to {prompt} or {messages}."""

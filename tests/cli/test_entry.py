@@ -30,7 +30,7 @@ def test_the_overview_fits_a_screen_and_names_every_command(capsys):
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 100
     for name in entry.COMMANDS:
-        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+        assert sum(line.startswith(f"  {name}  ") for line in lines) == 1
 
 
 def test_the_overview_loads_no_command():

@@ -82,10 +82,11 @@ def serve(pair, use: Callable[[Server], Awaitable], *, key=None, limits=None, **
 
 
 @asynccontextmanager
-async def server_of(pair, key, limits, **how):
+async def server_of(pair, key, limits, told=None, adaptive=None, **how):
     target, drafter = pair
-    scheduler = Scheduler(Engine(target, drafter, DynamicTree(3, 3, 9)), **({"rows": 4, "room": 100} | how))
-    service = Service(target, scheduler, "tiny", limits or Limits())
+    engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive)
+    scheduler = Scheduler(engine, **({"rows": 4, "room": 100} | how))
+    service = Service(target, scheduler, "tiny", limits or Limits(), **told or {})
     scheduler.metrics.model = "tiny"
     app = make_app(service, key)
     headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -17,6 +17,7 @@ pytest.importorskip("fastapi")
 import httpx2
 from clients import TEXT
 
+from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
 from specdec.serve.serve_command import listen, main, parser
 
@@ -28,8 +29,9 @@ def refused(*words: str) -> str:
     return done.stderr
 
 
-def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path):
+def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path, tmp_path):
     words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--topk", "3", "--steps", "3"]
+    words += ["--adaptive", "table:1=3,4=1", "--trace", str(tmp_path / "trace"), "--api-key", "secret-key"]
     command = [sys.executable, "-m", "specdec", "serve", *words, "--served-model-name", "tiny"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -39,7 +41,7 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     try:
         url = re.fullmatch(r"tiny at (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())[1]
         body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "seed": 1}
-        with httpx2.Client(base_url=url, timeout=400) as client:
+        with httpx2.Client(base_url=url, timeout=400, headers={"authorization": "Bearer secret-key"}) as client:
             with client.stream("POST", TEXT, json=body) as gone:
                 next(gone.iter_lines())
             with client.stream("POST", TEXT, json=body | {"n": 6}) as answer:
@@ -55,6 +57,10 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     ends = [choice["finish_reason"] for event in events for choice in json.loads(event)["choices"]]
     assert ends.count("length") == 6
     assert (process.returncode, err) == (0, "SIGTERM: finishing what runs\n")
+    trace = read_trace(tmp_path / "trace")
+    assert sorted(len(row.tokens) for row in trace.rows)[-6:] == [100] * 6
+    assert {row.steps for row in trace.rows} <= {1, 3}
+    assert "secret-key" not in json.dumps(trace.settings)
 
 
 def test_a_port_that_is_in_use():

@@ -1,0 +1,118 @@
+"""One streamed request to a server that speaks OpenAI's interface, and when its parts arrived.
+
+Times are those of vLLM's benchmark: an event with a non-empty `choices` counts, also one without text. The first makes
+the TTFT, each later one an ITL, and TPOT is (last event - first event) / (tokens - 1), tokens by the server's usage.
+"""
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every request of a run has in common."""
+
+    model: str
+    max_tokens: int
+    chat: bool = True
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    seed: int | None = None
+    extra: dict = field(default_factory=dict)  # fields of the body beside these
+
+    def body(self, prompt: str) -> dict:
+        own = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
+        limit = {"max_completion_tokens" if self.chat else "max_tokens": self.max_tokens}
+        how = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
+        how |= {"ignore_eos": True} if self.ignore_eos else {}
+        how |= {"seed": self.seed} if self.seed is not None else {}
+        return {"model": self.model} | own | limit | how | self.extra
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.chat else "/v1/completions"
+
+
+@dataclass
+class Answer:
+    """What came back. Times are seconds since the request was sent."""
+
+    sent: float  # on `time.perf_counter`
+    arrivals: list[float] = field(default_factory=list)  # of events with choices
+    seconds: float = 0.0  # until the stream ended
+    prompt_tokens: int = 0
+    tokens: int = 0
+    text: str = ""
+    finish: str | None = None
+    wrong: str = ""  # why it is not valid
+
+    @property
+    def ttft(self) -> float:
+        return self.arrivals[0]
+
+    @property
+    def itls(self) -> list[float]:
+        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    @property
+    def tpot(self) -> float | None:
+        """None for an answer of one token."""
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
+
+
+async def ask(client, asked: Asked, prompt: str) -> Answer:
+    """Send a request by an `httpx2.AsyncClient` and read its stream. What goes wrong is told in the answer."""
+    import httpx2  # an extra
+
+    start = time.perf_counter()
+    answer, done = Answer(start), False
+    try:
+        async with client.stream("POST", asked.path, json=asked.body(prompt)) as response:
+            if response.status_code != 200:
+                told = (await response.aread()).decode(errors="replace")
+                answer.wrong = f"status {response.status_code}: {told[:200]}"
+            async for data in _events(response):
+                done = data == "[DONE]"
+                if not done:
+                    _take(answer, json.loads(data), time.perf_counter() - start)
+    except (httpx2.HTTPError, ValueError, KeyError) as error:
+        answer.wrong = f"{type(error).__name__}: {error}"
+    answer.seconds = time.perf_counter() - start
+    answer.wrong = answer.wrong or _fault(answer, asked, done)
+    return answer
+
+
+async def _events(response) -> AsyncIterator[str]:
+    """The data of server-sent events; comments are skipped."""
+    if response.status_code != 200:
+        return
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line.removeprefix("data:").strip()
+
+
+def _take(answer: Answer, event: dict, now: float) -> None:
+    if "error" in event:
+        answer.wrong = str(event["error"].get("message", event["error"]))
+    if event.get("choices"):
+        answer.arrivals.append(now)
+        choice = event["choices"][0]
+        answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        answer.finish = choice.get("finish_reason") or answer.finish
+    if usage := event.get("usage"):
+        answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+
+
+def _fault(answer: Answer, asked: Asked, done: bool) -> str:
+    """Why an answer that came without an error is not valid, or ''."""
+    if not done:
+        return "the stream has no end"
+    if not answer.arrivals or answer.finish is None:
+        return "the stream has no text, or no finish_reason"
+    if not answer.tokens:
+        return "the server tells no usage"
+    if answer.tokens > asked.max_tokens or (asked.ignore_eos and answer.tokens != asked.max_tokens):
+        return f"{answer.tokens} tokens came, and {asked.max_tokens} were asked for"
+    return ""

@@ -1,0 +1,132 @@
+"""How likely a drafted node is accepted where its parent was, told before the target has answered.
+
+What they learn from is censored: of a round only the children of accepted nodes are known to be right or wrong.
+"""
+
+import numpy as np
+
+from specdec.adaptive.policy import Draft, Outcome
+
+EVERY = 256  # observations between two fits
+KEPT = 4000  # observations that are kept
+RIDGE = 4.0  # observations that the wish for slope 1 and intercepts 0 counts
+ROUNDS = 4  # of Newton's method
+LEAST, MOST = 1e-4, 1 - 1e-4
+
+
+class Estimator:
+    """A node's probability of being accepted, given that its parent is."""
+
+    def edges(self, draft: Draft) -> np.ndarray:
+        """[B,N]; void at the root."""
+        raise NotImplementedError
+
+    def learn(self, outcome: Outcome) -> None:
+        """Is told of every round that was cut by these estimates."""
+
+    def survival(self, draft: Draft) -> np.ndarray:
+        """[B,N] the probability that all nodes from the root to this one are accepted. It falls along every path."""
+        logs = np.log(np.clip(self.edges(draft), LEAST, MOST))
+        logs[:, 0] = 0.0
+        return np.exp((draft.ancestors * logs[:, None]).sum(-1))
+
+
+class Told(Estimator):
+    """The drafter's own probability."""
+
+    def edges(self, draft: Draft) -> np.ndarray:
+        return np.exp(draft.edges)
+
+
+class Calibrated(Estimator):
+    """A logistic function of the log-odds of the drafter's probability: one slope for all, an intercept for each level,
+    fitted online by Newton's method with a ridge (as vLLM's adaptive verification)."""
+
+    def __init__(self, levels: int):
+        self.weights = np.zeros(levels + 1)  # intercepts, and the slope behind them
+        self.weights[-1] = 1.0
+        self.start = self.weights.copy()
+        self.features = np.empty((0, levels + 1))
+        self.labels = np.empty(0)
+        self.since = 0
+
+    def feature(self, draft: Draft) -> np.ndarray:
+        """[B,N] what a node's probability follows from, beside its level."""
+        p = np.clip(np.exp(draft.edges), LEAST, MOST)
+        return np.log(p / (1 - p))
+
+    def edges(self, draft: Draft) -> np.ndarray:
+        level = np.maximum(draft.depth - 1, 0)
+        return _sigmoid(self.weights[level] + self.weights[-1] * self.feature(draft))
+
+    def learn(self, outcome: Outcome) -> None:
+        if outcome.draft is None:
+            return
+        rows, nodes, labels = observed(outcome)
+        features = np.zeros((len(rows), len(self.weights)))
+        features[np.arange(len(rows)), outcome.draft.depth[rows, nodes] - 1] = 1
+        features[:, -1] = self.feature(outcome.draft)[rows, nodes]
+        self.features = np.concatenate([self.features, features])[-KEPT:]
+        self.labels = np.concatenate([self.labels, labels])[-KEPT:]
+        self.since += len(rows)
+        if self.since >= EVERY:
+            self.since = 0
+            self.fit()
+
+    def fit(self) -> None:
+        x, w, ridge = self.features, self.weights, RIDGE * np.eye(len(self.weights))
+        for _ in range(ROUNDS):
+            p = _sigmoid(x @ w)
+            slope = x.T @ (p - self.labels) + ridge @ (w - self.start)
+            w = w - np.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + ridge, slope)
+        if np.isfinite(w).all() and w[-1] > 0:
+            self.weights = w
+
+
+class Margin(Calibrated):
+    """The same of the margin: how far a node's log-probability lies above that of its best sibling, or below. A node
+    without siblings in the tree has its log-odds as margin."""
+
+    def feature(self, draft: Draft) -> np.ndarray:
+        odds = super().feature(draft)
+        siblings = draft.parents[:, :, None] == draft.parents[:, None]
+        siblings &= ~np.eye(draft.nodes, dtype=bool)
+        siblings[:, :, 0] = False  # the root is its own parent, and nobody's sibling
+        best = np.where(siblings, draft.edges[:, None], -np.inf).max(-1)
+        return np.where(np.isfinite(best), draft.edges - best, odds)
+
+
+class Confident(Estimator):
+    """What a confidence head says, of drafters that have one and draft chains; else the drafter's own probability."""
+
+    def edges(self, draft: Draft) -> np.ndarray:
+        if draft.confidence is None:
+            return np.exp(draft.edges)
+        return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
+
+
+ESTIMATORS = ("told", "calibrated", "margin", "confidence")
+
+
+def make_estimator(name: str, levels: int) -> Estimator:
+    """ValueError for a name that is none."""
+    if name not in ESTIMATORS:
+        raise ValueError(f"there is no estimator {name!r}; there are {', '.join(ESTIMATORS)}")
+    kinds = {"calibrated": Calibrated, "margin": Margin}
+    return kinds[name](levels) if name in kinds else {"told": Told, "confidence": Confident}[name]()
+
+
+def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows, nodes and labels of what a round tells: of every accepted node's children whether each was right. Nothing
+    is known of the other nodes."""
+    draft, path = outcome.draft, outcome.path
+    on_path = np.zeros(draft.edges.shape, dtype=bool)
+    np.put_along_axis(on_path, path, True, 1)  # the root too, as entries behind the accepted are 0
+    known = np.take_along_axis(on_path, draft.parents, 1) & draft.live[:, None]
+    known[:, 0] = False
+    rows, nodes = known.nonzero()
+    return rows, nodes, on_path[rows, nodes].astype(float)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-np.clip(x, -30, 30)))

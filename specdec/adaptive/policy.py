@@ -1,0 +1,75 @@
+"""What an adaptive policy is asked, and what it is told. All of it is numpy on the host.
+
+B rows of a batch   N nodes of their trees, root included   D levels of the largest tree
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Draft:
+    """The trees of a round before the target has seen them."""
+
+    levels: int  # that were drafted
+    edges: np.ndarray  # [B,N] log-probability of each node given its parent, as the drafter tells it; 0 at the root
+    parents: np.ndarray  # [B,N] the root its own
+    depth: np.ndarray  # [B,N] root 0
+    ancestors: np.ndarray  # [B,N,N] bool: ancestors[b,i,j] = j lies on the path from the root to i, i included
+    live: np.ndarray  # [B] bool: which rows still decode
+    # Children were drawn from the drafter's distribution, and the rule counts on that. `edges` then tell of a node's
+    # place before its token was drawn, and only whole levels may be cut.
+    drawn: bool = False
+    confidence: np.ndarray | None = None  # [B,D] logits of a confidence head for the levels of a chain
+
+    @property
+    def nodes(self) -> int:
+        return self.edges.shape[1]
+
+
+@dataclass
+class Outcome:
+    """What a round did to the rows that decoded in it, R of them."""
+
+    levels: int  # drafted; 0 for a plain round
+    nodes: int  # verified for each row, the root included
+    accepted: list[int]  # [R]
+    ended: list[bool]  # [R] the accepted path ends in a leaf: nothing is known of the token behind it
+    draft: Draft | None = None  # as it was verified; None for policies that do not cut
+    path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; entries behind the accepted are 0
+
+
+class Policy:
+    """Chooses the trees of rounds. A policy belongs to one engine, and is told of its rounds in order.
+
+    The two choices depend on the past, on the number of rows and on the draft alone. What the target says of a node is
+    not known when they are made, and must not be: then every rule emits what it would emit with that tree.
+    """
+
+    name = "policy"
+    cuts = False  # asks for drafts, and may leave nodes out
+
+    def plan(self, rows: int) -> int:
+        """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""
+        raise NotImplementedError
+
+    def keep(self, draft: Draft) -> np.ndarray | None:
+        """The nodes to verify, [B,n] ascending and root first, closed under parents; None for all of them."""
+        return None
+
+    def learn(self, outcome: Outcome) -> None:
+        """Is told of every round that was read."""
+
+
+class Fixed(Policy):
+    """As many levels at any load."""
+
+    name = "fixed"
+
+    def __init__(self, levels: int):
+        """levels: 0 decodes plainly."""
+        self.levels = levels
+
+    def plan(self, rows: int) -> int:
+        return self.levels

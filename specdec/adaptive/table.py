@@ -1,0 +1,50 @@
+"""The policy `table`: draft length by the number of rows."""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specdec.adaptive.curve import Curve
+from specdec.adaptive.policy import Policy
+from specdec.adaptive.rates import fastest
+
+
+class Table(Policy):
+    """So many levels from so many rows on, as vLLM's `num_speculative_tokens_per_batch_size`."""
+
+    name = "table"
+
+    def __init__(self, levels: Mapping[int, int]):
+        """levels: from this number of rows on, this many. The smallest number also stands for fewer rows."""
+        self.starts = sorted(levels)
+        self.depths = [levels[start] for start in self.starts]
+
+    @classmethod
+    def parse(cls, text: str, deepest: int) -> "Table":
+        """The table of a text such as 1=5,8=3,32=0. ValueError, one sentence, for anything else, and for more levels
+        than the tree has."""
+        if not re.fullmatch(r"\d+=\d+(,\d+=\d+)*", text):
+            raise ValueError(f"a table of draft lengths is written ROWS=LEVELS,..., such as 1=5,8=3,32=0, not {text!r}")
+        levels = {int(rows): int(depth) for rows, depth in (part.split("=") for part in text.split(","))}
+        if max(levels.values()) > deepest:
+            raise ValueError(f"the table asks for {max(levels.values())} levels, and the tree has {deepest}")
+        return cls(levels)
+
+    @classmethod
+    def measured(cls, curve: Curve, sizes: Sequence[int], reach: Sequence[float]) -> "Table":
+        """The table of what is fastest by measured costs. sizes [D+1]: nodes of the trees of 0 to D levels. reach [D]:
+        how often a round accepts this level."""
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
+        found = {}
+        for rows in curve.rows:
+            rest, verify = curve.at(rows)
+            found[rows] = fastest(tokens, rest[: len(sizes)] + verify[np.asarray(sizes)])
+        return cls(found)
+
+    def plan(self, rows: int) -> int:
+        return self.depths[max(bisect_right(self.starts, rows) - 1, 0)]
+
+    def __str__(self) -> str:
+        return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))

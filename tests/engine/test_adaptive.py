@@ -1,0 +1,245 @@
+"""Adaptive policies: the text stays plain decoding's whatever they choose, and they choose by load and acceptance."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import DRAFTERS, tiny_drafter, tiny_target
+
+from specdec import calibrate
+from specdec.adaptive import Calibrated, Curve, Draft, Ema, Outcome, Policy, Survival, Table, Told
+from specdec.adaptive.survival import BEGIN, FIRST
+from specdec.engine.engine import Engine
+from specdec.engine.guide import Guide
+from specdec.types import Sampling
+from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+
+PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1], [9, 9, 9, 9]]
+KINDS = ("eagle3", "mtp-two-heads-pre-norm", "medusa", "suffix", "draft-model", "dspark")
+STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
+TREES = {"dynamic": DynamicTree(3, 3, 9), "chain": Chain(3), "static": STATIC, "drawn": SampledTree((2, 1, 1))}
+
+
+CASES = [*((kind, "dynamic") for kind in KINDS), *(("eagle3", tree) for tree in TREES if tree != "dynamic")]
+
+
+class Restless(Policy):
+    """Every depth and every width in turn, plain rounds among them."""
+
+    cuts = True
+
+    def __init__(self, steps: int):
+        self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, 2, 0], 0, []
+
+    def plan(self, rows):
+        self.rounds += 1
+        return self.depths[self.rounds % len(self.depths)]
+
+    def keep(self, draft):
+        width = min([1, 2, 4, 99][self.rounds % 4], draft.nodes)
+        scores = (draft.ancestors * draft.edges[:, None]).sum(-1)
+        return np.sort(np.argsort(-scores, 1, kind="stable")[:, :width], 1)
+
+    def learn(self, outcome):
+        self.outcomes.append(outcome)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def texts(engine, sampling=None):
+    return engine.generate(PROMPTS, max_new_tokens=[40, 9, 60, 25], sampling=sampling, seed=3).rows
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=9), Sampling(repetition_penalty=1.2)], ids=str)
+@pytest.mark.parametrize(("kind", "tree"), CASES)
+def test_the_text_is_plain_decodings(target, kind, tree, sampling):
+    drafter, plain = DRAFTERS[kind](target), [row.tokens for row in texts(Engine(target), sampling)]
+    accepted = 0
+    for overlap in (False, True):
+        policy = Restless(TREES[tree].steps)
+        rows = texts(Engine(target, drafter, TREES[tree], adaptive=policy, overlap=overlap), sampling)
+        assert [row.tokens for row in rows] == plain
+        assert {outcome.levels for outcome in policy.outcomes} == {0, 1, 2, 3}
+        accepted += sum(sum(row.trace.accepted) for row in rows)
+    assert accepted > 0 or kind == "dspark", "nothing was accepted: the test shows nothing"
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp-three-heads", "draft-model", "dflash"])
+def test_what_is_held_back_is_absorbed_as_it_would_have_been(target, kind, monkeypatch):
+    """The drafter proposes the same after plain rounds whether it absorbed them at once or later."""
+    drafter, found = DRAFTERS[kind](target), []
+    for whole in (1, 2, 32):
+        monkeypatch.setattr("specdec.engine.guide.HOLD", whole)
+        found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
+    monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
+    found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
+    assert found[0] == found[1] == found[2] == found[3]
+    assert sum(sum(trace.accepted) for trace in found[0]) > 0
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft-model", "dflash"])
+def test_rows_that_come_and_go(target, kind, monkeypatch):
+    """Sequences join between plain rounds, while others hold what their drafter has not absorbed, and are dropped. What
+    is accepted is as if everything had been absorbed at once, prompts too."""
+    prompts = [[i % 16 + 1, 3 * i % 16 + 1, 5][: i % 3 + 1] for i in range(12)]
+    alone = [Engine(target).generate([p], max_new_tokens=5 + 3 * i).rows[0].tokens for i, p in enumerate(prompts)]
+    traces, held = [], []
+    admit = Guide.admit
+
+    def watched(self, *given):
+        state = admit(self, *given)
+        held.append(self.joining is not None)
+        return state
+
+    monkeypatch.setattr(Guide, "admit", watched)
+    for holds in (True, False):
+        if not holds:
+            monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
+        engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=Restless(3))
+        engine.reserve(3, 60)
+        rows = [engine.add(p, max_new_tokens=5 + 3 * i) for i, p in enumerate(prompts)]
+        while engine.step() is not None:
+            pass
+        assert [row.tokens for row in rows] == alone
+        traces.append([row.trace for row in rows])
+    assert traces[0] == traces[1]
+    assert set(held) == {True, False}
+
+
+# What policies choose
+
+
+def curve(forward: float, node: float, level: float = 0.2, rows=(1, 8, 64)) -> Curve:
+    """A forward takes a base, and more for every node of every row; a level of drafting a part of the base."""
+    verify = {b: {n: forward + node * b * n for n in (1, 2, 4, 6)} for b in rows}
+    return Curve(rows, {b: [0.0, *(level * d for d in range(1, 6))] for b in rows}, verify)
+
+
+SIZES = [1, 2, 3, 4, 5, 6]
+
+
+def test_a_curve_is_linear_between_what_was_measured_and_goes_on_behind_it():
+    costs = curve(1.0, 0.01)
+    for rows in (1, 3, 8, 40, 64, 100):
+        assert costs.seconds(rows, 3, 5) == pytest.approx(0.6 + 1 + 0.01 * rows * 5)
+    assert Curve.of(costs.entries()).seconds(20, 2, 3) == costs.seconds(20, 2, 3)
+
+
+@pytest.mark.parametrize("kind", ["table", "ema", "survival"])
+def test_the_more_rows_the_shallower_and_none_at_last(kind):
+    policy = calibrate.assembled(kind, curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.seen, policy.drafts, policy.rounds = FIRST, BEGIN, BEGIN  # before that, all levels are tried
+    depths = [policy.plan(rows) for rows in (1, 8, 64)]
+    assert depths[0] > depths[1] > depths[2] == 0
+
+
+def test_a_table_says_what_it_is_told():
+    table = Table.parse("1=5,8=3,32=0", 5)
+    assert [table.plan(rows) for rows in (1, 7, 8, 31, 32, 100)] == [5, 5, 3, 3, 0, 0]
+    assert str(table) == "1=5,8=3,32=0"
+    for text in ("5", "1=2;3", "1=x", "1=6"):
+        with pytest.raises(ValueError, match=r"table|levels"):
+            Table.parse(text, 5)
+
+
+def test_what_is_accepted_decides_how_deep():
+    policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
+    assert policy.plan(1000) == 5, "the first rounds try all levels"
+    policy.rounds = BEGIN
+    for accepted, deeper in ((0, False), (5, True)):
+        for _ in range(100):
+            policy.learn(Outcome(5, 6, [accepted], [accepted == 5]))
+        assert (policy.plan(1) > 3) == deeper
+    for _ in range(200):
+        policy.learn(Outcome(5, 6, [0], [False]))
+    assert policy.plan(1) == 0
+    for _ in range(5000):  # and what has not been observed for long goes back to the first guess
+        policy.learn(Outcome(0, 1, [0], [True]))
+    assert policy.plan(1) > 0
+
+
+def trees_of(p: list[list[float]], parents: list[int]) -> Draft:
+    """Rows with these probabilities of nodes given their parents, in trees of one shape."""
+    reach = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents[1:], 1):
+        reach[node] |= reach[parent]
+    depth, rows = reach.sum(1) - 1, len(p)
+    spread = [np.broadcast_to(np.asarray(x), (rows, *np.shape(x))) for x in (parents, depth, reach)]
+    return Draft(int(depth.max()), np.log([[1.0, *row] for row in p]), *spread, np.ones(rows, dtype=bool))
+
+
+def test_survival_takes_the_best_nodes_of_every_row():
+    """By enumeration: no set of as many nodes of a row, closed under parents, has more expected tokens; and no other
+    width has more of them a second."""
+    draft = trees_of([[0.9, 0.05, 0.8, 0.1, 0.7], [0.5, 0.4, 0.2, 0.6, 0.1]], [0, 0, 0, 1, 1, 2])
+    survival = Told().survival(draft)
+    np.testing.assert_allclose(survival[0], [1, 0.9, 0.05, 0.72, 0.09, 0.035])
+    for node in (0.01, 0.1, 0.3):
+        costs = curve(1.0, node, rows=(2,))
+        policy = Survival(costs, SIZES, [0.5] * 5, Told())
+        assert policy.keep(draft) is None, "the first are verified whole"
+        policy.seen, policy.drafts = FIRST, BEGIN
+        kept = policy.keep(draft)
+        kept = np.arange(6)[None].repeat(2, 0) if kept is None else kept
+        best = {}
+        for width in range(1, 7):
+            subsets = [s for s in subsets_of(6, width) if all(draft.parents[0, x] in s for x in s)]
+            best[width] = sum(max(survival[b][list(s)].sum() for s in subsets) for b in range(2))
+        speed = {width: tokens / costs.seconds(2, draft.levels, width) for width, tokens in best.items()}
+        assert kept.shape[1] == max(speed, key=speed.get)
+        assert survival[np.arange(2)[:, None], kept].sum() == pytest.approx(best[kept.shape[1]])
+
+
+def subsets_of(nodes: int, width: int) -> list[tuple[int, ...]]:
+    return [(0, *map(int, s)) for s in torch.combinations(torch.arange(1, nodes), width - 1)] if width > 1 else [(0,)]
+
+
+def test_a_fit_on_censored_labels_finds_the_truth():
+    """Chains of tokens whose probability the drafter overstates. What lies behind the first rejection is not told: if
+    it counted as wrong, other weights would be found."""
+    draw, truth = np.random.default_rng(0), np.array([0.3, -0.5, -0.2])
+    estimator = Calibrated(3)
+    for _ in range(400):
+        p = draw.uniform(0.05, 0.95, (8, 3))
+        right = draw.random((8, 3)) < 1 / (1 + np.exp(-(truth + 0.6 * np.log(p / (1 - p)))))
+        n = right.cumprod(1).sum(1)
+        path = np.where(np.arange(4) <= n[:, None], np.arange(4), 0)
+        draft = trees_of(p.tolist(), [0, 0, 1, 2])
+        estimator.learn(Outcome(3, 4, n.tolist(), [False] * 8, draft, path))
+    np.testing.assert_allclose(estimator.weights, [*truth, 0.6], atol=0.15)
+
+
+def test_costs_are_measured_and_policies_are_made_by_name(target, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(calibrate, "BUSY", float("inf"))  # what is measured is kept on any machine
+    drafter, tree = tiny_drafter(target), DynamicTree(2, 2, 4)
+    measured, busy = calibrate.measure_curve(target, drafter, tree, 3, repeats=1)
+    assert not busy
+    assert measured.rows == [1, 2, 3]
+    assert all(len(measured.rest[b]) == 3 and set(measured.verify[b]) == {1, 2, 3, 4} for b in measured.rows)
+    assert min(min(values) for values in measured.rest.values()) > 0
+    for name in ("fixed", "table:1=2,2=0", "ema", "survival:told", "survival:margin", "survival:confidence"):
+        policy = calibrate.make_policy(name, target, drafter, tree, rows=3)
+        rows = texts(Engine(target, drafter, tree, adaptive=policy))
+        assert [row.tokens for row in rows] == [row.tokens for row in texts(Engine(target))]
+    for name in ("fast", "ema:2", "survival:luck", "table:9"):
+        with pytest.raises(ValueError, match=r"there is no|table"):
+            calibrate.make_policy(name, target, drafter, tree, rows=3)
+
+
+def test_what_does_not_go_together(target):
+    with pytest.raises(ValueError, match="without a drafter"):
+        Engine(target, adaptive=Restless(3))
+    with pytest.raises(ValueError, match="launched"):
+        Engine(target, tiny_drafter(target), Chain(3), adaptive=Restless(3), compile=True)
+
+
+def test_smaller_trees_are_of_their_kind():
+    for tree in (*TREES.values(), BlockTree(3, 3, 12), DynamicTree(2, 3, 11)):
+        for steps in range(1, tree.steps + 1):
+            small = tree.smaller(steps)
+            assert type(small) is type(tree)
+            assert small.steps == steps
+            assert small.num_draft_tokens <= tree.num_draft_tokens

@@ -1,0 +1,117 @@
+"""A cut that may not be seen: drawn chains whose length an adaptive policy chooses leave the target's law as it is, and
+cuts that know too much do not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_verify_laws import DRAFTER, ROWS, TARGET, WARM, CheckedDrafter, noise_of, pvalue, target_law, verify
+
+from specdec.adaptive import Curve, Survival, Told, survival
+from specdec.children import children_of
+from specdec.engine.guide import Guide, Played, trimmed
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
+from specdec.types import DraftTree
+from specdec.verify import BlockVerification, MultiRoundRejection
+from trees import SampledTree
+
+Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: what is told before it is drawn
+FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels behind a middling token
+
+
+def costs(*seconds: float) -> Curve:
+    """Of 1, 2, 3 and 4 nodes."""
+    return Curve([1], {1: [0.0] * 4}, {1: dict(enumerate(seconds, 1))})
+
+
+# A first level always pays, and a second one behind a token that is told well.
+BY_LEVEL = costs(1.0, 1.0, (1 + FIRST + SECOND) / (1 + FIRST), 1.5)
+# A first level alone does not pay, but it does with a second one behind a token that is told well.
+TOGETHER = costs(1.0, 1.01 * (1 + FIRST), 1 + FIRST + SECOND, 3.0)
+
+
+def row(draft, b):
+    """The draft of one row by itself."""
+    parts = ("edges", "parents", "depth", "ancestors", "live")
+    return replace(draft, **{name: getattr(draft, name)[b : b + 1] for name in parts})
+
+
+def as_it_is(draft, tree, p):
+    return draft
+
+
+def by_its_own_token(draft, tree, p):
+    """Whether a token is verified depends on how likely it was drawn itself."""
+    edges = tree.logq - tree.logq.gather(1, tree.parents)
+    return replace(draft, edges=edges.numpy())
+
+
+def by_the_target(draft, tree, p):
+    """The host has seen the target's answer."""
+    edges = p[tree.tokens.gather(1, tree.parents), tree.tokens].log()
+    edges[:, 0] = 0
+    return replace(draft, edges=edges.numpy())
+
+
+def by_what_follows(draft, tree, p):
+    """The width with the most tokens a second of all widths, also those behind tokens that are left out then."""
+    return replace(draft, drawn=False)
+
+
+def three_tokens(verifier, sees, curve=BY_LEVEL):
+    """As in `test_verify_laws`; each row is cut as if it were alone."""
+    drafter, root = CheckedDrafter(), torch.zeros(ROWS, dtype=torch.int64)
+    noise, later = noise_of(ROWS, 3)
+    state = drafter.state(root[:, None])
+    tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
+    policy = Survival(curve, [1, 2, 3, 4], [0.5] * 3, Told())
+    guide = Guide(policy, drafter)
+    guide.played = Played(3, live=np.ones(ROWS, dtype=bool))
+    draft = sees(guide._draft(tree, state), tree, filtered_probs(TARGET, WARM))
+    _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
+    kept = []
+    for b in first:  # rows of the same tokens are cut alike
+        policy.drafts, policy.seen = survival.BEGIN, survival.FIRST  # before that, drafts are verified whole
+        kept.append(policy.keep(row(draft, b)))
+    widths = torch.tensor([4 if k is None else k.shape[1] for k in kept])[torch.from_numpy(kind).flatten()]
+    tokens, n = torch.zeros(ROWS, 4, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
+    for width in range(2, 5):
+        some = (widths == width).nonzero()[:, 0]
+        if not len(some):
+            continue
+        cut = trimmed(rows_of(tree, some), torch.arange(width).repeat(len(some), 1))
+        verdict = verify(verifier, cut, WARM, noise_at(some))
+        tokens[some, :width], n[some] = verdict.tokens, verdict.n
+    for i in range(3):
+        before = tokens[:, i - 1] if i else root
+        fresh = draw(filtered_probs(TARGET[before], WARM), later.whole[:, i])
+        tokens[:, i] = torch.where(n > i, tokens[:, i], fresh)
+    return tokens[:, :3], widths
+
+
+def noise_at(rows):
+    """The noise of some of the rows of `noise_of`."""
+    noise = Noise([(0, b) for b in rows.tolist()], hashes_of(torch.arange(len(DRAFTER))))
+    return noise.behind(torch.zeros(len(rows)).long(), 4)
+
+
+def rows_of(tree, rows) -> DraftTree:
+    parts = ("tokens", "parents", "depth", "ancestors", "logq", "q")
+    return replace(tree, **{name: getattr(tree, name)[rows] for name in parts})
+
+
+@pytest.mark.parametrize("verifier", [MultiRoundRejection(), BlockVerification()], ids=str)
+def test_a_chain_that_is_cut_by_the_draft_leaves_the_law(verifier):
+    tokens, widths = three_tokens(verifier, as_it_is)
+    assert len(widths.unique()) > 1, "nothing was cut differently: the test shows nothing"
+    assert pvalue(tokens, target_law(WARM)) > 1e-3
+
+
+@pytest.mark.parametrize("sees", [by_its_own_token, by_the_target, by_what_follows])
+def test_a_cut_that_knows_too_much_is_found_out(sees):
+    tokens, widths = three_tokens(MultiRoundRejection(), sees, TOGETHER if sees is by_what_follows else BY_LEVEL)
+    assert len(widths.unique()) > 1
+    assert pvalue(tokens, target_law(WARM)) < 1e-6

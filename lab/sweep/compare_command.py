@@ -56,7 +56,8 @@ def run(config: DictConfig) -> None:
     print(found.verdict)
     write_csv(out / "table.csv", as_rows(scores))
     how = "greedy" if sampling.greedy else sampling
-    title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    name = "demo" if Path(target.name) == DEMO_TARGET else Path(target.name).name
+    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     write_chart(scores, out / "chart.png", title)
     result = {
         "plain_tokens_per_second": rate,
@@ -66,6 +67,7 @@ def run(config: DictConfig) -> None:
         **machine_in_short(),
     }
     write_json(out / "result.json", result)
+    print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
     from matplotlib.figure import Figure
 
 FIELDS = ("draft", "name", "tree", "verifier", "token_map")
+FEW = 10  # prompts, below which a bootstrap has little to draw from
 REMEDY = (
     "Smaller trees cost less a round, such as tree 1/3/4, and `specdec tune` finds the setting that is fastest here."
 )
@@ -57,6 +58,8 @@ class Comparison:
         even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
         if even:
             said.append(f"Not told apart from it: {', '.join(even)}.")
+        if known and best.prompts < FEW:
+            said.append(f"{best.prompts} prompts are few, and the intervals rough.")
         return " ".join([*said, *self._texts()])
 
     def _even(self, best: Score, other: Score) -> bool:

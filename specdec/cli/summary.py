@@ -34,7 +34,7 @@ def drafting(session: Session) -> str:
     """Which drafter guesses, and what tree, in words."""
     if session.drafter is None:
         return "no drafter"
-    family = session.drafter.conventions.get("family") or type(session.drafter).__name__
+    family = session.drafter.conventions.get("family") or session.args.draft  # n-grams and models have their name
     return f"drafter: {family}, tree {describe(session.tree)}"
 
 
@@ -93,6 +93,10 @@ def _drafter(conventions: dict[str, str]) -> str:
     return "; ".join(said)
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.0f} ms"
+
+
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
     print(
@@ -106,7 +110,7 @@ def print_summary(session: Session, s: dict) -> None:
         print(_drafter(s["drafter"]))
     if s["verifier"] is not None:
         print(f"verifier: {in_words(session.verifier)}, {'lossless' if s['lossless'] else LOSSY}")
-    times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
+    times = "  ".join(f"{k} {_time(v)}" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"

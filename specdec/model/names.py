@@ -28,7 +28,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if folder.exists():
         raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {path}")
+        raise ValueError(f"no such checkpoint folder: {path}{_known(str(path))}")
     try:
         snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
         if not any(snapshot.glob("*.safetensors")):
@@ -37,6 +37,15 @@ def resolve(path: str | os.PathLike) -> Path:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
     return snapshot
+
+
+def _known(name: str) -> str:
+    """What may have been meant by a name that is no folder: the bundled one that it ends with, or all forms of names."""
+    last = Path(name).name
+    if last and (DEMO / last / "config.json").is_file():
+        return f"; the bundled one is demo/{last}"
+    there = f" from {Path.cwd()}" if not Path(name).is_absolute() else ""
+    return f"{there}; a name of the hub is OWNER/MODEL, and what is bundled demo/NAME"
 
 
 def _download(name: str, patterns: list[str]) -> Path:

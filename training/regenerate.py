@@ -1,6 +1,6 @@
 """Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
-    python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
+    specdec regenerate --target T --prompts conversations.jsonl --out answers.jsonl
 
 It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. After an interruption of any kind
 the same command goes on where it was, and ends with the same bytes as a run that was not interrupted.
@@ -161,6 +161,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     sampling = read_flags(Sampling, args)
+    if args.out.suffix != ".jsonl":
+        raise ValueError(f"--out {args.out}: answers are JSON lines, so the name must end in .jsonl")
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
     with only_writer(args.out):

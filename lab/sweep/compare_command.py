@@ -21,6 +21,7 @@ from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
+from specdec.model.names import bundled
 from specdec.text import read_prompts
 from training.train import instantiate
 
@@ -30,10 +31,10 @@ def entries_of(settings: dict) -> dict:
     if settings["drafts"]:
         return named(settings["drafts"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
-    if settings["target"]["path"] is not None and settings["entries"] == own:
+    target = settings["target"]["path"]
+    if target is not None and Path(bundled(target)) != DEMO_TARGET and settings["entries"] == own:
         raise ValueError(
-            f"target.path={settings['target']['path']} needs drafters of its own, and the entries are the demo's: give "
-            "drafts=[DRAFT,ngram]"
+            f"target.path={target} needs drafters of its own, and the entries are the demo's: give drafts=[DRAFT,ngram]"
         )
     return settings["entries"]
 

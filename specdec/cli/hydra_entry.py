@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import help_width, reflow
-from specdec.cli.hydra_settings import check_folders, check_settings, nearest_to
+from specdec.cli.hydra_settings import check_folders, check_settings, check_words, nearest_to
 from specdec.registry import CONF
 
 
@@ -27,6 +27,7 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
             return
         import hydra
 
+        check_words(sys.argv[1:])
         check_folders(sys.argv[1:])
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
         with settings_errors(config):

@@ -40,7 +40,7 @@ def resolve(path: str | os.PathLike) -> Path:
 
 
 def _known(name: str) -> str:
-    """What may have been meant by a name that is no folder: the bundled one that it ends with, or all forms of names."""
+    """What may be meant by a name that is no folder: the bundled one of that name, or any form of names."""
     last = Path(name).name
     if last and (DEMO / last / "config.json").is_file():
         return f"; the bundled one is demo/{last}"

@@ -58,9 +58,8 @@ class Comparison:
         even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
         if even:
             said.append(f"Not told apart from it: {', '.join(even)}.")
-        if known and best.prompts < FEW:
-            said.append(f"{best.prompts} prompts are few, and the intervals rough.")
-        return " ".join([*said, *self._texts()])
+        few = [f"{best.prompts} prompts are few, and the intervals rough."] if known and best.prompts < FEW else []
+        return " ".join([*said, *self._texts(), *few])
 
     def _even(self, best: Score, other: Score) -> bool:
         _, (low, high) = ratio(self.tallies[best.name], self.tallies[other.name])

@@ -14,6 +14,8 @@ from specdec.cli.flags import help_width, reflow
 from specdec.cli.hydra_settings import check_folders, check_settings, check_words, nearest_to
 from specdec.registry import CONF
 
+QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
+
 
 def hydra_command(run: Callable, config: str, program: str | None = None) -> Callable[[], None]:
     """The `main` of a command: `run`, with the settings that conf/CONFIG.yaml and the command line make.
@@ -101,5 +103,7 @@ def settings_errors(config: str = "train") -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).strip().split("\n")[0]
+        if said.startswith("Error parsing override"):
+            said += f": settings are written NAME=VALUE; {QUOTES}"
         near = nearest_to(said, config)
         raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

@@ -99,9 +99,8 @@ def _time(seconds: float) -> str:
 
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
-    print(
-        f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
-    )
+    rounds = "1 round" if s["rounds"] == 1 else f"{s['rounds']} rounds"
+    print(f"\n{s['num_tokens']} tokens in {rounds}, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
     if session.drafter is not None and s["rounds_without_draft"]:
         print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
     if s["acceptance_by_depth"]:

@@ -152,7 +152,10 @@ def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_
 def test_every_tree_of_conf_by_its_name(run, tree):
     code, out, err = run("--prompt", "The fox", "--max-new-tokens", 12, "--tree", tree, "--compare", "--json")
     if tree == "block":
-        assert (code, err) == (2, "error: BlockTree takes drafters of blocks, and Eagle3 is none\n")
+        assert (code, err) == (
+            2,
+            "error: a block tree takes drafters that guess a block at once, and this one drafts token by token\n",
+        )
     else:
         assert code == 0, err
         assert last_json(out)["identical"] is True
@@ -180,6 +183,8 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
     ]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 3
+    limited = run("--prompt-file", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
+    assert last_json(limited)["token_ids"] == results[0][:2]
 
 
 @pytest.fixture
@@ -298,6 +303,10 @@ def _stop(lines):
         (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty must be a positive number"),
         (["--prompt", "x", "--frequency-penalty", "2.1"], "frequency_penalty must lie in [-2, 2]"),
         (["--prompt", "x", "--logprobs"], "--logprobs are part of what --json prints"),
+        (["--prompt", "x", "--limit", "2"], "--limit counts the prompts of --prompt-file"),
+        (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
+        (["--prompt", "x", "--nonsense"], "there is no flag --nonsense; specdec generate --help lists all"),
+        (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
     ],
 )
 def test_mistakes_are_one_sentence(run, args, message):
@@ -395,6 +404,8 @@ def test_missing_paths(run, tmp_path):
         code, _, err = run("--prompt", "x", **{kind: tmp_path / "nowhere"})
         assert code == 2
         assert "no such checkpoint folder" in err
+    code, _, err = run("--prompt", "x", draft="mtp")
+    assert (code, err) == (2, "error: no such checkpoint folder: mtp; the bundled one is demo/mtp\n")
     code, _, err = run("--prompt", "x", draft=None)
     assert code == 2
     assert "a target of your own needs its drafter" in err

@@ -104,10 +104,10 @@ def method(config: DictConfig) -> str:
         name = "EAGLE-3.1"
     terms = config.objective.get("terms") or {"ce": 1.0}
     used = [TERMS.get(term, term) for term, weight in terms.items() if weight]
-    then = (config.objective.get("then") or {}).items()
-    used += [f"then {TERMS.get(term, term)}" for term, weight in then if weight]
+    after = [TERMS.get(term, term) for term, weight in (config.objective.get("then") or {}).items() if weight]
+    then = f", then {' + '.join(after)}" if after else ""
     own = ", on-policy" if (config.data.get("on_policy") or {}).get("share") else ""
-    return f"{name}: {' + '.join(used)}{own}"
+    return f"{name}: {' + '.join(used)}{then}{own}"
 
 
 def seen_before(config: DictConfig) -> dict[str, float]:

@@ -16,6 +16,7 @@ from specdec.api import DEMO_DRAFTER, ModelSettings, load_drafter
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.model.names import called
 from specdec.text import encode_prompt, read_prompts
 
 DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp", "medusa"))
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         self_test=args.self_test,
     )
     dtype = str(target.dtype).removeprefix("torch.")
-    told = f"Target {target.name}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+    told = f"Target {called(target.name)}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
     if args.out is not None:
         write_text(args.out, markdown(proof, told))
     if args.json:

@@ -21,7 +21,7 @@ from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
-from specdec.model.names import bundled
+from specdec.model.names import bundled, called
 from specdec.text import read_prompts
 from training.train import instantiate
 
@@ -57,8 +57,7 @@ def run(config: DictConfig) -> None:
     print(found.verdict)
     write_csv(out / "table.csv", as_rows(scores))
     how = "greedy" if sampling.greedy else sampling
-    name = "demo" if Path(target.name) == DEMO_TARGET else Path(target.name).name
-    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    title = f"{called(target.name)}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     write_chart(scores, out / "chart.png", title)
     result = {
         "plain_tokens_per_second": rate,

@@ -14,6 +14,11 @@ def bundled(name: str | os.PathLike) -> str:
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 
 
+def called(path: str | os.PathLike) -> str:
+    """A checkpoint as a user names it: demo/NAME for a bundled one, and any other as it is."""
+    return f"demo/{Path(path).name}" if Path(path).parent == DEMO else str(path)
+
+
 def resolve(path: str | os.PathLike) -> Path:
     """The folder of a checkpoint: a local folder itself, a bundled one (`bundled`), or the snapshot of a hub name
     `owner/model`, downloaded if it is not in the hub's cache. Raises ValueError if there is none."""

@@ -2,19 +2,13 @@
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
 from tqdm.auto import tqdm
 
 from specdec.cli.files import write_text, write_whole
-
-
-def console(width: int) -> Console:
-    """A console as wide as the terminal, or `width` characters wide where the output is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else width)
+from specdec.cli.terminal import console as console
 
 
 def progress_bar(name: str) -> Callable[[int, int], None]:

@@ -111,7 +111,7 @@ COMMANDS_TRIED = {
          "max_new_tokens=24", "probe=0", "best_tree=null", "out=out"), results,
     ),
     "compare": Command(
-        ("compare", "prompts=asked.txt", "drafts=[demo/mtp,ngram]", "tree=1/3/4", "out=out"), compared
+        ("compare", "prompts=asked.txt", "drafts=[demo/mtp,ngram]", "topk=1", "steps=3", "out=out"), compared
     ),
     "tree": Command(("tree", "--prompt-file", "asked.txt", "--out", "out/tree.yaml"), contents("tree.yaml")),
     "tune": Command(

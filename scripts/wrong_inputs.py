@@ -8,11 +8,12 @@ also take it, and end with 0.
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import os
 import random
-import resource
+import re
 import shutil
 import sys
 import tempfile
@@ -53,15 +54,23 @@ def run(case: Case, scratch: Path) -> Outcome:
     (scratch / "prompts.txt").write_text("What is a tree?\n")
     if case.prepare is not None:
         case.prepare(scratch)
-    before, there = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, listing(scratch)
+    gc.collect()  # models that the case before left in a traceback
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, there = memory("VmRSS"), listing(scratch)
     start = time.process_time()
     code, err = call(case.words, scratch)
     seconds = time.process_time() - start
-    megabytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    megabytes = memory("VmHWM") - before
     said = err.strip().splitlines()[-1] if err.strip() else ""
     fault = judge(case, code, err, seconds, megabytes)
     left = sorted(listing(scratch) - there)
     return Outcome(case.name, code, said, seconds, megabytes, fault or (f"left {left[0]}" if left else ""))
+
+
+def memory(what: str) -> float:
+    """MiB that this process takes now (VmRSS), or has taken at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{what}:\s+(\d+)", status)[1]) / 1024
 
 
 def listing(folder: Path) -> set[str]:

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
+from specdec.cli.limits import LIMITS
 from specdec.cli.reading import parse_json, read_text
+from specdec.schema import check, ranged
 
 FILE = "acceptance.json"
 FORMAT = "specdec acceptance 1"
@@ -28,16 +30,13 @@ WORD = re.compile(r"[0-9a-z]+|-")
 class AlongTexts:
     """What a drafter proposed along answers that the target gave at one temperature."""
 
-    temperature: float
-    topk: int  # children that were looked at
-    steps: int  # levels that were looked at
+    temperature: float = ranged(0, LIMITS["temperature"].metadata["high"])
+    topk: int = ranged(1, len(DIGITS))  # children that were looked at
+    steps: int = ranged(1, LIMITS["steps"].metadata["high"])  # levels that were looked at
     texts: tuple[str, ...]  # of each answer, a word for each token but the last
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"a temperature must be 0 or positive, got {self.temperature}")
-        if not 1 <= self.topk <= len(DIGITS) or self.steps < 1:
-            raise ValueError(f"topk must be 1 to {len(DIGITS)} and steps 1 at least, got {self.topk} and {self.steps}")
+        check(type(self), vars(self), "")
         for text in self.texts:
             for word in text.split():
                 if (
@@ -119,7 +118,7 @@ def read_acceptance(folder: Path) -> Acceptance | None:
         return None
     try:
         content = parse_json(read_text(file, "JSON"), FILE)
-        if content["format"] != FORMAT or not content["measured"]:
+        if content["format"] != FORMAT or not content["measured"] or not isinstance(content["about"], str):
             raise ValueError(f"its format is not {FORMAT!r}")
         rows = [AlongTexts(**row | {"texts": tuple(row["texts"])}) for row in content["measured"]]
         return Acceptance(tuple(sorted(rows, key=lambda row: row.temperature)), content["about"])

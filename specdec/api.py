@@ -35,11 +35,11 @@ class ModelSettings:
     Command lines and settings files take their names, types, defaults and help from these fields."""
 
     target: str | None = field(
-        default=None, metadata={"help": "folder or hub name of the target (default: demo/target, the bundled one)"}
+        default=None, metadata={"help": "folder or hub name of the target (default: demo/target)"}
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "folder or hub name of a drafter; ngram; ngram:suffix; demo/mtp, ... (default: demo/eagle3)"},
+        metadata={"help": "folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/eagle3)"},
     )
     token_map: Path | None = field(
         default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}

@@ -25,6 +25,7 @@ ROOMS = [
         "specdec.cli.files",
         "specdec.cli.lock",
         "specdec.cli.revision",
+        "specdec.cli.terminal",
     ],
     ["specdec.cli.hydra_settings"],
     ["specdec.cli.hydra_entry"],

@@ -8,16 +8,15 @@ Nothing is written.
 import itertools
 import json
 import math
-import os
 import sys
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Table
 
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.terminal import console
 from training.data import Batches
 from training.features.feature_cache import STORES, Form, shard_bounds
 from training.loop.footprint import step_bytes
@@ -171,7 +170,7 @@ def print_report(report: dict) -> None:
     ]
     for row in rows:
         table.add_section() if row is None else table.add_row(*row)
-    Console(width=None if os.isatty(1) else 120).print(table)
+    console(120).print(table)
 
 
 @one_sentence_errors

@@ -16,6 +16,7 @@ from rich.text import Text
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
+from specdec.cli.terminal import console
 from specdec.model.loader import load_target
 from training.data import Sample, Tally, preset, read_records, read_samples
 
@@ -29,16 +30,16 @@ def runs(tokenizer, sample: Sample) -> Iterator[tuple[str, bool]]:
         yield tokenizer.decode(ids), bool(mask[0])
 
 
-def show(tokenizer, sample: Sample, console: Console) -> None:
+def show(tokenizer, sample: Sample, screen: Console) -> None:
     """Print one conversation, and how many of its tokens are learnt."""
     text = Text()
     for piece, learnt in runs(tokenizer, sample):
-        if console.color_system:
+        if screen.color_system:
             text.append(piece, LEARNT if learnt else None)
         else:
             text.append(f"⟦{piece}⟧" if learnt else piece)
-    console.print(text, soft_wrap=True)
-    console.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} tokens are learnt", "dim"))
+    screen.print(text, soft_wrap=True)
+    screen.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} tokens are learnt", "dim"))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -77,9 +78,8 @@ def main(argv: list[str] | None = None) -> None:
     if not shown:
         left = f" beyond the first {args.skip}" if args.skip else "; prompts get answers by specdec regenerate"
         raise ValueError(f"the data hold no conversation in which the assistant speaks{left}")
-    console = Console()
     for sample in shown:
-        show(target.tokenizer, sample, console)
+        show(target.tokenizer, sample, console())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ grows the tree. Its texts are
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,13 @@ class TreeSpec:
         if policy.num_draft_tokens == policy.steps + 1 and policy.topk == 1:
             return cls(1, policy.steps)
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, None, (), paths)
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, int | None]) -> "TreeSpec":
+        """The spec of topk, steps and num_draft_tokens among a command's settings. A chain has steps + 1 nodes,
+        whatever num_draft_tokens says, as that may be the default."""
+        topk, steps, nodes = (settings[name] for name in WORDS)
+        return cls.of(topk, steps, None if topk == 1 else nodes)
 
     @classmethod
     def parse(cls, text: str | os.PathLike) -> "TreeSpec":
@@ -208,7 +215,7 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead: auto, the fastest here by the drafter's acceptance.json (default with one); "
+            "help": "instead: auto (default), the fastest by the drafter's acceptance.json; "
             f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )

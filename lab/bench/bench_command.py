@@ -51,7 +51,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
     shape = settings.get("shape")
     verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
-    tree = TreeSpec.of(settings["topk"], settings["steps"], settings["num_draft_tokens"]).build()
+    tree = TreeSpec.of_settings(settings).build()
     if isinstance(verifier, SimulatedTau):
         verifier.check(tree.steps)
 

@@ -61,7 +61,10 @@ def main(argv: list[str] | None = None) -> None:
         self_test=args.self_test,
     )
     dtype = str(target.dtype).removeprefix("torch.")
-    told = f"Target {called(target.name)}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+    told = (
+        f"Target {called(target.name)}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; "
+        f"seed {args.seed}."
+    )
     if args.out is not None:
         write_text(args.out, markdown(proof, told))
     if args.json:

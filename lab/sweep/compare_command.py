@@ -24,6 +24,7 @@ from specdec.cli.hydra_entry import hydra_command
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
 from training.train import instantiate
+from trees.spec import TreeSpec
 
 
 def entries_of(settings: dict) -> dict:
@@ -49,15 +50,16 @@ def run(config: DictConfig) -> None:
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
     target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
-    same = ("tree", "max_new_tokens", "seed", "raw", "trials")
-    how = {name: settings[name] for name in same}
+    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials")}
+    how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     print_scores(scores, rate)
     print(found.verdict)
     write_csv(out / "table.csv", as_rows(scores))
     how = "greedy" if sampling.greedy else sampling
-    title = f"{called(target.name)}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
+    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     write_chart(scores, out / "chart.png", title)
     result = {
         "plain_tokens_per_second": rate,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
 FIELDS = ("draft", "name", "tree", "verifier", "token_map")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 REMEDY = (
-    "Smaller trees cost less a round, such as tree 1/3/4, and `specdec tune` finds the setting that is fastest here."
+    "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and `specdec tune` finds what is "
+    "fastest here."
 )
 
 

@@ -305,7 +305,7 @@ def _stop(lines):
         (["--prompt", "x", "--logprobs"], "--logprobs are part of what --json prints"),
         (["--prompt", "x", "--limit", "2"], "--limit counts the prompts of --prompt-file"),
         (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
-        (["--prompt", "x", "--nonsense"], "there is no flag --nonsense; specdec generate --help lists all"),
+        (["--prompt", "x", "--qqq"], "there is no flag --qqq; specdec generate --help lists all"),
         (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
     ],
 )

@@ -64,6 +64,26 @@ def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, t
     assert rows[1].finish == "abort"
 
 
+def test_a_reader_that_goes_away_loses_no_trace(target_path, drafter_path, tmp_path, monkeypatch):
+    told, count = session.Screen.__call__, 0
+
+    def call(self, report):
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise BrokenPipeError
+        told(self, report)
+
+    monkeypatch.setattr(session.Screen, "__call__", call)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--prompt", "The quick", "--steps", "2",
+                  "--max-new-tokens", "32", "--trace", str(tmp_path / "t")])  # fmt: skip
+    assert stopped.value.code == 0
+    (row,) = read_trace(tmp_path / "t").rows
+    assert len(row.rounds) == 2
+    assert row.finish is None
+
+
 @pytest.mark.parametrize(
     ("taps", "said"),
     [

@@ -60,3 +60,13 @@ def test_what_the_system_refuses_is_one_sentence(capsys):
         main()
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: cannot use /proc/self/mem-that-is-not: No such file or directory\n"
+
+
+def test_a_table_that_nobody_reads_is_no_error_either():
+    program = (
+        "from rich.table import Table; from specdec.cli.errors import one_sentence_errors; "
+        "from specdec.cli.terminal import console; t = Table(); [t.add_row('x' * 40) for _ in range(5000)]; "
+        "one_sentence_errors(lambda: console(80).print(t))()"
+    )
+    done = shell(f'({sys.executable} -c "{program}"; echo $? >&2) | true')
+    assert done.stderr in ("0\n", "")

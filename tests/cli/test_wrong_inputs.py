@@ -5,6 +5,7 @@ import random
 
 import pytest
 from wrong_cases import CONTENTS, Case, all_cases, config_values, with_content
+from wrong_files import EITHER, file_cases
 from wrong_inputs import call, run
 
 from specdec import registry
@@ -37,6 +38,19 @@ def test_a_sample_is_told_in_one_sentence(cases, tmp_path, monkeypatch):
     assert len(drawn) > 25
     found = [run(case, tmp_path / "case") for case in drawn]
     assert [(o.case, o.fault) for o in found if o.fault] == []
+
+
+def test_files_with_one_place_changed_are_told_or_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    by_file: dict[str, list] = {}
+    for case in file_cases():
+        if case.codes == EITHER:
+            by_file.setdefault(case.name.partition(":")[0], []).append(case)
+        else:
+            assert run(case, tmp_path / "case").fault == ""
+    drawn = [random.Random(0).choice(of_file) for of_file in by_file.values()]
+    assert len(drawn) > 10
+    assert [(o.case, o.fault) for o in (run(case, tmp_path / "case") for case in drawn) if o.fault] == []
 
 
 def test_the_judge_notices_what_is_taken_and_what_is_not_named(tmp_path):

@@ -215,7 +215,7 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead: auto (default), the fastest by the drafter's acceptance.json; "
+            "help": "instead: auto (default), the fastest by acceptance.json; "
             f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )

@@ -8,10 +8,7 @@ from specdec.verify import in_words
 from trees.spec import describe, shape_of
 
 READ = (("feedback", "feeds back"), ("token map", "token map"))
-SLOWER = (
-    "slower than plain decoding here: a smaller tree costs less a round (--topk 1 --steps 3), --tree auto chooses by "
-    "what is measured, and specdec tune finds the fastest setting"
-)
+SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
 
@@ -93,6 +90,13 @@ def _drafter(conventions: dict[str, str]) -> str:
     return "; ".join(said)
 
 
+def _faster(session: Session) -> str:
+    """What may make a pair faster than plain decoding that is slower with this tree."""
+    said = ["a smaller tree costs less a round (--topk 1 --steps 3)"] if session.tree.num_draft_tokens > SMALL else []
+    said += ["--tree auto chooses by what is measured"] if session.choice is None and session.drafter.acceptance else []
+    return ", ".join([*said, "specdec tune finds the fastest setting"])
+
+
 def _time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.0f} ms"
 
@@ -115,7 +119,7 @@ def print_summary(session: Session, s: dict) -> None:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
         if s["speedup"] is not None and s["speedup"] < 1:
-            print(SLOWER)
+            print(f"slower than plain decoding here: {_faster(session)}")
         if s["identical"] is not None:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {s['compared_rows']})")
         else:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec import registry
-from specdec.cli import chat
+from specdec.api import make_tree
+from specdec.cli import chat, summary
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -93,6 +95,24 @@ def test_summary_and_trees(run):
     assert "time by part: " in out
     assert "|-- " in out
     assert "\033[" not in out, "colours belong on a terminal only"
+
+
+@pytest.mark.parametrize(
+    ("steps", "acceptance", "said"),
+    [
+        (
+            5,
+            "measured",
+            "a smaller tree costs less a round (--topk 1 --steps 3), --tree auto chooses by what is measured, ",
+        ),
+        (3, "measured", "--tree auto chooses by what is measured, "),
+        (2, None, ""),
+    ],
+)
+def test_what_is_advised_where_a_drafter_does_not_pay(steps, acceptance, said):
+    drafter = SimpleNamespace(acceptance=acceptance)
+    session = SimpleNamespace(tree=make_tree(1, steps), choice=None, drafter=drafter)
+    assert summary._faster(session) == f"{said}specdec tune finds the fastest setting"
 
 
 @pytest.mark.parametrize(

@@ -163,14 +163,16 @@ def tune_and_write(args: argparse.Namespace) -> None:
     """Find the fastest setting, and write it to --out, which nobody else writes to meanwhile."""
     target, drafter = load_models(args)
     costs, tuned = find(args, target, drafter)
-    print_tables(tuned, costs)
+    try:
+        report = write(args, tuned, target)
+    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+        print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(
             f"note: the measured rounds scatter by {misfit:.0%}: the machine was busy, and predictions are rough; "
             "run again with --remeasure when it is idle",
             file=sys.stderr,
         )
-    report = write(args, tuned, target)
     print(tuned.verdict)
     print(json.dumps(report) if args.json else f"wrote {args.out}: specdec generate --settings {args.out}")
 

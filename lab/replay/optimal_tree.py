@@ -64,21 +64,24 @@ def main(argv: list[str] | None = None) -> None:
     temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
     how = {"max_new_tokens": args.max_new_tokens, "steps": args.steps, "topk": args.topk, "seed": args.seed}
     found = {t: along_answers(target, drafter, prompts, t, **how) for t in temperatures}
-    for along in found.values():
-        show(along)
+    accept, along = found[args.temperature].table(), found[args.temperature]
+    paths = optimal_paths(accept, args.num_draft_tokens)
+    try:
+        if args.keep:
+            write_text(Path(args.draft) / FILE, Acceptance(tuple(found.values()), about).as_text())
+        if args.out is not None:
+            write_tree(args.out, paths, f"Of {about}: see lab/replay/optimal_tree.py")
+    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+        for measured in found.values():
+            show(measured)
     if args.out is not None:
-        accept, along = found[args.temperature].table(), found[args.temperature]
-        paths = optimal_paths(accept, args.num_draft_tokens)
         print(
             f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau "
             f"{expected_tau(paths, accept):.3f}, {along.tau(paths):.3f} along these answers"
         )
-        write_tree(args.out, paths, f"Of {about}: see lab/replay/optimal_tree.py")
         print(f"wrote {args.out}: specdec generate --tree {args.out}")
     if args.keep:
-        file = Path(args.draft) / FILE
-        write_text(file, Acceptance(tuple(found.values()), about).as_text())
-        print(f"wrote {file}")
+        print(f"wrote {Path(args.draft) / FILE}")
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:

@@ -15,7 +15,7 @@ from lab.machine import machine_in_short
 from lab.output import write_csv, write_json
 from lab.sweep.compare import as_rows
 from lab.sweep.compare_report import print_scores, write_chart
-from lab.sweep.comparison import compare, named
+from lab.sweep.comparison import Comparison, compare, named
 from specdec import registry
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
@@ -40,6 +40,20 @@ def entries_of(settings: dict) -> dict:
     return settings["entries"]
 
 
+def write(found: Comparison, out: Path, title: str, settings: dict) -> None:
+    """Table, chart and result into the folder `out`."""
+    write_csv(out / "table.csv", as_rows(found.scores))
+    result = {
+        "plain_tokens_per_second": found.plain_tokens_per_second,
+        "scores": [asdict(s) for s in found.scores],
+        "verdict": found.verdict,
+        "settings": settings,
+        **machine_in_short(),
+    }
+    write_json(out / "result.json", result)
+    write_chart(found.scores, out / "chart.png", title)
+
+
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     if not config.prompts:
@@ -54,21 +68,14 @@ def run(config: DictConfig) -> None:
     how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
-    print_scores(scores, rate)
-    print(found.verdict)
-    write_csv(out / "table.csv", as_rows(scores))
     how = "greedy" if sampling.greedy else sampling
     name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
-    write_chart(scores, out / "chart.png", title)
-    result = {
-        "plain_tokens_per_second": rate,
-        "scores": [asdict(s) for s in scores],
-        "verdict": found.verdict,
-        "settings": settings,
-        **machine_in_short(),
-    }
-    write_json(out / "result.json", result)
+    try:
+        write(found, out, title, settings)
+    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+        print_scores(scores, rate)
+        print(found.verdict)
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
 

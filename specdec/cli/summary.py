@@ -105,7 +105,9 @@ def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
     rounds = "1 round" if s["rounds"] == 1 else f"{s['rounds']} rounds"
     print(f"\n{s['num_tokens']} tokens in {rounds}, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
-    if session.drafter is not None and s["rounds_without_draft"]:
+    if session.drafter is None:
+        print("decoded plainly, without a drafter")
+    elif s["rounds_without_draft"]:
         print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))

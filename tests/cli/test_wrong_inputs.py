@@ -204,6 +204,8 @@ def test_a_setting_without_a_value_is_told_how_it_is_written(tmp_path):
     code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
     assert code == 2
     assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")
+    code, err = call(("bench", "configurations={short:{new_tokens:4}}"), tmp_path)
+    assert (code, err) == (2, "error: Could not override 'configurations': it holds no 'new_tokens'\n")
 
 
 def test_an_unset_variable_does_not_decode_the_demo(tmp_path):

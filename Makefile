@@ -9,7 +9,7 @@ COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
-		--draft specdec/demo/mtp --topk 1 --steps 3 $(COMPILE)
+		--draft demo/mtp --topk 1 --steps 3 $(COMPILE)
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

@@ -1,6 +1,6 @@
 """Is what `--tree auto` chooses never slower than plain decoding, and nearly the best there is?
 
-    python scripts/auto_check.py --draft specdec/demo/mtp --prompt-file questions.jsonl --out check.json
+    python scripts/auto_check.py --draft demo/mtp --prompt-file questions.jsonl --out check.json
 
 For every temperature and batch size a tree is chosen anew, as `specdec generate --recalibrate` does. Then the prompts
 are decoded with it, plainly, and with 24 other trees, in turn. Prints a table and writes JSON. The last line is one

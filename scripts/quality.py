@@ -18,9 +18,11 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 from hydra import compose, initialize_config_dir
+from matplotlib import rc_context
 from omegaconf import DictConfig, OmegaConf
 
 import training.train
+from lab.figure_style import COLOURS, STYLE, WIDTH, looks_of, subplots
 from lab.output import write_csv, write_figure
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
@@ -30,7 +32,13 @@ from training.loop.checkpoint import checkpoints
 from training.loop.log import read_log
 from training.loop.same_run import check_same_run
 
-TERMS = {"ce": "the target's distribution", "tokens": "tokens", "lk": "LK", "lk_hybrid": "LK, hybrid", "kl": "KL"}
+TERMS = {
+    "ce": "the target's distribution",
+    "tokens": "the text's tokens",
+    "lk": "LK",
+    "lk_hybrid": "LK, hybrid",
+    "kl": "KL",
+}
 FIELDS = ("tokens", "learnt", "seconds", "tau")
 
 
@@ -95,10 +103,11 @@ def method(config: DictConfig) -> str:
     if module == "eagle3" and config.drafter.get("tap_norms"):
         name = "EAGLE-3.1"
     terms = config.objective.get("terms") or {"ce": 1.0}
-    used = [term for term, weight in terms.items() if weight]
-    used += [f"then {term}" for term, weight in (config.objective.get("then") or {}).items() if weight]
+    used = [TERMS.get(term, term) for term, weight in terms.items() if weight]
+    after = [TERMS.get(term, term) for term, weight in (config.objective.get("then") or {}).items() if weight]
+    then = f", then {' + '.join(after)}" if after else ""
     own = ", on-policy" if (config.data.get("on_policy") or {}).get("share") else ""
-    return f"{name}: {' + '.join(TERMS.get(term, term) for term in used)}{own}"
+    return f"{name}: {' + '.join(used)}{then}{own}"
 
 
 def seen_before(config: DictConfig) -> dict[str, float]:
@@ -114,29 +123,44 @@ def seen_before(config: DictConfig) -> dict[str, float]:
 def draw(runs: list[list[dict]], path: Path) -> None:
     """Draw tau over learnt tokens, with 95 % intervals over prompts where the log has them. Runs of one name share a
     colour, and differ in their lines. A run that goes on from another one is joined to it, if that is drawn too."""
-    from matplotlib.figure import Figure
+    with rc_context(STYLE):
+        figure, axes = subplots(figsize=(WIDTH, 5.5))
+        names = list(dict.fromkeys(rows[0]["run"] for rows in runs))
+        for i, rows in enumerate(runs):
+            name = rows[0]["run"]
+            style = ["-", "--", "-.", (0, (1, 1))][sum(r[0]["run"] == name for r in runs[:i]) % 4]
+            looks = looks_of(name, names)
+            hollow = {"markerfacecolor": "white"} if names.index(name) >= len(COLOURS) else {}  # colours begin anew
+            x, y = [r["learnt"] / 1e6 for r in rows], [r["tau"] for r in rows]
+            axes.plot(x, y, linestyle=style, label=label_of(rows, runs), **looks, **hollow)
+            known = [r for r in rows if r["tau_low"] != ""]
+            axes.fill_between([r["learnt"] / 1e6 for r in known], [r["tau_low"] for r in known],
+                              [r["tau_high"] for r in known], color=looks["color"], alpha=0.12, lw=0)  # fmt: skip
+            if (before := run_before(rows, runs)) is not None:
+                joined = [before[-1]["learnt"] / 1e6, x[0]], [before[-1]["tau"], y[0]]
+                axes.plot(*joined, linestyle=":", color=looks["color"])
+        axes.set(xlabel="learnt tokens seen, millions", ylabel="tau (tokens a round), greedy, held-out prompts")
+        figure.legend(loc="outside lower center", ncols=2, title="Dotted: a run goes on from the end of another. "
+                      "Shaded: 95 % interval over prompts, where it was measured.")  # fmt: skip
+        write_figure(path, figure)
 
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    names = list(dict.fromkeys(rows[0]["run"] for rows in runs))
-    for i, rows in enumerate(runs):
-        name, seed = rows[0]["run"], rows[0]["seed"]
-        style = ["-", "--", ":", "-."][sum(r[0]["run"] == name for r in runs[:i]) % 4]
-        label = rows[0]["method"]
-        if len({r[0]["run"] for r in runs if r[0]["method"] == label}) > 1:
-            label += f" ({name})"
-        colour, x, y = f"C{names.index(name)}", [r["learnt"] / 1e6 for r in rows], [r["tau"] for r in rows]
-        axes.plot(x, y, style, marker=".", color=colour, label=f"{label}, seed {seed}: {y[-1]:.2f}")
-        known = [r for r in rows if r["tau_low"] != ""]
-        axes.fill_between([r["learnt"] / 1e6 for r in known], [r["tau_low"] for r in known],
-                          [r["tau_high"] for r in known], color=colour, alpha=0.12, linewidth=0)  # fmt: skip
-        before = next((o[-1] for o in runs if Path(o[0]["folder"]).resolve() == Path(rows[0]["after"]).resolve()), None)
-        if rows[0]["after"] and before is not None:
-            axes.plot([before["learnt"] / 1e6, x[0]], [before["tau"], y[0]], ":", color=colour)
-    axes.set(xlabel="learnt tokens seen, millions", ylabel="tau (tokens a round), greedy, held-out prompts")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", title="at the end")
-    write_figure(path, figure)
+
+def run_before(rows: list[dict], runs: list[list[dict]]) -> list[dict] | None:
+    """The run among these whose drafter this one began with, or None."""
+    after = rows[0]["after"]
+    same = (other for other in runs if after and Path(other[0]["folder"]).resolve() == Path(after).resolve())
+    return next(same, None)
+
+
+def label_of(rows: list[dict], runs: list[list[dict]]) -> str:
+    """What a run is called in the legend: its method, the name of its settings where two of them have this method, the
+    seed where there are several, and tau at the end."""
+    who, said = rows[0], rows[0]["method"]
+    if len({r[0]["run"] for r in runs if r[0]["method"] == said}) > 1:
+        said += f" ({who['run']})"
+    if len({r[0]["seed"] for r in runs}) > 1:
+        said += f", seed {who['seed']}"
+    return f"{said}: {rows[-1]['tau']:.2f} at the end"
 
 
 @one_sentence_errors

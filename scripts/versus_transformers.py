@@ -1,7 +1,7 @@
 """The same weights, dtype and threads in transformers and here: is the greedy text the same, and how fast is each?
 
     python scripts/versus_transformers.py --prompt-file questions.jsonl --max-new-tokens 64
-    python scripts/versus_transformers.py --prompt-file questions.jsonl --draft specdec/demo/mtp --topk 1 --steps 3 \\
+    python scripts/versus_transformers.py --prompt-file questions.jsonl --draft demo/mtp --topk 1 --steps 3 \\
         --baseline-tree ../older-checkout
     python scripts/versus_transformers.py --prompt-file questions.jsonl --draft ngram --topk 1 --steps 10 \\
         --prompt-lookup 10

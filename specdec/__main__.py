@@ -3,6 +3,7 @@
 It knows each command by the name of its module, and imports only the one that is called.
 """
 
+import difflib
 import sys
 from importlib import import_module
 
@@ -56,6 +57,14 @@ def split(words: list[str]) -> tuple[str, list[str]]:
     return " ".join(words[:count]), words[count:]
 
 
+def nearest(name: str) -> str:
+    """'did you mean ...? ' for a name that is near to a command's, or that a flag of one has; else nothing."""
+    if name == "chat":
+        return "did you mean generate --chat? "
+    near = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     name, rest = split((sys.argv[1:] if argv is None else argv) or ["--help"])
@@ -66,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
         print(__version__)
         return
     if name not in COMMANDS:
-        raise ValueError(f"there is no command {name!r}; specdec --help lists all")
+        raise ValueError(f"there is no command {name!r}; {nearest(name)}specdec --help lists all")
     sys.argv = [f"specdec {name}", *rest]
     import_module(COMMANDS[name][0]).main()
 

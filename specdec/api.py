@@ -16,6 +16,7 @@ from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
 from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
+from specdec.model.names import bundled
 from specdec.model.target import Target
 from specdec.sampling.noise import Seed
 from specdec.schema import check_value
@@ -24,6 +25,7 @@ from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier
 from trees.spec import TreeSpec, load_tree
 
+REQUEST = ("max_new_tokens", "stop", "logprobs", "seed", "raw")  # what `answer` takes beside the sampling
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 
@@ -35,11 +37,11 @@ class ModelSettings:
     Command lines and settings files take their names, types, defaults and help from these fields."""
 
     target: str | None = field(
-        default=None, metadata={"help": "folder or hub name of the target (default: the bundled demo)"}
+        default=None, metadata={"help": "folder or hub name of the target (default: demo/target)"}
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "folder or hub name of a drafter; ngram; ngram:suffix (default: demo)"},
+        metadata={"help": "folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/eagle3)"},
     )
     token_map: Path | None = field(
         default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
@@ -67,7 +69,8 @@ class ModelSettings:
 
     def check_pair(self, otherwise: str = "") -> None:
         """Raise ValueError for a target without a drafter: the demo's fits no other. otherwise: what else helps."""
-        if self.target is not None and self.draft is None:
+        demo = self.target is None or Path(bundled(self.target)) == DEMO_TARGET
+        if not demo and self.draft is None:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     def load_target(self) -> Target:
@@ -95,6 +98,10 @@ class Generation:
     result: Result
     steps: int  # 0 without a drafter
     verifier: Verifier | None  # None without a drafter
+
+    def __repr__(self) -> str:
+        """Texts and counts: a row holds every token, which nobody wants to see in a notebook."""
+        return f"Generation({self.num_tokens} tokens in {self.rounds} rounds, tau {self.tau:.2f}, text={self.text!r})"
 
     @property
     def lossless(self) -> bool:
@@ -201,8 +208,8 @@ def as_sampling(
     known = {f.name: f for f in fields(Sampling)}
     for name, value in words.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known) or known
-            raise ValueError(f"there is no setting {name} of sampling; there is {', '.join(near)}")
+            near = difflib.get_close_matches(name, [*known, *REQUEST]) or [*known, *REQUEST]
+            raise ValueError(f"there is no setting {name}; there is {', '.join(near)}")
         check_value(known[name], value, name)
     if words and sampling is not None:
         raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")

@@ -33,7 +33,7 @@ from specdec.engine.report import Reads
 from specdec.machine import machine
 from specdec.types import Sampling
 from trees.optimal import optimal_paths
-from trees.spec import TreeSpec
+from trees.spec import TreeSpec, shape_of
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
@@ -80,7 +80,8 @@ class Choice:
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
             return f"tree: none, as {plain} are the best here; {self.best} would reach {self.best_speedup:.2f} of it"
-        return f"tree: {self.tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
+        tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
+        return f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
 
 
 Timer = Callable[[TreeSpec | None, int], float]  # a tree (None: plain) and a number of rounds -> seconds a round

@@ -28,16 +28,16 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
     other = "drawn" if policy.samples or verifier.needs_q else "likeliest"
     kind = wanted or ("coupled" if verifier.couples else other)
     if verifier.needs_q and kind != "drawn":
-        raise ValueError(f"{verifier} verifies children that were drawn from the drafter, not {kind} ones")
+        raise ValueError(f"this verifier takes children that were drawn from the drafter, not {kind} ones")
     if kind == "drawn" and not policy.samples:
-        needs = f"{verifier} needs to know" if verifier.needs_q else "drawn children need a tree that knows"
+        needs = "this verifier needs to know" if verifier.needs_q else "drawn children need a tree that knows"
         raise ValueError(
-            f"{needs} what the children of a node were drawn from, and {type(policy).__name__} does not draw them: "
-            "use a tree that samples (trees.SampledTree, or --sample-draft)"
+            f"{needs} what the children of a node were drawn from, and this tree does not draw them: give "
+            "--sample-draft, or in Python a tree of make_tree(sample_draft=True)"
         )
     if kind == "coupled" and not verifier.couples:
         raise ValueError(
-            f"{verifier} draws by other noise than the target's, so children that are coupled to that do not fit it"
+            "this verifier draws by other noise than the target's, so children that are coupled to that do not fit it"
         )
     return kind
 

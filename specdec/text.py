@@ -47,7 +47,7 @@ def encode_prompt(target: Target, prompt: Prompt, raw: bool = False) -> list[int
         raise ValueError("the target has no tokenizer: give token ids as prompts")
     prompt = clean(prompt)
     if not prompt.strip():
-        raise ValueError("the prompt is empty; write something after --prompt")
+        raise ValueError("the prompt is empty")
     if target.tokenizer.chat_template and not raw:
         return encode_chat(target, [{"role": "user", "content": prompt}])
     return target.tokenizer(prompt)["input_ids"]

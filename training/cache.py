@@ -1,6 +1,6 @@
-"""Cache the target's features (Hydra):  python -m training.cache target.path=... data.path=... out=FOLDER
+"""Cache the target's features (Hydra):  specdec cache target.path=... data.path=... out=FOLDER
 
-Then `python -m training.train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
+Then `specdec train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
 say which hidden states are cached. The same command goes on where it was stopped: it checks the shards that are there,
 and makes missing and damaged ones. Every setting is in conf/cache.yaml.
 """

@@ -1,4 +1,4 @@
-"""What a run will take, told before it starts:  python -m training.estimate SETTINGS-OF-training.train
+"""What a run will take, told before it starts:  specdec estimate SETTINGS-OF-TRAIN
 
 It tells disk, memory and time of training with these settings, and of a cache of the features. Counts are exact. Memory
 is told twice: from shapes, and as measured in a real step on the largest batch. Times are those of three real steps.

@@ -1,7 +1,7 @@
 """Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
-    python -m training.regenerate --target T --prompts conversations.jsonl --out answers.jsonl
-    python -m training.regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
+    specdec regenerate --target T --prompts conversations.jsonl --out answers.jsonl
+    specdec regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
 
 With --server the target answers behind OpenAI's interface, in vLLM, SGLang or `specdec serve`, however large it is and
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
@@ -210,6 +210,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     sampling = read_flags(Sampling, args)
+    if args.out.suffix != ".jsonl":
+        raise ValueError(f"--out {args.out}: answers are JSON lines, so the name must end in .jsonl")
     if args.samples > 1 and sampling.greedy:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
     if args.server is None and args.model is not None:

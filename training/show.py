@@ -1,6 +1,6 @@
 """Show conversations as the target reads them, with the tokens that a drafter learns coloured.
 
-    python -m training.show --target T --data conversations.jsonl
+    specdec show --target T --data conversations.jsonl
 
 Where there are no colours, as in a file, ⟦ and ⟧ stand around what is learnt.
 """
@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     shown = list(itertools.islice(samples, args.skip, args.skip + args.count))
     tally.report()
     if not shown:
-        raise ValueError(f"the data hold no conversation in which the assistant speaks beyond the first {args.skip}")
+        left = f" beyond the first {args.skip}" if args.skip else "; prompts get answers by specdec regenerate"
+        raise ValueError(f"the data hold no conversation in which the assistant speaks{left}")
     for sample in shown:
         show(target.tokenizer, sample, console())
 

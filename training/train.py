@@ -1,6 +1,6 @@
-"""Train a drafter (Hydra):  python -m training.train target.path=... data.path=... out=...
+"""Train a drafter (Hydra):  specdec train target.path=... data.path=... out=...
 
-Every setting is in conf/train.yaml and its groups; `python -m training.train --cfg job` prints them all.
+Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` prints them all.
 """
 
 import json
@@ -87,7 +87,10 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     start = {} if given is None or "init" not in settings else {"init": "random"}  # its weights are `given`'s, as saved
     drafter = instantiate(settings | start, target=target, vocab=vocab)
     if not drafter.learns:
-        raise ValueError(f"{config._target_} makes a drafter that does not learn: decode with it, or choose another")
+        raise ValueError(
+            f"{config._target_} makes a drafter that does not learn: decode with it, or train another, such as "
+            "drafter=eagle3_1"
+        )
     drafter.recipe = settings  # a drafter without a published layout is saved with it
     if given is not None:
         copy_weights(given, drafter, init_from)
@@ -189,8 +192,8 @@ def warn_of_servers(drafter, target: Target) -> None:
     """Say on one line which servers could not load what is about to be trained, and what would change that."""
     reasons = without_a_form(drafter, target)
     if reasons:
-        said = ", and ".join(f"no form in {SERVERS[server]} ({reason})" for server, reason in reasons.items())
-        print(f"warning: this drafter has {said}")
+        said = "; ".join(f"{SERVERS[server]} could not load this drafter: {why}" for server, why in reasons.items())
+        print(f"warning: {said}")
 
 
 @one_sentence_errors
@@ -220,12 +223,16 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
         samples, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
         print(
             f"{len(samples)} conversations, {sum(len(s.ids) for s in samples)} tokens an epoch; drafter of "
-            f"{parameters} parameters, taps {trainer.drafter.taps}"
+            f"{parameters} parameters, reading hidden states {', '.join(map(str, trainer.drafter.taps)) or 'none'} of "
+            f"0 (the embedding) to {trainer.target.config.layers}"
         )
         warn_of_epochs(trainer)
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
+        if trainer.step >= trainer.config.steps:
+            whose = f" --target {config.target.path}" if config.target.path else ""
+            print(f"try it: specdec generate{whose} --draft {out / 'draft'} --prompt-file FILE --limit 20 --compare")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
     return trainer

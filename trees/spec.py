@@ -228,7 +228,7 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead: auto, the fastest here (default with an acceptance.json); "
+            "help": "instead: auto (default), the fastest by acceptance.json; "
             f"{', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )
@@ -252,8 +252,9 @@ def shape_of(tree: TreePolicy | TreeSpec) -> str:
 
 
 def describe(tree: TreePolicy) -> str:
-    """A policy's class and shape, such as 'DynamicTree 4/5/16'."""
-    return f"{type(tree).__name__} {shape_of(tree)}"
+    """A policy as a user names it, and its shape: 'dynamic 4/5/16'. The name is the first in conf/tree of its class."""
+    kinds = ((name, registry.target("tree", name)) for name in registry.names("tree"))
+    return f"{next((name for name, kind in kinds if kind is type(tree)), type(tree).__name__)} {shape_of(tree)}"
 
 
 def load_tree(file: str | os.PathLike) -> StaticTree:

@@ -20,7 +20,7 @@ from specdec.model.archs import ModelConfig
 from specdec.model.target import Target
 from specdec.types import Sampling
 
-INSTALL = "pip install 'specdec[peers]'"
+INSTALL = "pip install '.[peers]'"
 
 
 class Peer(Contender):

@@ -59,7 +59,9 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
             "Every lossless rule against the exact law of three tokens, on tables",
             ["rule", "tree", "sampling", "draws", "tokens a round", "impossible", "p", "TV", "TV of chance (99 %)"],
             laws,
-            f"p: chi-square; below {proof.threshold:.1e} it is a bug ({len(laws) + len(sampled)} tests together).",
+            f"impossible: draws to which the law gives no probability. p: of a chi-square test; below "
+            f"{proof.threshold:.1e} it is a bug ({len(laws) + len(sampled)} tests together). TV: total variation "
+            "distance of the draws from the exact law. filtered: temperature 0.8, top-k, top-p.",
         ),
         (
             "By enumeration, without sampling",

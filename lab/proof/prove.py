@@ -22,6 +22,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.model.loader import load_texts
+from specdec.model.names import called
 from specdec.remote import Remote
 from specdec.text import encode_prompt, read_prompts
 
@@ -102,7 +103,10 @@ def main(argv: list[str] | None = None) -> None:
         self_test=args.self_test,
     )
     dtype = str(target.dtype).removeprefix("torch.")
-    told = f"Target {target.name}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+    told = (
+        f"Target {called(target.name)}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; "
+        f"seed {args.seed}."
+    )
     if args.out is not None:
         write_text(args.out, markdown(proof, told))
     if args.json:

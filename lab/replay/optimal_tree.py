@@ -47,7 +47,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def show(along: AlongTexts) -> None:
-    print(f"temperature {along.temperature:g}")
+    print(f"temperature {along.temperature:g}: how often the drafter's child of rank 1, 2, ... is the right one")
     for depth, row in enumerate(along.table(), 1):
         print(f"depth {depth}: " + "  ".join(f"{share:6.1%}" for share in row))
 
@@ -79,6 +79,7 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau "
             f"{expected_tau(paths, accept):.3f}, {along.tau(paths):.3f} along these answers"
         )
+        print(f"wrote {args.out}: specdec generate --tree {args.out}")
     if args.keep:
         print(f"wrote {Path(args.draft) / FILE}")
 

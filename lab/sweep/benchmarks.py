@@ -60,7 +60,10 @@ def load_benchmark(
     Raises ValueError for what cannot be read, and for settings that make no sense.
     """
     if not path:
-        raise ValueError(f"the benchmark {name} has no path: give benchmark.path=FILE (or a data set of the hub)")
+        raise ValueError(
+            f"the benchmark {name} has no path: give benchmark.path=FILE (or a data set of the hub), or the name of a "
+            "benchmark that is on the hub, such as benchmark=mt_bench"
+        )
     for key, value in (("limit", limit), ("turns", turns)):
         if value is not None and value < 1:
             raise ValueError(f"benchmark.{key} must be at least 1, got {value}")

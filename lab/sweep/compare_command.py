@@ -21,6 +21,7 @@ from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
+from specdec.model.names import bundled, called
 from specdec.text import read_prompts
 from training.train import instantiate
 from trees.spec import TreeSpec
@@ -31,10 +32,10 @@ def entries_of(settings: dict) -> dict:
     if settings["drafts"]:
         return named(settings["drafts"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
-    if settings["target"]["path"] is not None and settings["entries"] == own:
+    target = settings["target"]["path"]
+    if target is not None and Path(bundled(target)) != DEMO_TARGET and settings["entries"] == own:
         raise ValueError(
-            f"target.path={settings['target']['path']} needs drafters of its own, and the entries are the demo's: give "
-            "drafts=[DRAFT,ngram]"
+            f"target.path={target} needs drafters of its own, and the entries are the demo's: give drafts=[DRAFT,ngram]"
         )
     return settings["entries"]
 
@@ -68,12 +69,14 @@ def run(config: DictConfig) -> None:
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     how = "greedy" if sampling.greedy else sampling
-    title = f"{Path(target.name).name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
+    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     try:
         write(found, out, title, settings)
     finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
         print_scores(scores, rate)
         print(found.verdict)
+    print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
 
 

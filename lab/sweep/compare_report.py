@@ -57,7 +57,7 @@ def _table(scores: list[Score], plain_rate: float) -> Table:
             " ".join(f"{100 * a:.0f}" for a in s.acceptance_by_depth) + " %",
             f"{s.tokens_per_second:.0f}",
             f"{s.ratio_to_plain:.2f}{_interval(s.ratio_interval)}",
-            f"{parts['draft']:.2f}, {parts['verify']:.2f}",
+            f"{parts['draft']:.1f}, {parts['verify']:.1f}",
             f"{claim}, {s.same_as_plain} of {s.prompts} identical" if s.settled else claim,
         )
     return table
@@ -108,5 +108,6 @@ def _bars(axis: "Axes", values: list[float], intervals: list[Interval], colour: 
     axis.barh(range(len(values)), values, color=colour, xerr=error_bars(known), ecolor="#555555", capsize=2)
     axis.axvline(1, color="grey", linewidth=0.8)
     for place, entry in enumerate(known):
-        axis.text(entry["high"] or entry["value"], place, f"  {entry['value']:.2f}", va="center")
+        axis.text(entry["high"] or entry["value"], place, f"  {entry['value']:.2f}", va="center", zorder=3,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
     axis.margins(x=0.15)

@@ -23,10 +23,9 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
     from matplotlib.figure import Figure
 
 FIELDS = ("draft", "name", "tree", "verifier", "token_map")
-REMEDY = (
-    "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and `specdec tune` finds what is "
-    "fastest here."
-)
+FEW = 10  # prompts, below which a bootstrap has little to draw from
+SMALL = 4  # nodes of a tree, for which a smaller one is no advice
+SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
 
 @dataclass
@@ -44,6 +43,8 @@ class Comparison:
         """Which drafter is fastest, whether it pays, what is not told apart from it, and whether the texts are the
         target's. Intervals are of 95 %, over prompts; what lies within one is not called faster or slower."""
         best = max(self.scores, key=lambda s: s.ratio_to_plain)
+        large = any(s.num_draft_tokens > SMALL for s in self.scores)
+        remedy = f"{SMALLER + ' ' if large else ''}`specdec tune` finds what is fastest here."
         low, high = best.ratio_interval
         times = f"{best.ratio_to_plain:.2f} times as fast as plain decoding"
         known = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
@@ -52,13 +53,14 @@ class Comparison:
         elif low > 1:
             said = [f"{best.name} is {times}{known}."]
         elif high < 1:
-            said = [f"No drafter pays here: {best.name}, the nearest, is {times}{known}. {REMEDY}"]
+            said = [f"No drafter pays here: {best.name}, the nearest, is {times}{known}. {remedy}"]
         else:
-            said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {REMEDY}"]
+            said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {remedy}"]
         even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
         if even:
             said.append(f"Not told apart from it: {', '.join(even)}.")
-        return " ".join([*said, *self._texts()])
+        few = [f"{best.prompts} prompts are few, and the intervals rough."] if known and best.prompts < FEW else []
+        return " ".join([*said, *self._texts(), *few])
 
     def _even(self, best: Score, other: Score) -> bool:
         _, (low, high) = ratio(self.tallies[best.name], self.tallies[other.name])

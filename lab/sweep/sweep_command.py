@@ -90,6 +90,7 @@ def run(config: DictConfig) -> None:
         if config.report:
             with locked(out):
                 write_report(out, results, timings, command=command_line())
+            print(f"report: {out / 'report.html'}")
     print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
 
 

@@ -10,6 +10,7 @@ from specdec.cli.session import Session
 from specdec.cli.signals import Terminated
 from specdec.cli.summary import LOSSY, drafting
 from specdec.engine.sequence import Sequence
+from specdec.model.names import called
 from specdec.text import StopStrings, clean, decode_row, encode_chat
 from specdec.verify import in_words
 
@@ -44,7 +45,7 @@ def chat(session: Session) -> None:
 
 def banner(session: Session) -> str:
     """Who talks, and what can be typed."""
-    lines = [f"chat with {session.target.name}; {drafting(session)}"]
+    lines = [f"chat with {called(session.target.name)}; {drafting(session)}"]
     if not session.verifier.lossless:
         lines.append(f"verifier: {in_words(session.verifier)}, {LOSSY}")
     return "\n".join([*lines, f"{_commands()} {KEYS}"])

@@ -4,6 +4,7 @@ A field says its help as `field(default=..., metadata={"help": "..."})`; `choice
 """
 
 import argparse
+import difflib
 import math
 import re
 import shutil
@@ -50,6 +51,22 @@ class HelpFormatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse's, which refuses what no flag takes: an empty text, as a variable of the shell that is not set leaves
     behind, a number that is none, and one outside of `Limits`."""
+
+    def parse_args(self, args=None, namespace=None):
+        given, rest = self.parse_known_args(args, namespace)
+        if rest:
+            raise ValueError(self._nobodys(rest[0]))
+        return given
+
+    def _nobodys(self, word: str) -> str:
+        """What is said of a word that belongs to no flag."""
+        if word.startswith("-"):
+            flag = word.partition("=")[0]
+            near = difflib.get_close_matches(flag, self._option_string_actions, 2)
+            return f"there is no flag {flag}; " + (
+                f"there is {' and '.join(near)}" if near else f"{self.prog} --help lists all"
+            )
+        return f"{word} belongs to no flag: a text with spaces needs quotes around it, ' or \""
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]):
         if action.option_strings and arg_strings == ["--"]:  # argparse would take it for no value at all

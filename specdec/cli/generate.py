@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a prompt a line; or .jsonl with `prompt` or `turns` (the first)",
     )
+    text.add_argument("--limit", type=int, help="of --prompt-file: only so many prompts")
     text.add_argument("--chat", action="store_true", help="talk to the target, with history")
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
@@ -65,6 +66,10 @@ def check_flags(args: argparse.Namespace) -> None:
     given = [flag for flag in ("prompt", "prompt_file", "chat") if getattr(args, flag) not in (None, False)]
     if len(given) != 1:
         raise ValueError("give exactly one of --prompt, --prompt-file and --chat")
+    if args.prompt is not None and not args.prompt.strip():
+        raise ValueError("the prompt is empty; write something after --prompt")
+    if args.limit is not None and args.prompt_file is None:
+        raise ValueError("--limit counts the prompts of --prompt-file: give one")
     if args.no_draft:
         for flag in (*DRAFTING, "adaptive", "show_trees", "compare"):
             if getattr(args, flag) not in (None, False):
@@ -97,7 +102,9 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     args = parse_with_settings(parser(), argv)
     check_flags(args)
-    prompts = [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file) if args.prompt_file else []
+    prompts = [args.prompt] if args.prompt is not None else []
+    if args.prompt_file is not None:
+        prompts = read_prompts(args.prompt_file)[: args.limit]
     with nullcontext() if args.trace is None else only_writer(args.trace):
         decode(args, prompts)
 

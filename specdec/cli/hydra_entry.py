@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import help_width, reflow
-from specdec.cli.hydra_settings import check_folders, check_settings, nearest_to
+from specdec.cli.hydra_settings import check_folders, check_settings, check_words, nearest_to
 from specdec.registry import CONF
+
+QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 
 
 def hydra_command(run: Callable, config: str, program: str | None = None) -> Callable[[], None]:
@@ -27,6 +29,7 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
             return
         import hydra
 
+        check_words(sys.argv[1:])
         check_folders(sys.argv[1:])
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
         with settings_errors(config):
@@ -100,5 +103,10 @@ def settings_errors(config: str = "train") -> Iterator[None]:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).strip().split("\n")[0]
+        if said.startswith("Error parsing override"):
+            said += f": settings are written NAME=VALUE; {QUOTES}"
+        inner = re.match(r"Key '([^']+)' is not in struct", str(error.__cause__))
+        if inner and f"'{inner[1]}'" not in said and f".{inner[1]}'" not in said:  # in a mapping that was given
+            raise ValueError(f"{said.rstrip('.')}: it holds no {inner[1]!r}") from None
         near = nearest_to(said, config)
         raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

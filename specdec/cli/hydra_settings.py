@@ -14,6 +14,10 @@ from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import check_value, parameters, shown
 
+HYDRA_FLAGS = (  # of which argparse takes the beginning too
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
@@ -67,6 +71,17 @@ def _known_names(config: str) -> Iterator[str]:
             yield group
             for name in registry.names(group):
                 yield from walk(f"{group}.", registry.settings(group, name))
+
+
+def check_words(arguments: Sequence[str]) -> None:
+    """Raise ValueError for a word in the form of other commands: --data FILE, where Hydra has data.path=FILE."""
+    for word in arguments:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and not any(known.startswith(flag) for known in HYDRA_FLAGS):
+            raise ValueError(
+                f"there is no flag {flag}: settings are written NAME=VALUE, without dashes, such as data.path=FILE; "
+                "--help lists them"
+            )
 
 
 def check_folders(arguments: Sequence[str]) -> None:

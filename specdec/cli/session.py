@@ -68,7 +68,10 @@ class Session:
             self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
 
     def _choose_tree(self, asked: bool) -> None:
-        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible."""
+        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible. Who only wants
+        to see trees gets the default one."""
+        if self.args.show_trees and not asked:
+            return
         why = _obstacle(self)
         if why is not None:
             if asked:

@@ -8,10 +8,7 @@ from specdec.verify import in_words
 from trees.spec import describe, shape_of
 
 READ = (("feedback", "feeds back"), ("token map", "token map"))
-SLOWER = (
-    "slower than plain decoding here: a smaller tree costs less a round (--topk 1 --steps 3), --tree auto chooses by "
-    "what is measured, and specdec tune finds the fastest setting"
-)
+SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
 
 
@@ -34,7 +31,7 @@ def drafting(session: Session) -> str:
     """Which drafter guesses, and what tree, in words."""
     if session.drafter is None:
         return "no drafter"
-    family = session.drafter.conventions.get("family") or type(session.drafter).__name__
+    family = session.drafter.conventions.get("family") or session.args.draft  # n-grams and models have their name
     return f"drafter: {family}, tree {describe(session.tree)}"
 
 
@@ -93,12 +90,24 @@ def _drafter(conventions: dict[str, str]) -> str:
     return "; ".join(said)
 
 
+def _faster(session: Session) -> str:
+    """What may make a pair faster than plain decoding that is slower with this tree."""
+    said = ["a smaller tree costs less a round (--topk 1 --steps 3)"] if session.tree.num_draft_tokens > SMALL else []
+    said += ["--tree auto chooses by what is measured"] if session.choice is None and session.drafter.acceptance else []
+    return ", ".join([*said, "specdec tune finds the fastest setting"])
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.0f} ms"
+
+
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
-    print(
-        f"\n{s['num_tokens']} tokens in {s['rounds']} rounds, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s"
-    )
-    if session.drafter is not None and s["rounds_without_draft"]:
+    rounds = "1 round" if s["rounds"] == 1 else f"{s['rounds']} rounds"
+    print(f"\n{s['num_tokens']} tokens in {rounds}, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
+    if session.drafter is None:
+        print("decoded plainly, without a drafter")
+    elif s["rounds_without_draft"]:
         print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
@@ -106,13 +115,13 @@ def print_summary(session: Session, s: dict) -> None:
         print(_drafter(s["drafter"]))
     if s["verifier"] is not None:
         print(f"verifier: {in_words(session.verifier)}, {'lossless' if s['lossless'] else LOSSY}")
-    times = "  ".join(f"{k} {v * 1e3:.0f} ms" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
+    times = "  ".join(f"{k} {_time(v)}" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
         if s["speedup"] is not None and s["speedup"] < 1:
-            print(SLOWER)
+            print(f"slower than plain decoding here: {_faster(session)}")
         if s["identical"] is not None:
             print(f"identical: {'yes' if s['identical'] else 'NO'} ({s['identical_rows']} of {s['compared_rows']})")
         else:

@@ -276,10 +276,10 @@ def _over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
     if not policy.marginals:
         return policy
     if drafter.block is None:
-        raise ValueError(f"{type(policy).__name__} takes drafters of blocks, and {type(drafter).__name__} is none")
+        raise ValueError("a block tree takes drafters that guess a block at once, and this one drafts token by token")
     if drafter.conditioned:
         raise ValueError(
-            f"{type(policy).__name__} takes the slots of a block for independent, and this drafter's depend on the "
+            "a block tree takes the slots of a block for independent, and this drafter's depend on the "
             "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
         )
     return policy.within(drafter.block)

@@ -14,6 +14,11 @@ def bundled(name: str | os.PathLike) -> str:
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 
 
+def called(path: str | os.PathLike) -> str:
+    """A checkpoint as a user names it: demo/NAME for a bundled one, and any other as it is."""
+    return f"demo/{Path(path).name}" if Path(path).parent == DEMO else str(path)
+
+
 def resolve(path: str | os.PathLike) -> Path:
     """The folder of a checkpoint: a local folder itself, a bundled one (`bundled`), or the snapshot of a hub name
     `owner/model`, downloaded if it is not in the hub's cache. Raises ValueError if there is none."""
@@ -28,7 +33,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if folder.exists():
         raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
     if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {path}")
+        raise ValueError(f"no such checkpoint folder: {path}{_known(str(path))}")
     try:
         snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
         if not any(snapshot.glob("*.safetensors")):
@@ -37,6 +42,15 @@ def resolve(path: str | os.PathLike) -> Path:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
     return snapshot
+
+
+def _known(name: str) -> str:
+    """What may be meant by a name that is no folder: the bundled one of that name, or any form of names."""
+    last = Path(name).name
+    if last and (DEMO / last / "config.json").is_file():
+        return f"; the bundled one is demo/{last}"
+    there = f" from {Path.cwd()}" if not Path(name).is_absolute() else ""
+    return f"{there}; a name of the hub is OWNER/MODEL, and what is bundled demo/NAME"
 
 
 def _download(name: str, patterns: list[str]) -> Path:

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise ValueError(f"{' and '.join(missing)} are not installed: pip install 'specdec[serve]'")
+        raise ValueError(f"{' and '.join(missing)} are not installed: pip install '.[serve]'")
     if args.trace is not None:
         check_trace_folder(args.trace)
     listener = listen(args.host, args.port)  # before models, which take a while

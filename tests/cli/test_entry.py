@@ -61,11 +61,15 @@ def test_what_was_a_module_still_is_one():
         assert find_spec(name) is not None
 
 
-def test_a_command_that_is_not_there(capsys):
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("generat", "did you mean generate? "), ("chat", "did you mean generate --chat? "), ("zzz", "")],
+)
+def test_a_command_that_is_not_there(name, meant, capsys):
     with pytest.raises(SystemExit) as stop:
-        entry.main(["generat"])
+        entry.main([name])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == "error: there is no command 'generat'; specdec --help lists all\n"
+    assert capsys.readouterr().err == f"error: there is no command {name!r}; {meant}specdec --help lists all\n"
 
 
 def test_the_version(capsys):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec import registry
-from specdec.cli import chat
+from specdec.api import make_tree
+from specdec.cli import chat, summary
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -96,6 +98,24 @@ def test_summary_and_trees(run):
 
 
 @pytest.mark.parametrize(
+    ("steps", "acceptance", "said"),
+    [
+        (
+            5,
+            "measured",
+            "a smaller tree costs less a round (--topk 1 --steps 3), --tree auto chooses by what is measured, ",
+        ),
+        (3, "measured", "--tree auto chooses by what is measured, "),
+        (2, None, ""),
+    ],
+)
+def test_what_is_advised_where_a_drafter_does_not_pay(steps, acceptance, said):
+    drafter = SimpleNamespace(acceptance=acceptance)
+    session = SimpleNamespace(tree=make_tree(1, steps), choice=None, drafter=drafter)
+    assert summary._faster(session) == f"{said}specdec tune finds the fastest setting"
+
+
+@pytest.mark.parametrize(
     "prompt",
     [
         "日本語 ünïcode 🎉",
@@ -152,7 +172,10 @@ def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_
 def test_every_tree_of_conf_by_its_name(run, tree):
     code, out, err = run("--prompt", "The fox", "--max-new-tokens", 12, "--tree", tree, "--compare", "--json")
     if tree == "block":
-        assert (code, err) == (2, "error: BlockTree takes drafters of blocks, and Eagle3 is none\n")
+        assert (code, err) == (
+            2,
+            "error: a block tree takes drafters that guess a block at once, and this one drafts token by token\n",
+        )
     else:
         assert code == 0, err
         assert last_json(out)["identical"] is True
@@ -180,6 +203,8 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
     ]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 3
+    limited = run("--prompt-file", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
+    assert last_json(limited)["token_ids"] == results[0][:2]
 
 
 @pytest.fixture
@@ -298,6 +323,10 @@ def _stop(lines):
         (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty must be a positive number"),
         (["--prompt", "x", "--frequency-penalty", "2.1"], "frequency_penalty must lie in [-2, 2]"),
         (["--prompt", "x", "--logprobs"], "--logprobs are part of what --json prints"),
+        (["--prompt", "x", "--limit", "2"], "--limit counts the prompts of --prompt-file"),
+        (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
+        (["--prompt", "x", "--qqq"], "there is no flag --qqq; specdec generate --help lists all"),
+        (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
     ],
 )
 def test_mistakes_are_one_sentence(run, args, message):
@@ -395,6 +424,8 @@ def test_missing_paths(run, tmp_path):
         code, _, err = run("--prompt", "x", **{kind: tmp_path / "nowhere"})
         assert code == 2
         assert "no such checkpoint folder" in err
+    code, _, err = run("--prompt", "x", draft="mtp")
+    assert (code, err) == (2, "error: no such checkpoint folder: mtp; the bundled one is demo/mtp\n")
     code, _, err = run("--prompt", "x", draft=None)
     assert code == 2
     assert "a target of your own needs its drafter" in err

@@ -74,14 +74,14 @@ def test_a_place_without_permission_is_told():
 @pytest.mark.parametrize(
     "words",
     [
-        ("regenerate", "--prompts", "p.txt", "--out", "out"),
+        ("regenerate", "--prompts", "p.txt", "--out", "out.jsonl"),
         ("tune", "--prompt-file", "p.txt", "--out", "out"),
         ("generate", "--prompt", "x", "--trace", "out"),
     ],
 )
 def test_commands_refuse_what_another_process_writes(words, tmp_path):
     (tmp_path / "p.txt").write_text("What is a tree?\n")
-    with other_process(tmp_path / "out") as owner:
+    with other_process(tmp_path / words[-1]) as owner:
         code, err = call(words, tmp_path)
     assert code == 2
     assert f"process {owner.pid} on" in err

@@ -10,7 +10,7 @@ from wrong_inputs import call, run
 
 from specdec import registry
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
-from specdec.cli.hydra_settings import check_settings
+from specdec.cli.hydra_settings import check_settings, check_words
 from specdec.cli.reading import MOST_NODES, check_yaml
 from specdec.model.checkpoint import read_json
 from specdec.model.config_fields import check_config
@@ -189,6 +189,23 @@ def test_settings_of_hydra_commands(config, path, value, message):
     inner[path.split(".")[-1]] = value
     with pytest.raises(ValueError, match=message):
         check_settings(settings, config)
+
+
+def test_flags_of_other_commands_are_no_settings():
+    check_words(["data.path=x", "--cfg", "job", "--multirun", "-m", "--config-dir=x", "--conf", "~entries"])
+    for words in (["--data", "x"], ["--prompts=x"]):
+        with pytest.raises(
+            ValueError, match=r"there is no flag --\w+: settings are written NAME=VALUE, without dashes"
+        ):
+            check_words(words)
+
+
+def test_a_setting_without_a_value_is_told_how_it_is_written(tmp_path):
+    code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
+    assert code == 2
+    assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")
+    code, err = call(("bench", "configurations={short:{new_tokens:4}}"), tmp_path)
+    assert (code, err) == (2, "error: Could not override 'configurations': it holds no 'new_tokens'\n")
 
 
 def test_an_unset_variable_does_not_decode_the_demo(tmp_path):

@@ -45,6 +45,7 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
         ({"a": [0.5]}, {}, "a was 2.00 times as fast as plain decoding. One prompt says nothing of others"),
         ({"a": [0.5, 0.5, 0.5]}, {"same_as_plain": 2}, "Texts that differ from plain decoding's: a 1 of 3."),
         ({"a": [0.5, 0.5, 0.5]}, {"lossless": False}, "Lossy: a."),
+        ({"a": [0.5, 0.5, 0.5]}, {}, "3 prompts are few, and the intervals rough."),
     ],
 )  # fmt: skip
 def test_the_verdict_says_what_the_intervals_say(speeds, differences, verdict):
@@ -85,7 +86,8 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"temprature": 0.8}, "there is no setting temprature of sampling; there is temperature"),
+        ({"temprature": 0.8}, "there is no setting temprature; there is temperature"),
+        ({"max_tokens": 8}, "there is no setting max_tokens; there is max_new_tokens"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"temperature": 0.8, "sampling": specdec.Sampling()}, "temperature is a part of sampling"),
         ({"verifier": "mach"}, "there is no verifier 'mach'"),
@@ -115,6 +117,7 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
             named(wrong)
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")
     assert entries_of(own | {"target": {"path": None}}) == own["entries"]
+    assert entries_of(own | {"target": {"path": "demo/target"}}) == own["entries"]
     assert list(entries_of(own | {"target": {"path": "x"}, "drafts": ["ngram"]})) == ["ngram"]
     with pytest.raises(ValueError, match=r"target.path=x needs drafters of its own.*drafts=\[DRAFT,ngram\]"):
         entries_of(own | {"target": {"path": "x"}})

@@ -345,7 +345,7 @@ def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch, name, modul
     makers = {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]}
     row = rows_of(target, makers)[name]
     assert row["skipped"].startswith(f"{word} cannot be imported")
-    assert row["skipped"].endswith("pip install 'specdec[peers]'")
+    assert row["skipped"].endswith("pip install '.[peers]'")
     assert "tokens_per_second" not in row
 
 
@@ -361,7 +361,7 @@ def run_script(monkeypatch, out: Path, *words: str) -> dict[str, dict]:
 def test_the_command_tells_why_it_skips(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     rows = run_script(monkeypatch, tmp_path / "a.json", "suite.contenders=[plain,ctranslate2]")
-    assert "pip install 'specdec[peers]'" in rows["ctranslate2"]["skipped"]
+    assert "pip install '.[peers]'" in rows["ctranslate2"]["skipped"]
     assert "ctranslate2, skipped: CTranslate2 cannot be imported" in " ".join(capsys.readouterr().out.split())
 
 

@@ -229,7 +229,7 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
     monkeypatch.setattr(FeatureCacheWriter, "compute", compute)
     with pytest.raises(KeyboardInterrupt):
         writer(tmp_path / "cut").write()
-    with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: python -m training.cache with its settings goes on"):
+    with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: specdec cache with its settings goes on"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
     assert {p.name: p.read_bytes() for p in (tmp_path / "cut").iterdir()} == whole

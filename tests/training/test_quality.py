@@ -70,9 +70,9 @@ def test_runs_are_trained_once_and_read_again(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("drafter", "objective", "share", "said"),
     [
-        ({"_target_": "drafters.mtp.create"}, {"terms": {"tokens": 1.0, "ce": 0}}, 0, "MTP: tokens"),
+        ({"_target_": "drafters.mtp.create"}, {"terms": {"tokens": 1.0, "ce": 0}}, 0, "MTP: the text's tokens"),
         ({"_target_": "drafters.eagle3.create", "tap_norms": True}, {"terms": None, "then": {"tokens": 1.0}}, 0,
-         "EAGLE-3.1: the target's distribution + then tokens"),
+         "EAGLE-3.1: the target's distribution, then the text's tokens"),
         ({"_target_": "drafters.eagle.create"}, {"terms": {"lk": 1.0}}, 0.25, "EAGLE-2: LK, on-policy"),
     ],
 )  # fmt: skip

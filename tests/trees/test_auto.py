@@ -228,6 +228,10 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
     told = capsys.readouterr()
     assert told.err.startswith("tree: ")
     assert "identical: yes" in told.out
+    generate([*models, *ask, "--show-trees"])  # who wants to see trees gets one, though none may pay
+    shown = capsys.readouterr()
+    assert "`-- " in shown.out
+    assert "tree: " not in shown.err
     generate([*models, *ask, "--topk", "1", "--steps", "2"])
     assert "tree: " not in capsys.readouterr().err
     with pytest.raises(SystemExit):

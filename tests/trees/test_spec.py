@@ -55,7 +55,8 @@ def test_building(text, kind, shape):
     policy = spec.build()
     assert type(policy) is kind
     assert shape_of(policy) == shape_of(spec) == shape
-    assert describe(policy) == f"{kind.__name__} {shape}"
+    name = {Chain: "chain", DynamicTree: "dynamic", SampledTree: "sampled", StaticTree: "static"}[kind]
+    assert describe(policy) == f"{name} {shape}"
 
 
 def test_every_name_of_conf_is_a_tree():
@@ -81,7 +82,7 @@ def test_what_is_left_out():
     assert TreeSpec.of(topk=2, steps=3, sample_draft=True) == TreeSpec.drawn((2, 1, 1))
     assert TreeSpec.of(topk=2, steps=3, num_draft_tokens=7, sample_draft=True).num_draft_tokens == 7
     assert TreeSpec.of(tree="static") == TreeSpec.parse("static")
-    assert describe(make_tree(3, 2, sample_draft=True)) == "SampledTree 3/2/7"
+    assert describe(make_tree(3, 2, sample_draft=True)) == "sampled 3/2/7"
 
 
 def test_entries_say_the_same_again(file):

@@ -53,7 +53,7 @@ def test_plain_decoding_has_no_verifier(run):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--verifier", "rejection"), "DynamicTree does not draw them: use a tree that samples"),
+        (("--verifier", "rejection"), "this tree does not draw them: give --sample-draft"),
         (("--verifier", "block", "--sample-draft"), "verifies chains only"),
         (("--verifier", "best"), f"there is no verifier 'best': choose one of {', '.join(VERIFIERS)}"),
         (("--verifier", "sglang", "--verifier-args", "epsilon=1"), "and no 'epsilon'"),

@@ -144,8 +144,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
     tally.report()
     if not samples:
         raise ValueError(
-            "the data hold no conversation in which the assistant speaks; prompts get answers by "
-            "python -m training.regenerate"
+            "the data hold no conversation in which the assistant speaks; prompts get answers by specdec regenerate"
         )
     for number, sample in enumerate(samples):
         sample.number = number

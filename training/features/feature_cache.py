@@ -164,7 +164,7 @@ class FeatureCache:
         paths = [shard_path(self.folder, i, len(bounds)) for i in range(len(bounds))]
         if missing := sum(not path.is_file() for path in paths):
             raise ValueError(
-                f"{folder} lacks {missing} of {len(paths)} shards: python -m training.cache with its settings goes on"
+                f"{folder} lacks {missing} of {len(paths)} shards: specdec cache with its settings goes on"
             )
         self.shards = [open_shard(path, self.manifest) for path in paths]
         self.samples: list[Sample] = []
@@ -185,7 +185,7 @@ class FeatureCache:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
         this cache. So must the draft vocabulary be if the cache keeps its likeliest tokens."""
         now = describe(target, taps, vocab, samples, self.keep)
-        check_same(self.folder, self.manifest, now, "use what made it, or make it anew with python -m training.cache")
+        check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec cache")
 
     def features(self, target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:
         """As `online_features`. The target runs only for a batch that holds other conversations."""
@@ -241,11 +241,9 @@ def open_shard(path: Path, manifest: dict):
         shard = safe_open(path, framework="pt")
         found = (shard.metadata() or {}).get("cache", "").split(" ")[0]
     except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{path} is damaged: {error}; python -m training.cache with its settings makes it anew"
-        ) from None
+        raise ValueError(f"{path} is damaged: {error}; specdec cache with its settings makes it anew") from None
     if found != manifest_signature(manifest):
-        raise ValueError(f"{path} belongs to another cache: remove it, and let python -m training.cache make it anew")
+        raise ValueError(f"{path} belongs to another cache: remove it, and let specdec cache make it anew")
     return shard
 
 

@@ -53,5 +53,5 @@ def _start_wandb(mode: str, settings: dict, out: Path):
     try:
         import wandb
     except ImportError:
-        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install 'specdec[wandb]'") from None
+        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install '.[wandb]'") from None
     return wandb.init(project="specdec", config=settings, mode=mode, dir=str(out))

@@ -40,6 +40,14 @@ class WrappedDrafter(Drafter):
         return self.drafter.conditioned
 
     @property
+    def confident(self) -> bool:
+        return self.drafter.confident
+
+    @property
+    def tap_width(self) -> int | None:
+        return self.drafter.tap_width
+
+    @property
     def chains_only(self) -> bool:
         return self.drafter.chains_only
 
@@ -80,6 +88,9 @@ class WrappedDrafter(Drafter):
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.drafter.step(tokens, hidden, level, ancestors)
+
+    def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
+        return self.drafter.confidences(first, tokens)
 
     def root(self, first: DraftState) -> DraftState:
         return self.drafter.root(first)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkout  # noqa: F401
 import torch
 
 from lab.load import bench_serve

@@ -220,16 +220,14 @@ class TreeSettings:
         metadata={
             "choices": KINDS,
             "metavar": "KIND",
-            "help": "above temperature 0: likeliest; coupled (by the noise that the target draws by; default with "
-            "match); drawn (default with rules that need it)",
+            "help": "above temperature 0: likeliest, coupled or drawn (default: by the rule)",
         },
     )
     tree: str | None = field(
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": "instead: auto (default), the fastest by acceptance.json; "
-            f"{', '.join(registry.names('tree'))}; a file with `paths`",
+            "help": f"instead: auto (default), the fastest; {', '.join(registry.names('tree'))}; a file with `paths`",
         },
     )
 

@@ -3,8 +3,8 @@
 It tests texts, greedy and sampled, against plain decoding, token for token; the lossless rules against exact laws; and
 sampled texts against the target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
 
-    specdec prove --server http://127.0.0.1:8000 --target T          is a server lossless that speculates on T?
-    specdec prove --server URL --plain-server URL --target T         the same by a server that does not; T: tokenizer
+    specdec prove --server URL --target T                     is a server that speculates lossless?
+    specdec prove --server URL --plain-server URL --target T  beside one that does not
 """
 
 import argparse

@@ -119,5 +119,5 @@ def test_what_does_not_fit_is_refused():
             Engine(target, drafter, policy, rule)
     for tree, drafter in itertools.product(NAMES["tree"], NAMES["drafter"]):
         if not takes(tree, drafter):
-            with pytest.raises(ValueError, match=r"takes drafters of blocks|slots of a block for independent"):
+            with pytest.raises(ValueError, match=r"takes drafters that guess a block|slots of a block for independent"):
                 Engine(target, fresh_drafter(drafter, target), instantiate(load("tree", tree)))

@@ -10,7 +10,8 @@ from specdec.engine.engine import Engine
 from trees import DynamicTree
 
 # Of training and graphs.
-OWN = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads"}
+OWN = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads",
+       "first_tokens"}  # fmt: skip
 DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 

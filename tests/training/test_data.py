@@ -81,7 +81,7 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, cap
     told = capsys.readouterr().err
     assert "1 conversations that the chat template refuses left out" in told
     assert "1 conversations in which the assistant does not speak left out" in told
-    with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*training\.regenerate"):
+    with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*specdec regenerate"):
         load(target, write(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
 
 
@@ -202,7 +202,7 @@ def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path):
 
 def test_without_datasets_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'specdec\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[data\]'"):
         list(read_records("HuggingFaceH4/ultrachat_200k"))
 
 

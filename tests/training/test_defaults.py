@@ -72,7 +72,7 @@ def test_presets_take_no_part_of_the_recipe(name):
     assert config.drafter.init == "random"
     assert config.objective.then is None
     assert config.trainer.batch_tokens == 4096
-    assert config.drafter.taps in (None, 5), "the published ones, or DeepSpec's"
+    assert config.drafter.taps in (None, 4, 5), "the published ones, or PARD-2's and DeepSpec's"
     assert not config.drafter.get("tap_norms", False)
 
 

@@ -55,7 +55,9 @@ def test_building(text, kind, shape):
     policy = spec.build()
     assert type(policy) is kind
     assert shape_of(policy) == shape_of(spec) == shape
-    name = {Chain: "chain", DynamicTree: "dynamic", SampledTree: "sampled", StaticTree: "static"}[kind]
+    name = {Chain: "chain", DynamicTree: "dynamic", SampledTree: "sampled", StaticTree: "static", BlockTree: "block"}[
+        kind
+    ]
     assert describe(policy) == f"{name} {shape}"
 
 

@@ -356,3 +356,30 @@ def test_wandb_gets_the_log_in_the_mode_that_is_set(tmp_path, monkeypatch, mode)
 def test_mistakes_are_named(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_what_was_due_when_a_signal_came_is_looked_at_later(tmp_path, monkeypatch, at):
+    """Step 4 is one after which held-out batches are evaluated, step 3 is not."""
+
+    def log(out: Path) -> list[dict]:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(out / "log.jsonl")]
+
+    whole, cut = trainer(tmp_path / "whole"), trainer(tmp_path / "cut")
+    whole.train()
+    step = Trainer._step
+
+    def signalled(self, group):
+        if self.step == at - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, group)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_step", signalled)
+        cut.train()
+    assert cut.step == at
+    resumed = trainer(tmp_path / "cut")
+    resumed.resume()
+    resumed.train()
+    assert log(tmp_path / "cut") == log(tmp_path / "whole")
+    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())

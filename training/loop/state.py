@@ -27,6 +27,7 @@ def state_of(run: "Trainer") -> dict:
         "seconds": run.seconds,
         "rollout_seconds": run.rollout_seconds,
         "best": run.best,
+        "owed": run.owed,
         "meaning": run.meaning,
         "data": run.data_signature,
         "together": run.together,
@@ -53,7 +54,8 @@ def restore(run: "Trainer", state: dict, path: Path) -> None:
         raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
     run.step, run.batches, run.tokens = state["step"], state["batches"], state["tokens"]
     run.seconds, run.best = state["seconds"], state["best"]
-    run.learnt = state.get("learnt", 0)  # older checkpoints lack these two
+    run.owed = state.get("owed", False)  # older checkpoints lack these three
+    run.learnt = state.get("learnt", 0)
     run.rollout_seconds = state.get("rollout_seconds", 0.0)
     if run.rollouts is not None and state.get("rollouts"):
         run.rollouts.load_state_dict(state["rollouts"])

@@ -101,6 +101,7 @@ class Trainer:
         self.decoding = decoding_of(target, config, heldout, train)
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
+        self.owed = False  # a signal stopped the run before what was due after its last step
         self.signals = StopSignals()
         self.log = RunLog(out, self.main, config.wandb, run_config)
 
@@ -121,7 +122,9 @@ class Trainer:
             ) from None
 
     def _run(self) -> dict:
-        config, metrics, asked = self.config, {}, False
+        config, asked = self.config, False
+        metrics = self._look() if self.owed else {}
+        self.owed = False
         groups = self._groups()
         # Closed before an error is told, which would else stand above it
         with tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main) as bar:
@@ -139,10 +142,8 @@ class Trainer:
                 if self._due(config.log_every):
                     metrics = self._log("train", values, **row)
                     bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
-                if self._due(config.save_every) and not asked:
-                    metrics |= self._evaluate()
-                if self.decoding is not None and self._due(config.decode_every) and not asked:
-                    metrics |= self._decode()
+                self.owed = asked  # what is due is looked at when the run goes on
+                metrics |= {} if asked else self._look()
                 if self._due(config.save_every) and self.step < config.steps and not asked:
                     self.save()
         self.save()
@@ -152,6 +153,13 @@ class Trainer:
                     self.decoding.keep_acceptance(self.out / name)
         if self.step < config.steps and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
+        return metrics
+
+    def _look(self) -> dict:
+        """Evaluate and decode, if that is due after this step."""
+        metrics = self._evaluate() if self._due(self.config.save_every) else {}
+        if self.decoding is not None and self._due(self.config.decode_every):
+            metrics |= self._decode()
         return metrics
 
     def _due(self, every: int | None) -> bool:

@@ -28,7 +28,6 @@ import checkout  # noqa: F401
 
 from lab.output import write_json
 from specdec.__main__ import COMMANDS
-from specdec.api import DEMO_DRAFTER
 from specdec.cli.reading import read_text
 from specdec.engine.trace_files import read_trace
 from specdec.model.checkpoint import read_json
@@ -127,7 +126,6 @@ COMMANDS_TRIED = {
          "out=out/bench.json"), names,
     ),
     "estimate": Command(("estimate", "data.path=learnt.jsonl", *SMALL), names),
-    "doctor": Command(("doctor", "convert", str(DEMO_DRAFTER), "out/spec", "--to", "speculators"), names),
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from specdec.adaptive import Policy
 from specdec.contracts import DraftState
 from specdec.engine.clock import Clock
 from specdec.engine.guide import Guide
+from specdec.engine.masks import masks_of
 from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
@@ -151,6 +152,7 @@ class Batch:
             self.round.noise([s.seed for s in sequences]),
             self.clock,
             penalties_of(sequences, self.round.target.config.vocab, self.device),
+            masks_of(sequences),
             any(s.logprobs is not None for s in sequences),
         )
 
@@ -242,4 +244,4 @@ class Batch:
             penalties.compact(index)
         if self.sequences:
             sampling = settings_of([s.sampling for s in self.sequences], self.device)
-            self.settings = replace(self.settings, sampling=sampling)
+            self.settings = replace(self.settings, sampling=sampling, masks=masks_of(self.sequences))

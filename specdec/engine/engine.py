@@ -16,9 +16,10 @@ from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.overlap import Loop, ReadRound
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
-from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences
+from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences, per_row
 from specdec.model.target import Target
 from specdec.sampling.filters import settings_of
+from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.types import Sampling, Verifier
 from specdec.verify import sample_and_match
@@ -110,6 +111,7 @@ class Engine:
         eos: frozenset[int] | None = None,
         stop: Stop | None = None,
         logprobs: bool = False,
+        grammar: Grammar | None = None,
     ) -> Sequence:
         """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
         context, where the room ends that was reserved.
@@ -132,7 +134,7 @@ class Engine:
             logprobs,
             vocab=config.vocab,
             context=self.room,
-        )
+        ).obey(grammar)
         self.added += 1
         self.waiting.append(sequence)
         return sequence
@@ -142,7 +144,7 @@ class Engine:
         """End a sequence; it keeps the tokens that it has, and its row is free for another."""
         if sequence.finish is not None:
             return
-        sequence.finish = "abort"
+        sequence.finish, sequence.matcher = "abort", None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif self.loop is not None:
@@ -211,15 +213,18 @@ class Engine:
         eos: frozenset[int] | None = None,
         stop: abc.Sequence[Stop | None] | None = None,
         logprobs: bool = False,
+        grammar: Grammar | abc.Sequence[Grammar | None] | None = None,
         observer: Observer | Callable[[RoundReport], None] | None = None,
     ) -> Result:
-        """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling and stop, of
-        which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the token with which
-        its `stop` is satisfied, after max_new_tokens, or where the target's context ends. What was reserved before is
-        dropped, with the sequences in it, and nothing is reserved afterwards.
+        """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling, stop and
+        grammar, of which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the
+        token with which its `stop` is satisfied, where its grammar lets nothing follow, after max_new_tokens, or where
+        the target's context ends. What was reserved before is dropped, with the sequences in it, and nothing is
+        reserved afterwards.
 
         seed: of all draws. Row i has the seed (seed, i), or, of a list, the i-th; a number s stands for (s, 0). A row's
         draws depend on its seed alone, and on nothing beside it (`specdec.sampling.noise`).
+        grammar: what texts must be, such as JSON of a schema (`specdec.sampling.json_grammar`).
         logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
         filters (`Sequence.logprobs`). observer: is told of every step; what it is told of rounds that are replayed
         costs a copy, so an `Observer` says what it reads."""
@@ -227,6 +232,8 @@ class Engine:
         eos = self.target.eos if eos is None else eos
         size = {"vocab": config.vocab, "context": config.context}
         rows = make_sequences(prompts, max_new_tokens, sampling, seed, stop, eos, logprobs, **size)
+        for row, own in zip(rows, per_row(grammar, len(rows), "grammar"), strict=True):
+            row.obey(own)
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),

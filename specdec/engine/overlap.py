@@ -67,13 +67,19 @@ class _Pending:
 
 
 class Loop:
-    """The rounds of a batch, of which up to `lag` (0 or 1) are launched before the oldest is read."""
+    """The rounds of a batch, of which up to `lag` (0 or 1) are launched before the oldest is read.
+
+    While a text obeys a grammar none are: what a round may emit follows from what the last one has emitted."""
 
     def __init__(self, batch: Batch, lag: int):
-        self.batch, self.lag = batch, lag
+        self.batch, self.most = batch, lag
         self.reader = Reader(batch.device)
         self.pending: list[_Pending] = []
         self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
+
+    @property
+    def lag(self) -> int:
+        return 0 if self.most and any(s.matcher is not None for s in self.batch.sequences) else self.most
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Let sequences join. Every round must have been read."""

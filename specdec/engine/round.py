@@ -14,6 +14,7 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.guide import HOLD, Guide, Played
+from specdec.engine.masks import Masks
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
@@ -32,7 +33,14 @@ class RoundSettings:
     noise: Noise
     clock: Clock | SilentClock
     penalties: Penalties | None = None
+    masks: Masks | None = None  # of grammars
     logprobs: bool = False  # compute those of the emitted tokens
+
+    def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
+        """logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""
+        if self.penalties is not None:
+            logits = self.penalties(logits, tree)
+        return logits if self.masks is None else self.masks(logits, tree)
 
 
 @dataclass
@@ -188,7 +196,7 @@ class Round:
             return self._plain(root, state, cache, active, settings, itself, levels, guide)
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
         experts = self.target.chosen_experts()
-        logits = own if penalties is None else penalties(own, tree)
+        logits = settings.shaped(own, tree)
         verdict = self.verifier(tree, logits, sampling, noise)
         if levels is not None:  # where to stop does not depend on what the target said, so the law stays the target's
             verdict.n = torch.minimum(verdict.n, levels + 1)
@@ -246,11 +254,9 @@ class Round:
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:
         """The next token [B] from logits [B,1,V] behind the position last [B]; the rows of which n [B] is 1, and not 0,
         count it."""
-        penalties, noise = settings.penalties, settings.noise.behind(last)
-        if penalties is None:
-            return sample(logits, settings.sampling, noise)[:, 0]
-        token = sample(penalties(logits), settings.sampling, noise)
-        penalties.add(token, n)
+        token = sample(settings.shaped(logits), settings.sampling, settings.noise.behind(last))
+        if settings.penalties is not None:
+            settings.penalties.add(token, n)
         return token[:, 0]
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specdec.engine.trace import RowTrace
+from specdec.sampling.grammar import Grammar, Matcher
 from specdec.sampling.noise import Seed
 from specdec.types import Sampling
 
@@ -20,8 +21,8 @@ class Stop(Protocol):
 class Sequence:
     """One text while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
 
-    finish: 'eos', 'stop' (a `Stop` said so), 'length' (max_new_tokens), 'context' (the target's context is full) or
-    'abort' (the caller did not want more).
+    finish: 'eos', 'stop' (a `Stop` said so, or the grammar lets nothing follow), 'length' (max_new_tokens), 'context'
+    (the target's context is full), 'abort' (the caller did not want more) or 'error' (the grammar's library gave up).
     """
 
     prompt: list[int]
@@ -34,6 +35,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
     finish: str | None = None
+    matcher: Matcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)
 
     @property
@@ -55,10 +57,7 @@ class Sequence:
         """Append what still belongs to the text, and return it. logprobs: of the tokens, if the sequence keeps them."""
         kept = tokens[: self.left]
         for count, token in enumerate(kept, 1):
-            if token in self.eos:
-                self.finish = "eos"
-            elif self.stop is not None and self.stop.add(token):
-                self.finish = "stop"
+            self.finish = self._end(token)
             if self.finish is not None:
                 kept = kept[:count]
                 break
@@ -67,7 +66,29 @@ class Sequence:
             self.logprobs += logprobs[: len(kept)]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit
+        if self.finish is not None:
+            self.matcher = None
         return kept
+
+    def _end(self, token: int) -> str | None:
+        """How the next token ends the text; None if it does not."""
+        if token in self.eos:
+            return "eos"
+        if self.stop is not None and self.stop.add(token):
+            return "stop"
+        if self.matcher is None:
+            return None
+        if not self.matcher.take(token):
+            return "error"
+        return "stop" if self.matcher.over else None
+
+    def obey(self, grammar: Grammar | None) -> "Sequence":
+        """Let the text be one of this grammar, before its first token. ValueError if other tokens end it."""
+        if grammar is not None:
+            if grammar.ends != self.eos:
+                raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
+            self.matcher = grammar.start()
+        return self
 
 
 def make_sequence(

@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.contracts import DraftState
 from specdec.engine.batch import Batch, Progress
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.masks import Masks
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
@@ -68,6 +69,7 @@ class StaticBatch(Batch):
         self.made_logprobs = torch.zeros(rows, round_.path, device=self.device)
         self.progress = Progress(self._vacant(), self.device)
         self.eos: dict[int, Tensor] = {}  # by their number, [B,E]
+        self.masks: Masks | None = None
         self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
         self.graphs: dict[tuple, Graph] = {}  # by bucket, kind, number of `eos` ids and what is read
 
@@ -114,13 +116,13 @@ class StaticBatch(Batch):
         self.progress.eos.copy_(progress.eos)
         self.kind = _kind(settings.sampling), settings.penalties is not None, settings.logprobs
         if self.kind not in self.kinds:
-            self.kinds[self.kind] = replace(settings, clock=SilentClock())
+            self.kinds[self.kind] = replace(settings, clock=SilentClock(), masks=None)
         else:
             kept = self.kinds[self.kind]
             _refill(kept.sampling, settings.sampling)
             _refill(kept.penalties, settings.penalties)
             _refill(kept.noise, settings.noise)
-        self.settings = self.kinds[self.kind]
+        self.settings, self.masks = self.kinds[self.kind], settings.masks
         self._forget_settings()
 
     def _forget_settings(self) -> None:
@@ -132,6 +134,9 @@ class StaticBatch(Batch):
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
         bound = min(max_len, self.room)
+        if self.masks:  # on the host, so such rounds are not recorded
+            masked = replace(self.settings, masks=self.masks, clock=self.clock)
+            return self._runner(masked, self.progress.eos)(bound)
         bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
         output = self._graph(bucket).replay(bound)
         output.nodes = self.round.nodes
@@ -154,9 +159,19 @@ class StaticBatch(Batch):
         return self.graphs[key]
 
     def _capture(self, bucket: int) -> Graph:
-        settings, eos, reads = self.settings, self.progress.eos, self.reads
+        settings, eos = self.settings, self.progress.eos
+        itself = self._itself()
+        replay = self.backend.capture(self._runner(settings, eos, itself), self._static(settings), bucket)
+        # Only now, as the warm-up may have made some of it.
+        return Graph(replay, [settings, eos, itself, *self._bindings()])
+
+    def _runner(
+        self, settings: RoundSettings, eos: Tensor, itself: Tensor | None = None
+    ) -> Callable[[int], RoundOutput]:
+        """A round of these settings, as a function of a bound of the committed length."""
+        reads = self.reads
         # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
-        itself = torch.ones(self.rows, 1, 1, dtype=torch.bool, device=self.device)
+        itself = self._itself() if itself is None else itself
 
         def run(bound: int) -> RoundOutput:
             self.cache.max_len = bound
@@ -173,9 +188,7 @@ class StaticBatch(Batch):
                 self.state.readout.copy_(state.readout)
             return self._keep(output.only(reads))
 
-        replay = self.backend.capture(run, self._static(settings), bucket)
-        # Only now, as the warm-up may have made some of it.
-        return Graph(replay, [settings, eos, itself, *self._bindings()])
+        return run
 
     def _bindings(self) -> list:
         """What rounds read that is not the batch's: the next cache or `reset` freezes modules anew, and a longer one

@@ -13,6 +13,7 @@ from specdec.serve.scheduler import Closed, Delta, Full
 from specdec.serve.service import Service
 
 Receive = Callable[[], Awaitable[dict]]  # of ASGI
+GAVE_UP = "the grammar of this request has become too complex for the library that reads it"
 DONE = "data: [DONE]\n\n"
 
 
@@ -103,7 +104,7 @@ class Exchange:
             if delta.finish == "abort":
                 raise gone()
             if delta.finish == "error":
-                raise Refusal(delta.error, status=delta.status)
+                raise Refusal(delta.error or GAVE_UP, status=delta.status)
             left -= delta.finish is not None
             for part in choice.portions(delta, self.service.stream_interval if self.ask.stream else None):
                 yield choice, choice.take(part)

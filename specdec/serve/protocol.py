@@ -30,7 +30,6 @@ OFF = {
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "stop_token_ids": ([],),
     "suffix": ("",),
@@ -77,6 +76,8 @@ class Ask:
     stream: bool = False
     stream_options: dict | None = None
     ignore_eos: bool = False
+    response_format: dict | None = None  # `specdec.serve.formats` reads these two
+    structured_outputs: dict | None = None
     return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, beside their text
 
     @property

@@ -17,6 +17,7 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence, Stop, make_sequence
+from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.serve.metrics import Metrics, count, drafted_of
 from specdec.types import Sampling
@@ -36,7 +37,7 @@ class Closed(Exception):
 @dataclass
 class Delta:
     """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
-    'abort'), or 'error', with what happened in `error` and its HTTP status."""
+    'abort'), or 'error', with its HTTP status, and with what happened in `error` unless the grammar did."""
 
     job: "Job"
     tokens: list[int] = field(default_factory=list)
@@ -61,6 +62,7 @@ class Job:
     eos: frozenset[int] | None = None  # None: the target's
     stop: Stop | None = None
     logprobs: bool = False
+    grammar: Grammar | None = None
     # The scheduler's own
     sequence: Sequence | None = None  # once it has a row
     unwanted: bool = False
@@ -228,7 +230,7 @@ class Scheduler:
             joining.append(job)
         del self.queue[: len(joining)]
         for job in joining:
-            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs")
+            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar")
             job.sequence = self.engine.add(job.prompt, **{name: getattr(job, name) for name in asked})
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.model.target import Target
+from specdec.sampling.grammar import Grammar
 from specdec.schema import shown
+from specdec.serve.formats import Formats
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Delta, Job, Scheduler
@@ -40,7 +42,7 @@ class Service:
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
-        self.limits = limits or Limits()
+        self.limits, self.formats = limits or Limits(), Formats(target)
         self.stream_interval, self.acceptance = stream_interval, acceptance
         self.created = int(time.time())
 
@@ -64,11 +66,13 @@ class Service:
             wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
             raise Refusal(f"a response has {self.limits.choices} texts at most, got {wanted}", "n")
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
-        choices = []
+        grammar, choices = self.formats.grammar(ask), []
         for prompt in prompts:
             for _ in range(ask.n):
                 choice = Choice(len(choices), self.target.tokenizer, ask.stops)
-                choice.job = self._job(ask, prompt, (seed, len(choices)), lambda delta, of=choice: tell(of, delta))
+                choice.job = self._job(
+                    ask, prompt, (seed, len(choices)), lambda delta, of=choice: tell(of, delta), grammar
+                )
                 choices.append(choice)
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
@@ -113,7 +117,14 @@ class Service:
     def _encode(self, text: str, special: bool = True) -> list[int]:
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def _job(self, ask: Ask, prompt: list[int], seed: tuple[int, int], tell: Callable[[Delta], None]) -> Job:
+    def _job(
+        self,
+        ask: Ask,
+        prompt: list[int],
+        seed: tuple[int, int],
+        tell: Callable[[Delta], None],
+        grammar: Grammar | None,
+    ) -> Job:
         return Job(
             prompt,
             tell,
@@ -123,4 +134,5 @@ class Service:
             eos=frozenset() if ask.ignore_eos else None,
             stop=StopStrings(self.target.tokenizer, ask.stops) if ask.stops else None,
             logprobs=ask.wants_logprobs,
+            grammar=grammar,
         )

@@ -255,7 +255,7 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of type 'text'"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 1000}, "max_completion_tokens", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "is not built"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "is not built"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "grammar"}}, "response_format", "must be text, json_object"),
     (TEXT, {"prompt": 3}, "prompt", "prompt must be a text"),
     (TEXT, {"prompt": ""}, "prompt", "the prompt is empty"),
     (TEXT, {"prompt": [[]]}, "prompt", "prompt must be a text"),

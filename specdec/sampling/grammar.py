@@ -1,0 +1,91 @@
+"""What a grammar lets follow: a mask of the target's logits at every node of a tree, along the node's own path.
+
+Which library knows the grammar is one file, such as `specdec.sampling.json_grammar`: it makes a `Grammar`. The host
+knows where a text stands, so a round of a batch with such a text waits for its draft, and the mask of a node costs a
+walk of the vocabulary on the host. A batch without one never waits.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specdec.types import DraftTree
+
+
+class Matcher(Protocol):
+    """Where one text stands in its grammar."""
+
+    @property
+    def over(self) -> bool:
+        """The text is whole: nothing but its end may follow."""
+
+    def take(self, token: int) -> bool:
+        """Go on by a token, if it may follow; else change nothing. Tokens that end a text are not taken."""
+
+    def back(self) -> None:
+        """Undo the last token that was taken."""
+
+    def allowed(self) -> NDArray[np.uint8] | None:
+        """Which tokens may follow: a bit for each, the lowest of a byte first, at least V of them. Those that end a
+        text are among them where it is whole. None if the library has given up: it said so of no text, and `take`
+        takes nothing any more."""
+
+
+class Grammar(Protocol):
+    """What a text must be, for the tokens of one target."""
+
+    ends: frozenset[int]  # the tokens that end a text
+
+    def start(self) -> Matcher:
+        """Before the first token."""
+
+
+def masked(logits: Tensor, matchers: Sequence[Matcher | None], tree: DraftTree | None = None) -> Tensor:
+    """logits [B,N,V] -> the same with -inf for what no grammar lets follow; a row without a matcher stays as it is.
+
+    Row b's matcher has taken the row's text, the root's token included. Node i of the tree is masked as the text and
+    the path to i say; without a tree N is 1. Nodes below a token that may not follow are void, and stay as they are."""
+    width, places, bits = logits.shape[1], [], []
+    tokens, parents = (
+        (None, None) if tree is None or not any(matchers) else (tree.tokens.tolist(), tree.parents.tolist())
+    )
+    for row, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        for node, allowed in _visit(matcher, tokens and tokens[row], tokens and _children(parents[row])):
+            places.append(row * width + node)
+            bits.append(allowed)
+    if not places:
+        return logits
+    index = torch.tensor(places, device=logits.device)
+    known = torch.from_numpy(np.stack(bits)).to(logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((known[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[-1]] == 0
+    flat = logits.flatten(0, 1)
+    return flat.index_copy(0, index, flat[index].masked_fill_(forbidden, -torch.inf)).view_as(logits)
+
+
+def _children(parents: list[int]) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    return children
+
+
+def _visit(
+    matcher: Matcher, tokens: list[int] | None, children: list[list[int]] | None, node: int = 0
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(node, what may follow) for this node and those below it. The matcher is left as it was."""
+    allowed = matcher.allowed()
+    if allowed is None:
+        return
+    yield node, allowed
+    for child in children[node] if children else ():
+        if matcher.take(tokens[child]):
+            if not matcher.over:  # what a whole text is followed by is dropped
+                yield from _visit(matcher, tokens, children, child)
+            matcher.back()

@@ -1,0 +1,152 @@
+"""Texts that are JSON of a schema, or match a regular expression, by llguidance. docs/serve.md says what is taken.
+
+llguidance is an extra, and is imported where a grammar is made.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.schema import shown
+
+MOST = 1 << 15  # characters of a schema or an expression
+# Between the parts of an object or array: a space, or a new line and its indentation. JSON takes any number of them,
+# and a model that may write as many as it likes may never write anything else.
+WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,24})"
+ANNOTATIONS = {
+    "$schema", "$comment", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly",
+    "writeOnly",
+}  # fmt: skip
+# Keywords whose value is a schema, a list of schemas, or schemas by name.
+ONE = {
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
+    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
+OTHERS = {
+    "$id", "$ref", "const", "dependentRequired", "enum", "exclusiveMaximum", "exclusiveMinimum", "format",
+    "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
+    "multipleOf", "pattern", "required", "type", "uniqueItems", "maxContains", "minContains",
+}  # fmt: skip
+KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuses itself what it does not do
+
+
+class Grammars:
+    """Makes the grammars of one target. To make this takes a second, a grammar some milliseconds."""
+
+    def __init__(self, tokenizer, vocab: int, ends: frozenset[int]):
+        """tokenizer: of transformers, a fast one. vocab: V, of the logits. ends: the tokens that end a text.
+
+        ValueError if llguidance is not installed, or such texts cannot be told from others."""
+        if find_spec("llguidance") is None:
+            raise ValueError("a grammar needs llguidance, which is not installed: pip install '.[structured]'")
+        if tokenizer is None or not ends:
+            raise ValueError("a grammar needs a target with a tokenizer and with a token that ends a text")
+        import llguidance.hf
+
+        self.ends = frozenset(ends)
+        try:
+            self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab, eos_token=sorted(ends))
+        except Exception as error:  # the library's own kinds, for a tokenizer that is slow, or too large
+            raise ValueError(f"llguidance does not take this target's tokenizer: {_first_line(error)}") from None
+
+    def json(self, schema: Any = None) -> "TextGrammar":
+        """JSON that this schema (as read from JSON) describes; None: any object. ValueError, one sentence, for what is
+        no schema, is too large, or has something in it that is not built."""
+        from llguidance import LLMatcher
+
+        schema = {"type": "object"} if schema is None else schema
+        if not isinstance(schema, Mapping | bool):
+            raise ValueError(f"a JSON schema is an object, got {shown(schema)}")
+        try:
+            text = _within_limit(json.dumps(schema), "JSON schema")
+        except RecursionError:
+            raise ValueError("the JSON schema is nested too deeply") from None
+        for keyword in _keywords(schema):
+            if keyword not in KNOWN:
+                raise ValueError(f"the JSON schema has the keyword {shown(keyword)}, which is not known here")
+        return self._grammar(
+            "JSON schema", LLMatcher.grammar_from_json_schema, text, {"whitespace_pattern": WHITESPACE}
+        )
+
+    def regex(self, pattern: str) -> "TextGrammar":
+        """Texts that match it from beginning to end. ValueError as above."""
+        from llguidance import LLMatcher
+
+        return self._grammar("regular expression", LLMatcher.grammar_from_regex, _within_limit(pattern, "pattern"))
+
+    def _grammar(self, what: str, make, *given) -> "TextGrammar":
+        from llguidance import LLMatcher
+
+        try:
+            grammar = make(*given)
+        except ValueError as error:
+            raise ValueError(f"the {what} is not taken: {_first_line(error)}") from None
+        made = LLMatcher(self.tokenizer, grammar, log_level=0)
+        if made.is_error():
+            raise ValueError(f"the {what} is not taken: {_first_line(made.get_error())}")
+        return TextGrammar(made, self.ends)
+
+
+class TextGrammar:
+    """A `specdec.sampling.grammar.Grammar`."""
+
+    def __init__(self, fresh, ends: frozenset[int]):
+        """fresh: an `LLMatcher` that has taken nothing."""
+        self.fresh, self.ends = fresh, ends
+
+    def start(self) -> "TextMatcher":
+        return TextMatcher(self.fresh.deep_copy(), self.ends)
+
+
+class TextMatcher:
+    """A `specdec.sampling.grammar.Matcher`."""
+
+    def __init__(self, matcher, ends: frozenset[int]):
+        self.matcher, self.ends = matcher, ends
+
+    @property
+    def over(self) -> bool:
+        return self.matcher.is_stopped()
+
+    def take(self, token: int) -> bool:
+        return token not in self.ends and self.matcher.try_consume_tokens([token]) == 1
+
+    def back(self) -> None:
+        self.matcher.rollback(1)
+
+    def allowed(self) -> NDArray[np.uint8] | None:
+        bits = self.matcher.compute_bitmask()
+        return None if self.matcher.is_error() else np.frombuffer(bits, np.uint8)
+
+
+def _keywords(schema: Any) -> Iterator[str]:
+    """Those of a schema and of all schemas in it; what has another form than it should is left to llguidance."""
+    waiting = [schema]
+    while waiting:
+        found = waiting.pop()
+        if not isinstance(found, Mapping):
+            continue
+        yield from found
+        for keyword, value in found.items():
+            if keyword in ONE:
+                waiting += value if isinstance(value, list) else [value]
+            elif keyword in LISTS and isinstance(value, list):
+                waiting += value
+            elif keyword in NAMED and isinstance(value, Mapping):
+                waiting += value.values()
+
+
+def _within_limit(text: str, what: str) -> str:
+    if len(text) > MOST:
+        raise ValueError(f"the {what} has {len(text)} characters, and may have {MOST}")
+    return text
+
+
+def _first_line(error: object) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

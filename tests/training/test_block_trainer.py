@@ -1,11 +1,9 @@
 """Runs of block drafters in one process: learnt, interrupted, estimated, exported and decoded."""
 
-import math
-
 import pytest
 import torch
 from helpers import BLOCKS, DRAFTERS, tiny_target
-from resuming import check_resumed, short_run
+from short_runs import check_resumed, kept_bytes, short_run
 
 from drafters import dflash
 from drafters.vocab import DraftVocab
@@ -57,20 +55,9 @@ def test_expected_tau_of_blocks_by_hand(kind):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_activations_counted_on_shapes_are_those_of_real_blocks(kind):
-    """Never fewer bytes than a real unroll keeps, and not many more: its masks are shared between layers."""
-    drafter, objective, shape, kept = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6), (3, 20), {}
-    counted = saved_bytes(drafter, shape, objective)
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, math.prod((len(drafter.taps), 32)))
-        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)
+    """About as many bytes as a real step keeps."""
+    drafter, objective = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6)
+    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)
 
 
 def test_a_part_of_the_vocabulary_is_learnt():

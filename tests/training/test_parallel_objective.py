@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import PARALLEL, tiny_drafter, tiny_parallel, tiny_target
-from resuming import check_resumed, short_run
+from short_runs import check_resumed, kept_bytes, short_run
 
 from training.loop.footprint import saved_bytes
 from training.objectives import losses
@@ -174,16 +174,5 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_activations_counted_on_shapes_are_those_of_real_chains(kind):
     """About as many bytes as a real step keeps."""
-    drafter, objective, shape, kept = tiny_parallel(tiny_target(), kind), ParallelObjective(), (3, 20), {}
-    counted = saved_bytes(drafter, shape, objective)
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, len(drafter.taps) * 32)
-        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)
+    drafter, objective = tiny_parallel(tiny_target(), kind), ParallelObjective()
+    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)

@@ -1,4 +1,4 @@
-"""Short runs in one process, which are interrupted and go on."""
+"""Short runs in one process, which are interrupted and go on, and what their steps keep."""
 
 import shutil
 from collections.abc import Callable
@@ -50,3 +50,19 @@ def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> tuple[Train
     drafted = Engine(whole.target, drafter, Chain(drafter.block)).generate(prompts, max_new_tokens=12)
     assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
     return whole, report
+
+
+def kept_bytes(drafter, objective, shape: tuple[int, int]) -> int:
+    """Bytes that a forward of a batch [B,T] of a tiny target keeps for the backward, what heads read included."""
+    kept = {}
+    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        feats = torch.zeros(*shape, len(drafter.taps) * 32)
+        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    return real + readout.untyped_storage().nbytes()

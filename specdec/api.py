@@ -18,6 +18,7 @@ from specdec.model.checkpoint import DTYPES
 from specdec.model.loader import load_target
 from specdec.model.names import bundled
 from specdec.model.target import Target
+from specdec.sampling.json_grammar import grammars_of
 from specdec.sampling.noise import Seed
 from specdec.schema import check_value
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
@@ -25,7 +26,14 @@ from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier
 from trees.spec import TreeSpec, load_tree
 
-REQUEST = ("max_new_tokens", "stop", "logprobs", "seed", "raw")  # what `answer` takes beside the sampling
+REQUEST = (
+    "max_new_tokens",
+    "stop",
+    "json_schema",
+    "logprobs",
+    "seed",
+    "raw",
+)  # what `answer` takes beside the sampling
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 
@@ -167,8 +175,8 @@ def generate(
     drafted tokens are emitted (`make_verifier`, or its name); the default is lossless with any tree. children: which
     the tree takes above temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs,
     compile: see `Engine`. adaptive: chooses the tree of every round by the load, a policy or its name
-    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, logprobs, seed, raw and
-    observer, as `answer` takes them.
+    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, json_schema, logprobs,
+    seed, raw and observer, as `answer` takes them.
 
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
@@ -223,6 +231,7 @@ def answer(
     sampling: Sampling | list[Sampling] | None = None,
     max_new_tokens: int | list[int] = 128,
     stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
+    json_schema: abc.Mapping | bool | None = None,
     logprobs: bool = False,
     seed: int | abc.Sequence[Seed | int] = 0,
     raw: bool = False,
@@ -238,6 +247,7 @@ def answer(
     stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
     the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
     `finish` is 'stop'.
+    json_schema: as read from JSON; the texts are JSON that it describes (docs/sampling.md).
     logprobs: see `Engine.generate`. seed: of all draws; row i has the seed (seed, i), or seed[i]. observer: is told of
     every round (`RoundReport`).
     Raises ValueError, one sentence, for what does not fit the target or the drafter.
@@ -251,6 +261,7 @@ def answer(
         max_new_tokens=max_new_tokens,
         sampling=as_sampling(sampling, words),
         stop=[StopStrings(target.tokenizer, strings) if strings else None for strings in stops],
+        grammar=None if json_schema is None else grammars_of(target).json(json_schema),
         logprobs=logprobs,
         seed=seed,
         observer=observer,

@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     text.add_argument("--raw", action="store_true", help="do not apply the chat template")
     text.add_argument("--max-new-tokens", type=int, default=128, help="(default 128)")
     text.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
+    text.add_argument("--json-schema", type=Path, metavar="FILE", help="answer in JSON that this schema describes")
     text.add_argument("--batch-size", type=int, default=1, help="prompts of --prompt-file decoded together (default 1)")
     model = p.add_argument_group("models")
     add_flags(model, ModelSettings)

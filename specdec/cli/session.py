@@ -9,6 +9,7 @@ from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
 from specdec.calibrate import make_policy
 from specdec.cli.flags import read_flags
+from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
 from specdec.cli.signals import StopSignals
 from specdec.engine.engine import Engine
@@ -46,6 +47,8 @@ class Session:
         self.sampling = read_flags(Sampling, args)
         self.stops = [clean(stop) for stop in args.stop or ()]
         check_stops(self.stops)
+        file = args.json_schema
+        self.schema = None if file is None else parse_json(read_text(file, "JSON schema"), str(file))
         trees = read_flags(TreeSettings, args)
         self.tree = None if args.no_draft else trees.spec().build()
         self.verifier = read_flags(VerifierSettings, args).make()
@@ -128,6 +131,7 @@ class Session:
             sampling=self.sampling,
             max_new_tokens=max_new_tokens or args.max_new_tokens,
             stop=self.stops,
+            json_schema=self.schema,
             logprobs=args.logprobs,
             seed=[(args.seed, first + row) for row in range(len(prompts))],
             raw=args.raw,

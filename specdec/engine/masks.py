@@ -21,8 +21,10 @@ class Masks:
         return any(s.matcher is not None for s in self.sequences)
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """As `specdec.sampling.grammar.masked`. What the rows have emitted must have been added to the sequences."""
-        return masked(logits, [s.matcher for s in self.sequences], tree)
+        """As `specdec.sampling.grammar.masked`. What the rows have emitted must have been added to the sequences.
+        This waits for the tree."""
+        seen = () if tree is None or not self else (tree.tokens.tolist(), tree.parents.tolist())
+        return masked(logits, [s.matcher for s in self.sequences], *seen)
 
 
 def masks_of(sequences: abc.Sequence[Sequence]) -> Masks | None:

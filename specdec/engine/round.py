@@ -1,6 +1,7 @@
 """One round: draft, verify, commit, extend. It knows nothing of batches, loops or graphs.
 
-Everything in it happens on the device, without waiting: `tests/engine/test_no_sync.py` holds it to that.
+Everything in it happens on the device, without waiting: `tests/engine/test_no_sync.py` holds it to that. Only texts
+that obey a grammar make their rounds wait (`specdec.engine.masks`).
 """
 
 from collections.abc import Sequence

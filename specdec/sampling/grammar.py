@@ -13,8 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.types import DraftTree
-
 
 class Matcher(Protocol):
     """Where one text stands in its grammar."""
@@ -44,21 +42,24 @@ class Grammar(Protocol):
         """Before the first token."""
 
 
-def masked(logits: Tensor, matchers: Sequence[Matcher | None], tree: DraftTree | None = None) -> Tensor:
+Nodes = Sequence[Sequence[int]]  # [B][N], a number of each node of a tree
+
+
+def masked(
+    logits: Tensor, matchers: Sequence[Matcher | None], tokens: Nodes | None = None, parents: Nodes | None = None
+) -> Tensor:
     """logits [B,N,V] -> the same with -inf for what no grammar lets follow; a row without a matcher stays as it is.
 
-    Row b's matcher has taken the row's text, the root's token included. Node i of the tree is masked as the text and
-    the path to i say; without a tree N is 1. Nodes below a token that may not follow are void, and stay as they are."""
+    Row b's matcher has taken the row's text, the root's token included. Node i of the tree that has these tokens and
+    parents is masked as the text and the path to i say; without a tree N is 1. Nodes below a token that may not follow
+    are void, and stay as they are."""
     width, places, bits = logits.shape[1], [], []
-    tokens, parents = (
-        (None, None) if tree is None or not any(matchers) else (tree.tokens.tolist(), tree.parents.tolist())
-    )
     for row, matcher in enumerate(matchers):
-        if matcher is None:
-            continue
-        for node, allowed in _visit(matcher, tokens and tokens[row], tokens and _children(parents[row])):
-            places.append(row * width + node)
-            bits.append(allowed)
+        if matcher is not None:
+            own = ([], [[]]) if tokens is None else (tokens[row], _children(parents[row]))
+            for node, allowed in _visit(matcher, *own):
+                places.append(row * width + node)
+                bits.append(allowed)
     if not places:
         return logits
     index = torch.tensor(places, device=logits.device)
@@ -69,7 +70,7 @@ def masked(logits: Tensor, matchers: Sequence[Matcher | None], tree: DraftTree |
     return flat.index_copy(0, index, flat[index].masked_fill_(forbidden, -torch.inf)).view_as(logits)
 
 
-def _children(parents: list[int]) -> list[list[int]]:
+def _children(parents: Sequence[int]) -> list[list[int]]:
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents[1:], 1):
         children[parent].append(node)
@@ -77,14 +78,14 @@ def _children(parents: list[int]) -> list[list[int]]:
 
 
 def _visit(
-    matcher: Matcher, tokens: list[int] | None, children: list[list[int]] | None, node: int = 0
+    matcher: Matcher, tokens: Sequence[int], children: list[list[int]], node: int = 0
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(node, what may follow) for this node and those below it. The matcher is left as it was."""
     allowed = matcher.allowed()
     if allowed is None:
         return
     yield node, allowed
-    for child in children[node] if children else ():
+    for child in children[node]:
         if matcher.take(tokens[child]):
             if not matcher.over:  # what a whole text is followed by is dropped
                 yield from _visit(matcher, tokens, children, child)

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec.model.target import Target
 from specdec.schema import shown
 
 MOST = 1 << 15  # characters of a schema or an expression
@@ -33,7 +35,15 @@ OTHERS = {
     "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
     "multipleOf", "pattern", "required", "type", "uniqueItems", "maxContains", "minContains",
 }  # fmt: skip
+_MADE: "WeakKeyDictionary[Target, Grammars]" = WeakKeyDictionary()
 KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuses itself what it does not do
+
+
+def grammars_of(target: Target) -> "Grammars":
+    """Those of a target, made once. ValueError as `Grammars`."""
+    if target not in _MADE:
+        _MADE[target] = Grammars(target.tokenizer, target.config.vocab, target.eos)
+    return _MADE[target]
 
 
 class Grammars:

@@ -4,7 +4,7 @@ from typing import Any
 
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
-from specdec.sampling.json_grammar import Grammars
+from specdec.sampling.json_grammar import grammars_of
 from specdec.schema import shown
 from specdec.serve.protocol import Ask, Refusal
 
@@ -13,29 +13,21 @@ SCHEMA = ("name", "description", "schema", "strict")  # of its `json_schema`
 KINDS = ("json", "json_object", "regex")  # of `structured_outputs`, of which one is given
 
 
-class Formats:
-    """Makes the grammars that requests ask for. What is common to those of a target is made for the first of them."""
-
-    def __init__(self, target: Target):
-        self.target = target
-        self.grammars: Grammars | None = None
-
-    def grammar(self, ask: Ask) -> Grammar | None:
-        """What all texts of a request must be; None for any. `Refusal` for what is no form, or is not built."""
-        wanted = [read for read in (_of_response(ask.response_format), _of_vllm(ask.structured_outputs)) if read]
-        if not wanted:
-            return None
-        if len(wanted) > 1:
-            raise Refusal("structured_outputs contradicts response_format", "structured_outputs")
-        ((field, kind, value),) = wanted
-        if ask.ignore_eos:
-            raise Refusal(f"ignore_eos contradicts {field}: a text ends where its form is complete", "ignore_eos")
-        try:
-            if self.grammars is None:
-                self.grammars = Grammars(self.target.tokenizer, self.target.config.vocab, self.target.eos)
-            return self.grammars.regex(value) if kind == "regex" else self.grammars.json(value)
-        except ValueError as error:
-            raise Refusal(str(error), field) from None
+def grammar_of(ask: Ask, target: Target) -> Grammar | None:
+    """What all texts of a request must be; None for any. `Refusal` for what is no form, or is not built."""
+    wanted = [read for read in (_of_response(ask.response_format), _of_vllm(ask.structured_outputs)) if read]
+    if not wanted:
+        return None
+    if len(wanted) > 1:
+        raise Refusal("structured_outputs contradicts response_format", "structured_outputs")
+    ((field, kind, value),) = wanted
+    if ask.ignore_eos:
+        raise Refusal(f"ignore_eos contradicts {field}: a text ends where its form is complete", "ignore_eos")
+    try:
+        grammars = grammars_of(target)  # the first takes a second
+        return grammars.regex(value) if kind == "regex" else grammars.json(value)
+    except ValueError as error:
+        raise Refusal(str(error), field) from None
 
 
 def _of_response(given: dict | None) -> tuple[str, str, Any] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
 from specdec.schema import shown
-from specdec.serve.formats import Formats
+from specdec.serve.formats import grammar_of
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Delta, Job, Scheduler
@@ -42,7 +42,7 @@ class Service:
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
-        self.limits, self.formats = limits or Limits(), Formats(target)
+        self.limits = limits or Limits()
         self.stream_interval, self.acceptance = stream_interval, acceptance
         self.created = int(time.time())
 
@@ -66,7 +66,7 @@ class Service:
             wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
             raise Refusal(f"a response has {self.limits.choices} texts at most, got {wanted}", "n")
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
-        grammar, choices = self.formats.grammar(ask), []
+        grammar, choices = grammar_of(ask, self.target), []
         for prompt in prompts:
             for _ in range(ask.n):
                 choice = Choice(len(choices), self.target.tokenizer, ask.stops)

@@ -229,6 +229,18 @@ def test_a_stop_string_ends_text_and_screen(demo):
     assert out.rsplit("\n", 2)[0] == result["text"]
 
 
+def test_a_text_is_json_of_a_schema(demo, tmp_path):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": ["sea", "sky"]}, "minItems": 2, "maxItems": 2}')
+    result = last_json(demo("--json-schema", str(file), "--compare", "--json"))
+    assert result["identical"] is True
+    assert set(json.loads(result["text"])) <= {"sea", "sky"}
+    file.write_text('{"type": "arrey"}')
+    with pytest.raises(SystemExit):
+        demo("--json-schema", str(file))
+
+
 def test_penalties_and_logprobs(demo):
     without = last_json(demo("--json"))
     assert "logprobs" not in without
@@ -319,6 +331,7 @@ def _stop(lines):
         (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
         (["--prompt-file", "/no/such"], "no such prompt file"),
         (["--chat", "--json"], "--chat goes with neither"),
+        (["--prompt", "x", "--json-schema", "/no/such"], "no such JSON schema file"),
         (["--prompt", "x", "--stop", ""], "a stop string needs at least one character"),
         (["--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty must be a positive number"),
         (["--prompt", "x", "--frequency-penalty", "2.1"], "frequency_penalty must lie in [-2, 2]"),

@@ -17,7 +17,7 @@ from specdec.model.loader import load_target
 from specdec.sampling.grammar import masked
 from specdec.sampling.json_grammar import MOST, Grammars
 from specdec.text import encode_prompt
-from specdec.types import DraftTree, Sampling
+from specdec.types import Sampling
 from specdec.verify import make_verifier
 from trees import Chain, DynamicTree, SampledTree
 
@@ -199,14 +199,10 @@ def test_every_node_is_masked_along_its_own_path(grammars, pair):
     # Behind "-": 7 -> . -> 8 -> eos and 7 -> comma (wrong) -> 8; comma (wrong) -> 8; eos (wrong).
     tokens, parents = [minus, digit, comma, end, dot, other, comma, other, other, end], [0, 0, 0, 0, 1, 2, 1, 4, 6, 7]
     paths = {0: [], 1: [1], 4: [1, 4], 7: [1, 4, 7]}
-    ancestors = torch.zeros(1, 10, 10, dtype=torch.bool)
-    tree = DraftTree(
-        torch.tensor([tokens]), torch.tensor([parents]), torch.zeros(1, 10, dtype=torch.int64), ancestors, 4
-    )
     matcher = grammar.start()
     assert matcher.take(minus)
     logits = torch.randn(1, 10, vocab)
-    got = masked(logits, [matcher], tree)
+    got = masked(logits, [matcher], [tokens], [parents])
     for node in range(10):
         if node not in paths:
             assert torch.equal(got[0, node], logits[0, node])

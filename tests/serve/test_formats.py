@@ -122,7 +122,9 @@ def test_a_grammar_that_gives_up_ends_its_request_only(pair, monkeypatch):
     serve(pair, use)
 
 
-def test_a_server_without_the_library_says_so(pair, monkeypatch):
+def test_a_server_without_the_library_says_so(target_path, drafter_path, monkeypatch):
+    """A target of its own: what grammars need is kept for each."""
+    target = load_target(target_path)
     monkeypatch.setattr("specdec.sampling.json_grammar.find_spec", lambda name: None)
 
     async def use(server):
@@ -130,4 +132,4 @@ def test_a_server_without_the_library_says_so(pair, monkeypatch):
         assert answer.status_code == 400
         assert "llguidance" in answer.json()["error"]["message"]
 
-    serve(pair, use)
+    serve((target, load_drafter(drafter_path, target)), use)

@@ -1,0 +1,73 @@
+"""The ends of a target: embedding, final norm and head, without the layers between them.
+
+A drafter that learns from features on disk asks a target for nothing else. So it can learn from one that no machine at
+hand can hold, and that runs in a server: the ends of a 70B model are 4 GB in bf16.
+"""
+
+import os
+
+import torch
+from torch import nn
+
+from specdec.model.archs import ModelConfig, read_config
+from specdec.model.archs.tensors import text_name
+from specdec.model.archs.wrapped import text_config
+from specdec.model.checkpoint import (
+    StrictFill,
+    check_device,
+    check_shapes,
+    choose_dtype,
+    read_headers,
+    read_json,
+    read_tensors,
+)
+from specdec.model.loader import load_tokenizer, read_eos, target_parameters
+from specdec.model.names import resolve
+from specdec.model.target import Target
+
+
+class TargetEnds(Target):
+    """A `Target` whose layers are not there. `config` is that of the whole."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.blocks = nn.ModuleList()
+
+    @property
+    def query_heads(self) -> int:
+        return self.config.heads
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        return self.config.kv_heads, self.config.head_dim
+
+    def forward(self, *_, **__):
+        """Raises ValueError: it cannot run."""
+        raise ValueError(f"of {self.name} only the ends are loaded, so it cannot run: load the whole target")
+
+
+def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
+    """The ends and the tokenizer of a native target in a checkpoint folder or under a hub name. Arguments and errors
+    are as of `load_target`; of the files only the ends' tensors are read."""
+    folder, name = resolve(path), str(path)
+    raw, place = read_json(folder / "config.json"), check_device(device)
+    # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.
+    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
+    config = read_config(plain, name)
+    with torch.device("meta"):
+        target = TargetEnds(config).to(choose_dtype(dtype, text_config(raw), place))
+    places = target_parameters(target)
+    headers = read_headers(folder)
+    ours = {tensor: text_name(tensor, raw) for tensor in headers if text_name(tensor, raw) in places}
+    check_shapes(
+        name, {key: headers[tensor] for tensor, key in ours.items()}, {key: p.shape for key, (p, _, _) in places.items()}
+    )
+    target.to_empty(device=place)
+    fill = StrictFill(name, target_parameters(target), finite=True)
+    for tensor, value in read_tensors(folder, only=ours):
+        fill.put(ours[tensor], value)
+    fill.finish()
+    if config.tied:
+        target.head.weight = target.embed.weight
+    target.eval().name, target.eos, target.tokenizer = name, read_eos(folder, raw), load_tokenizer(folder)
+    return target

@@ -52,7 +52,6 @@ from training.objectives.losses import pieces
 from training.objectives.teacher import read_teacher
 from training.train import all_settings, build_drafter
 
-
 FLAG = "--from-vllm"
 
 
@@ -94,6 +93,8 @@ class FeatureCacheWriter:
             check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
             self.manifest = begun
             return
+        if states is not None:
+            self.manifest["sizes"] = [states.sizes(form.taps)[tap] for tap in form.taps]
         output_folder(folder)
         write_text(path, json.dumps(self.manifest, indent=1) + "\n")
 
@@ -243,6 +244,7 @@ def main() -> None:
         at = sys.argv.index(FLAG)
         sys.argv[at : at + 2] = [f"from_vllm={sys.argv[at + 1]}"]
     hydra_command(run, "cache")()
+
 
 if __name__ == "__main__":
     main()

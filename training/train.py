@@ -164,6 +164,8 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     target = load(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
+    if not config.whole_target:
+        target.sizes = cache.sizes()
     learnt, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed, config.init_from)
     if cache is not None:

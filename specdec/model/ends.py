@@ -7,7 +7,7 @@ hand can hold, and that runs in a server: the ends of a 70B model are 4 GB in bf
 import os
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig, read_config
 from specdec.model.archs.tensors import text_name
@@ -32,6 +32,7 @@ class TargetEnds(Target):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList()
+        self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, from whoever has run the layers
 
     @property
     def query_heads(self) -> int:
@@ -44,6 +45,26 @@ class TargetEnds(Target):
     def forward(self, *_, **__):
         """Raises ValueError: it cannot run."""
         raise ValueError(f"of {self.name} only the ends are loaded, so it cannot run: load the whole target")
+
+
+def every_token(vocab: int) -> Tensor:
+    """[64] token ids from all over a vocabulary, to measure a target by before there is any text."""
+    return torch.linspace(0, vocab - 1, 64).long()
+
+
+@torch.no_grad()
+def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
+    """[len(taps)], the root mean square of these hidden states over `every_token`. Of ends it is what they were told,
+    and 1 before that."""
+    if isinstance(target, TargetEnds):
+        return torch.tensor([target.sizes.get(tap, 1.0) for tap in taps], device=target.device)
+    tokens = every_token(target.vocab).to(target.device)[None]
+    return root_mean_square(target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1)).flatten(0, 1))
+
+
+def root_mean_square(states: Tensor) -> Tensor:
+    """Of states [T,count,H], for each of the `count`."""
+    return states.square().mean((0, 2)).sqrt()
 
 
 def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
@@ -60,7 +81,9 @@ def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cp
     headers = read_headers(folder)
     ours = {tensor: text_name(tensor, raw) for tensor in headers if text_name(tensor, raw) in places}
     check_shapes(
-        name, {key: headers[tensor] for tensor, key in ours.items()}, {key: p.shape for key, (p, _, _) in places.items()}
+        name,
+        {key: headers[tensor] for tensor, key in ours.items()},
+        {key: p.shape for key, (p, _, _) in places.items()},
     )
     target.to_empty(device=place)
     fill = StrictFill(name, target_parameters(target), finite=True)

@@ -185,6 +185,10 @@ class FeatureCache:
             self.samples.append(Sample(ids[here], masks[here], number=len(self.samples)))
             token, position = here.stop, position + int(wanted(masks[here]).sum())
 
+    def sizes(self) -> dict[int, float]:
+        """Tap -> the root mean square of its states, to the nearest power of two, if the target has run elsewhere."""
+        return dict(zip(self.manifest["taps"], self.manifest.get("sizes", ()), strict=False))
+
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
         this cache. So must the draft vocabulary be if the cache keeps its likeliest tokens."""

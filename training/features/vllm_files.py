@@ -8,7 +8,7 @@ the output of the last layer, and transformers' has passed the final norm, which
 import bisect
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specdec.model.ends import every_token, root_mean_square
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
 from training.data import Batch, Sample
@@ -25,7 +26,9 @@ from training.features.online import Features, arguments, deferred_logits
 
 KEY = "specdec"  # of the header's entry in which a file says what it holds
 WAIT = 60.0  # seconds that a server may take to write a file that it has answered for
-LIKELIEST = 4  # among so many of the head's tokens the next one must be that vLLM chose; rounding makes near ones change
+LIKELIEST = (
+    4  # among so many of the head's tokens the next one must be that vLLM chose; rounding makes near ones change
+)
 SHAPE = {"hidden": "hidden", "vocab": "vocab", "of_layers": "layers"}  # what a file states -> of the target's config
 
 
@@ -117,25 +120,28 @@ class VllmStates:
 
         Raises ValueError for samples that have none in the end, and if the states are not those of this target."""
         missing = [sample for sample in samples if self.find(sample.ids) is None]
-        if missing and server is not None:
-            for _ in in_order(lambda sample: server.complete(sample.ids.tolist(), 1), missing, requests):
+        every = every_token(self.target.vocab).numpy()
+        if server is not None:
+            wanted = [*(sample.ids for sample in missing), *([] if self.find(every) else [every])]
+            for _ in in_order(lambda ids: server.complete(ids.tolist(), 1), wanted, requests):
                 pass
-            self._wait(missing)
+            self._wait(wanted)
             missing = [sample for sample in missing if self.find(sample.ids) is None]
         if missing:
             raise ValueError(self._lacking(samples, missing))
         self.samples = samples
         self._check_next({file.path: file for s in samples if (file := self.find(s.ids))}.values())
 
-    def _wait(self, samples: list[Sample], seconds: float | None = None) -> None:
-        """Until every sample has its file, or no more of them come."""
-        end = time.monotonic() + (WAIT if seconds is None else seconds)
-        while any(self.find(sample.ids) is None for sample in samples) and time.monotonic() < end:
+    def _wait(self, wanted: list[np.ndarray]) -> None:
+        """Until all these token ids have a file, or for `WAIT` seconds none has come."""
+        end = time.monotonic() + WAIT
+        while any(self.find(ids) is None for ids in wanted) and time.monotonic() < end:
             before = len(self.files)
             self.refresh()
             if len(self.files) > before:
-                end = max(end, time.monotonic() + (WAIT if seconds is None else seconds))
-            time.sleep(0.05)
+                end = time.monotonic() + WAIT
+            else:
+                time.sleep(0.05)
 
     def _lacking(self, samples: list[Sample], missing: list[Sample]) -> str:
         key = _key(missing[0].ids)
@@ -143,8 +149,8 @@ class VllmStates:
         near = max((_common(key, other) for other in self.keys[max(at - 1, 0) : at + 1]), default=0)
         return (
             f"{self.folder} has no states of {len(missing)} of {len(samples)} conversations: of the first one's "
-            f"{len(missing[0].ids)} token ids the nearest file has {near}; give server=URL to let vLLM compute them, or "
-            "the data and the tokenizer that it was asked with"
+            f"{len(missing[0].ids)} token ids the nearest file has {near}; give server=URL to let vLLM compute them, "
+            "or the data and the tokenizer that it was asked with"
         )
 
     @torch.no_grad()
@@ -162,6 +168,15 @@ class VllmStates:
     def _likely(self, file: StateFile) -> list[int]:
         last = self._hidden(file, len(file.ids), (self.target.config.layers,))[-1]
         return self.target.logits(last.to(self.target.device)).float().topk(LIKELIEST).indices[0].tolist()
+
+    def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
+        """Tap -> the root mean square of its states, to the nearest power of two: over `every_token` where the folder
+        has it, else over some of the samples."""
+        every = self.find(every_token(self.target.vocab).numpy())
+        files = [every] if every else [self.find(sample.ids) for sample in self.samples[:32]]
+        states = torch.cat([self._hidden(file, len(file.ids), taps) for file in files])
+        found = root_mean_square(states.float()).log2().round().exp2().tolist()
+        return dict(zip(taps, found, strict=True))
 
     # Features
 
@@ -186,9 +201,6 @@ class VllmStates:
                 states[row, start:end] = self._hidden(self.find(ids), len(ids), read)
         feats = states[:, :, : len(taps)].flatten(2).float()
         return arguments(batch, feats, deferred_logits(target, states[:, :, read.index(last)], autocast))
-
-
-Source = Callable[[Target, Batch, tuple[int, ...], AbstractContextManager], Features]
 
 
 def _key(ids: np.ndarray) -> bytes:

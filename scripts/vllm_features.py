@@ -3,17 +3,17 @@
     python scripts/vllm_features.py --prompt-file MT_BENCH --env vllm-env --out docs/vllm_features.json
 
 vLLM serves the demo target in fp32 on a CPU, with `training.features.vllm_connector` as its connector. It answers
---answers prompts of the file, asked anew in other words where the file has fewer, by `specdec regenerate --server`. Then
-`specdec cache from_vllm=FOLDER server=URL` has it compute the features of these conversations, and `specdec train` trains
-a head on them for --steps steps, with the target's ends alone. Beside that the same is done without vLLM, and answers,
-features and losses are compared. Features of some conversations are also made in bf16, and by two tensor-parallel
-processes. vLLM's own connector is tried too, and what becomes of it told. --env is the environment that
-`scripts/check_in_vllm.py` makes. Ends with 1 if anything differs by more than rounding; the last line is one JSON object.
+--answers prompts of the file, asked anew in other words where the file has fewer, by `specdec regenerate --server`.
+Then `specdec cache from_vllm=FOLDER server=URL` has it compute the features of these conversations, and `specdec train`
+trains a head on them for --steps steps, with the target's ends alone. Beside that the same is done without vLLM, and
+answers, features and losses are compared. Features of some conversations are also made in bf16, and by two
+tensor-parallel processes. vLLM's own connector is tried too, and what becomes of it told. --env is the environment that
+`scripts/check_in_vllm.py` makes. Ends with 1 if anything differs by more than rounding; the last line is one JSON
+object.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +21,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import checkout
+import checkout  # noqa: F401  (puts the repository on the path, here and for vLLM)
 import torch
 from check_in_vllm import python_of
 from safetensors.torch import load_file
@@ -80,8 +80,7 @@ def serve(
 def specdec(*words: str) -> None:
     """A command of ours. Raises ValueError with its last words if it fails."""
     command = [sys.executable, "-m", "specdec", *words]
-    env = os.environ | {"PYTHONPATH": str(checkout.ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"specdec {words[0]} failed: {done.stderr.strip().splitlines()[-1]}")
 

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from specdec.model.archs import ModelConfig, read_config
+from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import text_name
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import (
@@ -21,9 +21,14 @@ from specdec.model.checkpoint import (
     read_json,
     read_tensors,
 )
+from specdec.model.layers import Rope
 from specdec.model.loader import load_tokenizer, read_eos, target_parameters
 from specdec.model.names import resolve
 from specdec.model.target import Target
+
+# Families whose layers are not native and whose ends are Llama's, and those whose final norm stores its weight less 1.
+PLAIN = ("deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+OFFSET = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 class TargetEnds(Target):
@@ -67,18 +72,48 @@ def root_mean_square(states: Tensor) -> Tensor:
     return states.square().mean((0, 2)).sqrt()
 
 
-def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
-    """The ends and the tokenizer of a native target in a checkpoint folder or under a hub name. Arguments and errors
-    are as of `load_target`; of the files only the ends' tensors are read."""
-    folder, name = resolve(path), str(path)
-    raw, place = read_json(folder / "config.json"), check_device(device)
+def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
+    """What config.json says of the ends. Of a family whose layers are not native, the heads are those that a fresh
+    drafter gets.
+
+    head: the files hold one. Raises ValueError for a family whose ends are not known."""
     # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.
-    plain = {key: value for key, value in raw.items() if key != "quantization_config"}
-    config = read_config(plain, name)
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+    try:
+        return read_config(raw, name)
+    except NotNative as reason:
+        config = text_config(raw)
+        if (family := config.get("model_type")) not in PLAIN + OFFSET:
+            raise ValueError(f"{name}: {reason}, and how its embedding, norm and head work is not known") from None
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return ModelConfig(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config.get("intermediate_size") or 4 * hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=hidden // heads,
+            vocab=config["vocab_size"],
+            eps=config.get("rms_norm_eps", 1e-6),
+            rope=Rope(),
+            context=config.get("max_position_embeddings") or 2048,
+            tied=not head,
+            norm_offset=family in OFFSET,
+        )
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json lacks the field {error}") from None
+
+
+def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
+    """The ends and the tokenizer of a target in a checkpoint folder or under a hub name: of a native family, or of
+    `PLAIN` or `OFFSET`. Arguments and errors are as of `load_target`; of the files only the ends' tensors are read."""
+    folder, name = resolve(path), str(path)
+    raw, place, headers = read_json(folder / "config.json"), check_device(device), read_headers(folder)
+    config = read_ends(raw, name, any(text_name(tensor, raw) == "lm_head.weight" for tensor in headers))
     with torch.device("meta"):
         target = TargetEnds(config).to(choose_dtype(dtype, text_config(raw), place))
     places = target_parameters(target)
-    headers = read_headers(folder)
     ours = {tensor: text_name(tensor, raw) for tensor in headers if text_name(tensor, raw) in places}
     check_shapes(
         name,

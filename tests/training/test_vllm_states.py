@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from specdec.engine.engine import Engine
-from specdec.model.ends import every_token, load_ends
+from specdec.model.ends import every_token
 from specdec.model.loader import load_target
 from training import cache, train
 from training.data import load_samples
@@ -120,16 +120,6 @@ def test_features_and_training_are_those_of_the_target_here(target_path, data, i
         assert b == c
     weights = [load_file(tmp_path / "run" / name / "draft" / "model.safetensors") for name in runs]
     assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
-
-
-def test_the_ends_are_the_targets_own(target_path):
-    whole, ends = load_target(target_path), load_ends(target_path)
-    for name, weight in ends.named_parameters():
-        assert torch.equal(weight, whole.get_parameter(name)), name
-    assert ends.config == whole.config
-    assert (ends.query_heads, ends.cache_shape) == (whole.query_heads, whole.cache_shape)
-    with pytest.raises(ValueError, match="only the ends are loaded, so it cannot run"):
-        ends(torch.tensor([[1, 2]]), None)
 
 
 def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder, tmp_path):

@@ -2,7 +2,7 @@
 
     python scripts/vllm_features.py --prompt-file MT_BENCH --env vllm-env --out docs/vllm_features.json
 
-vLLM serves the demo target in fp32 on a CPU, with `training.features.vllm_connector` as its connector. It answers
+vLLM serves the demo target in fp32 on a CPU, with `training.vllm_side.hidden_state_files` as its connector. It answers
 --answers prompts of the file, asked anew in other words where the file has fewer, by `specdec regenerate --server`.
 Then `specdec cache from_vllm=FOLDER server=URL` has it compute the features of these conversations, and `specdec train`
 trains a head on them for --steps steps, with the target's ends alone. Beside that the same is done without vLLM, and
@@ -21,7 +21,7 @@ import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import checkout  # noqa: F401  (puts the repository on the path, here and for vLLM)
+import checkout
 import torch
 from check_in_vllm import python_of
 from safetensors.torch import load_file
@@ -42,7 +42,8 @@ FEW = 20  # conversations of what is only tried
 ROOM = {"fp32": 1e-4, "bf16": 2**-5}  # of a state, in parts of the largest: bf16 has 8 bits, and 8 layers add up
 LOSS_ROOM = 1e-3  # relative
 TAPS = "[2,4,8]"  # hidden states of the default drafter, which are also vLLM's layer ids
-OURS = {"kv_connector": "HiddenStateFiles", "kv_connector_module_path": "training.features.vllm_connector"}
+OURS = {"kv_connector": "HiddenStateFiles", "kv_connector_module_path": "hidden_state_files"}
+SIDE = checkout.ROOT / "training" / "vllm_side"
 THEIRS = {"kv_connector": "ExampleHiddenStatesConnector"}
 
 
@@ -72,9 +73,8 @@ def serve(
     transfer = connector | {"kv_role": "kv_producer", "kv_connector_extra_config": states}
     (folder / "states").mkdir(parents=True)
     more = ["--speculative-config", json.dumps(how), "--kv-transfer-config", json.dumps(transfer)]
-    return vllm_server(
-        python, PORT, folder / "log", *more, "--tensor-parallel-size", str(processes), dtype=dtype
-    )  # fmt: skip
+    more += ["--tensor-parallel-size", str(processes)]
+    return vllm_server(python, PORT, folder / "log", *more, dtype=dtype, path=SIDE)
 
 
 def specdec(*words: str) -> None:
@@ -119,6 +119,10 @@ def caches(data: Path, url: str, folder: Path, dtype: str = "fp32", limit: int |
     }
 
 
+def say(what: str, told: object) -> None:
+    print(f"{what}: {json.dumps(told)}", flush=True)
+
+
 def training(folder: Path, steps: int) -> dict:
     """Train on both caches; how far the losses of each step, and of the held-out conversations, are apart."""
     runs = {"here": "trainer.prompts=null", "there": "whole_target=false"}
@@ -159,7 +163,9 @@ def main() -> None:
         at = Path(name)
         with serve(python, at / "fp32", OURS) as url:
             data, told = answers(Remote(url), target, args, at)
+            say("answers", told)
             told["fp32"] = caches(data, url, at / "fp32")
+            say("fp32", told["fp32"])
         told["training"] = training(at / "fp32", args.steps)
         with serve(python, at / "bf16", OURS, dtype="bfloat16") as url:
             told["bf16"] = caches(data, url, at / "bf16", "bf16", FEW)

@@ -147,6 +147,16 @@ def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder,
     assert torch.equal(theirs["choice"], ours["choice"])
 
 
+def test_a_server_that_writes_elsewhere_is_told(target_path, data, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.features.vllm_files.WAIT", 0.1)
+    with small_server(Engine(load_target(target_path))) as server:
+        words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
+        said = refused(capsys, cache, "cache", *words)
+        assert len(server.asked) == 1  # the first shows it
+    assert "has answered 1 texts, and" in said
+    assert "is it the shared_storage_path of its connector?" in said
+
+
 def test_files_that_say_nothing_are_read_by_the_servers_layers(target_path, data, ids, folder, tmp_path):
     """Those of vLLM's own connector, whose order is by layer whatever the server was given."""
     stand_in = StandIn(target_path, folder)
@@ -283,8 +293,8 @@ def connector(monkeypatch, tmp_path):
         PendingSave=PendingSave, ExampleHiddenStatesConnector=Example, logger=logging.get_logger("vllm")
     )
     monkeypatch.setattr(sys.modules[".".join(parts)], "example_hidden_states_connector", example, raising=False)
-    monkeypatch.delitem(sys.modules, "training.features.vllm_connector", raising=False)
-    module = import_module("training.features.vllm_connector")
+    monkeypatch.delitem(sys.modules, "training.vllm_side.hidden_state_files", raising=False)
+    module = import_module("training.vllm_side.hidden_state_files")
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[3, 0, 2]))
     text = SimpleNamespace(num_hidden_layers=3, hidden_size=8, vocab_size=17)
     config = SimpleNamespace(
@@ -293,7 +303,7 @@ def connector(monkeypatch, tmp_path):
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
     yield module, module.HiddenStateFiles(config, None, torch.randn(6, 3, 4, 8))
-    sys.modules.pop("training.features.vllm_connector", None)
+    sys.modules.pop("training.vllm_side.hidden_state_files", None)
 
 
 def asked(name="a", temperature=0.0, prompt=(5, 6, 7, 8, 9)):

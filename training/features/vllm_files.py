@@ -1,4 +1,4 @@
-"""Features from the hidden states that vLLM writes, one file for each text: those of `vllm_connector`, or of vLLM's own
+"""Features from the hidden states that vLLM writes, one file for each text: by `training.vllm_side`, or by vLLM's own
 `ExampleHiddenStatesConnector`.
 
 vLLM's state i is the input of layer i, and so is hidden state i of transformers. Only the last one differs: vLLM's is
@@ -122,18 +122,18 @@ class VllmStates:
         missing = [sample for sample in samples if self.find(sample.ids) is None]
         every = every_token(self.target.vocab).numpy()
         if server is not None:
-            wanted = [*(sample.ids for sample in missing), *([] if self.find(every) else [every])]
-            for _ in in_order(lambda ids: server.complete(ids.tolist(), 1), wanted, requests):
-                pass
-            self._wait(wanted)
-            missing = [sample for sample in missing if self.find(sample.ids) is None]
-        if missing:
+            wanted = [*([] if self.find(every) else [every]), *(sample.ids for sample in missing)]
+            for part in (wanted[:1], wanted[1:]):  # the first alone, as its file may be found wrong
+                for _ in in_order(lambda ids: server.complete(ids.tolist(), 1), part, requests):
+                    pass
+                self._wait(part)
+        elif missing:
             raise ValueError(self._lacking(samples, missing))
         self.samples = samples
         self._check_next({file.path: file for s in samples if (file := self.find(s.ids))}.values())
 
     def _wait(self, wanted: list[np.ndarray]) -> None:
-        """Until all these token ids have a file, or for `WAIT` seconds none has come."""
+        """Until all these token ids have a file. Raises ValueError if none has come for `WAIT` seconds."""
         end = time.monotonic() + WAIT
         while any(self.find(ids) is None for ids in wanted) and time.monotonic() < end:
             before = len(self.files)
@@ -142,6 +142,11 @@ class VllmStates:
                 end = time.monotonic() + WAIT
             else:
                 time.sleep(0.05)
+        if late := sum(self.find(ids) is None for ids in wanted):
+            raise ValueError(
+                f"the server has answered {len(wanted)} texts, and {self.folder} lacks {late} of them after {WAIT:.0f} "
+                "seconds: is it the shared_storage_path of its connector?"
+            )
 
     def _lacking(self, samples: list[Sample], missing: list[Sample]) -> str:
         key = _key(missing[0].ids)

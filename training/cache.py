@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -195,16 +195,19 @@ def read_keep(keep: str | int) -> int | None:
 
 
 def check_sources(config: DictConfig) -> None:
-    """Raise ValueError for a setting of states from vLLM where there are none."""
+    """Raise ValueError for a setting of states from vLLM that is wrong, or where there are none."""
     for name in ("layer_ids", "server"):
         if config.from_vllm is None and config[name] is not None:
             raise ValueError(f"{name} is for from_vllm=FOLDER, which is not given")
+    ids = config.layer_ids
+    if ids is not None and not (isinstance(ids, ListConfig) and all(type(layer) is int for layer in ids)):
+        raise ValueError(f"layer_ids must be a list of whole numbers, got {ids!r}")
 
 
 def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
     """The states of the samples in the folder from_vllm. A server is asked for those that are not there."""
-    states = VllmStates(config.from_vllm, target, taps, config.layer_ids)
-    states.take(samples, None if config.server is None else Remote(config.server), config.requests)
+    states = VllmStates(str(config.from_vllm), target, taps, config.layer_ids)
+    states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)
     return states
 
 

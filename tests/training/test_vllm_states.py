@@ -205,7 +205,11 @@ def other_weights(stand_in, ids):
         (lambda s, ids: s.write(ids[0], [0, 1, 2]), r"layer 3 is read too: .*layer_ids \[0, 1, 2, 3\]"),
         (lambda s, ids: s.write(ids[0], says={"hidden": 64}), "is of the stand-in's, with hidden 64, and .* has 48"),
         (lambda s, ids: s.write(ids[0], says={"of_layers": 4}), "with of_layers 4, and .* has 3"),
-        (lambda s, ids: s.write(ids[0], [0, 1], says={"layers": LAYERS}), "holds 2 states of width 48, and 4 of width"),
+        (
+            lambda s, ids: s.write(ids[0], [0, 1], says={"layers": LAYERS}),
+            r"holds 2 states of width 48, and layers \[0, 1, 2, 3\]",
+        ),
+        (lambda s, ids: s.write(ids[0], says={"layers": ["0"]}), "specdec must be an object whose layers are whole"),
         (other_weights, "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states"),
         (cut, "cmpl-0.safetensors is damaged or cut off: "),
         (fewer_states, "is not whole: it has states of shape"),
@@ -234,6 +238,7 @@ def test_states_of_another_precision_are_told(target_path, data, ids, folder, tm
     [
         (cache, ["server=http://127.0.0.1:1"], "server is for from_vllm=FOLDER, which is not given"),
         (cache, ["layer_ids=[1]"], "layer_ids is for from_vllm=FOLDER, which is not given"),
+        (cache, ["from_vllm=x", "layer_ids=5"], "layer_ids must be a list of whole numbers, got 5"),
         (train, ["whole_target=false"], "leaves the target's layers out: give data.cache=FOLDER"),
         (train, ["whole_target=false", "data.cache=x", "trainer.prompts=x"], "decodes nothing: leave out"),
     ],

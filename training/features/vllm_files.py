@@ -6,7 +6,6 @@ the output of the last layer, and transformers' has passed the final norm, which
 """
 
 import bisect
-import json
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specdec.cli.reading import parse_json
 from specdec.model.ends import every_token, root_mean_square
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
@@ -26,9 +26,7 @@ from training.features.online import Features, arguments, deferred_logits
 
 KEY = "specdec"  # of the header's entry in which a file says what it holds
 WAIT = 60.0  # seconds that a server may take to write a file that it has answered for
-LIKELIEST = (
-    4  # among so many of the head's tokens the next one must be that vLLM chose; rounding makes near ones change
-)
+LIKELIEST = 4  # by the head, of which vLLM's next token must be one: rounding lets near ones change places
 SHAPE = {"hidden": "hidden", "vocab": "vocab", "of_layers": "layers"}  # what a file states -> of the target's config
 
 
@@ -70,42 +68,45 @@ class VllmStates:
         self.keys = [_key(file.ids) for file in self.files]
 
     def _open(self, path: Path) -> StateFile:
-        config, stated = self.target.config, {}
         with _opened(path) as file:
-            names = set(file.keys())
-            if not {"hidden_states", "token_ids"} <= names:
+            if not {"hidden_states", "token_ids"} <= set(file.keys()):
                 raise ValueError(f"{path} holds no hidden states of vLLM's: it lacks hidden_states or token_ids")
-            stated = json.loads((file.metadata() or {}).get(KEY, "{}"))
+            stated = _stated(path, file.metadata())
             part, ids = file.get_slice("hidden_states"), file.get_tensor("token_ids").numpy().astype(np.int32)
             shape, dtype = part.get_shape(), part[:0].dtype
+        self._check_target(path, stated, dtype)
         layers = stated.get("layers") or self.layers
         if layers is None:
             raise ValueError(
                 f"{path} does not say which layers it holds: give layer_ids=[...], the ids that the server was given"
             )
         layers = tuple(sorted(set(layers)))  # vLLM keeps them in this order, whatever it was given
-        for key, field in SHAPE.items():
-            if stated.get(key, getattr(config, field)) != getattr(config, field):
-                raise ValueError(
-                    f"{path} is of {stated.get('model', 'another target')}, with {key} {stated[key]}, and "
-                    f"{self.target.name} has {getattr(config, field)}"
-                )
-        if len(shape) != 3 or shape[0] != len(ids):
-            raise ValueError(f"{path} is not whole: it has states of shape {shape} for {len(ids)} tokens")
-        if shape[1:] != [len(layers), config.hidden]:
+        if ids.ndim != 1 or len(shape) != 3 or shape[0] != len(ids):
+            raise ValueError(f"{path} is not whole: it has states of shape {shape} for {ids.size} tokens")
+        if shape[1:] != [len(layers), self.target.config.hidden]:
             raise ValueError(
-                f"{path} holds {shape[1]} states of width {shape[2]}, and {len(layers)} of width {config.hidden} are "
-                f"wanted for layers {list(layers)} of {self.target.name}"
+                f"{path} holds {shape[1]} states of width {shape[2]}, and layers {list(layers)} of {self.target.name} "
+                f"are {len(layers)} of width {self.target.config.hidden}"
             )
         if missing := [layer for layer in self.wanted if layer not in layers]:
             raise ValueError(
                 f"{path} holds layers {list(layers)}, and layer {missing[0]} is read too: give the server "
                 f"eagle_aux_hidden_state_layer_ids {self.wanted}"
             )
+        return StateFile(path, ids, layers, stated.get("next_token"))
+
+    def _check_target(self, path: Path, stated: dict, dtype: torch.dtype) -> None:
+        """Raise ValueError unless what a file says of its target, and its dtype, are as here."""
+        for key, field in SHAPE.items():
+            here = getattr(self.target.config, field)
+            if stated.get(key, here) != here:
+                raise ValueError(
+                    f"{path} is of {stated.get('model', 'another target')}, with {key} {stated[key]}, and "
+                    f"{self.target.name} has {here}"
+                )
         if dtype != self.target.dtype:
             found, wanted = (str(d).removeprefix("torch.") for d in (dtype, self.target.dtype))
             raise ValueError(f"{path} holds {found}, and the target is read in {wanted}: set target.dtype, or vLLM's")
-        return StateFile(path, ids, layers, stated.get("next_token"))
 
     # Which file belongs to which text
 
@@ -218,6 +219,15 @@ def _common(a: bytes, b: bytes) -> int:
     one, other = (np.frombuffer(key[: min(len(a), len(b))], dtype=">i4") for key in (a, b))
     differ = (one != other).nonzero()[0]
     return int(differ[0]) if len(differ) else len(one)
+
+
+def _stated(path: Path, metadata: dict | None) -> dict:
+    """What the header of a file says of it; {} where it says nothing."""
+    stated = parse_json((metadata or {}).get(KEY, "{}"), f"{path}: {KEY}")
+    layers = stated.get("layers", []) if isinstance(stated, dict) else None
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise ValueError(f"{path}: {KEY} must be an object whose layers are whole numbers")
+    return stated
 
 
 def _opened(path: Path):

@@ -232,6 +232,14 @@ def run(config: DictConfig) -> None:
         sys.exit(trainer.signals.code)
 
 
+def what_next(config: DictConfig, draft: Path) -> str:
+    """The command that shows what has been learnt: a target that is not whole decodes in a server only."""
+    if not config.whole_target:
+        return f"doctor export {draft} FOLDER --for vllm --target {config.target.path or DEMO_TARGET}"
+    whose = f" --target {config.target.path}" if config.target.path else ""
+    return f"generate{whose} --draft {draft} --prompt-file FILE --limit 20 --compare"
+
+
 def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
     """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
@@ -250,8 +258,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if trainer.step >= trainer.config.steps:
-            whose = f" --target {config.target.path}" if config.target.path else ""
-            print(f"try it: specdec generate{whose} --draft {out / 'draft'} --prompt-file FILE --limit 20 --compare")
+            print(f"try it: specdec {what_next(config, out / 'draft')}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
     return trainer

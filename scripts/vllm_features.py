@@ -100,9 +100,7 @@ def caches(data: Path, url: str, folder: Path, dtype: str = "fp32", limit: int |
     """Cache features both ways, into `folder`/here and there; how far they are apart, by hidden state, and how large
     they are."""
     words = [f"data.path={data}", f"store={dtype}", f"target.dtype={dtype}", f"data.limit={limit or 'null'}"]
-    start = time.monotonic()
     specdec("cache", *words, f"out={folder / 'there'}", "--from-vllm", str(folder / "states"), f"server={url}")
-    seconds = time.monotonic() - start
     specdec("cache", *words, f"out={folder / 'here'}")
     ours, theirs = (
         torch.cat([load_file(path)["feats"].float() for path in sorted((folder / way).glob("*.safetensors"))])
@@ -115,7 +113,6 @@ def caches(data: Path, url: str, folder: Path, dtype: str = "fp32", limit: int |
         "largest": largest.tolist(),
         "apart": apart.tolist(),
         "apart_to_largest": (apart / largest).max().item(),
-        "seconds": round(seconds, 1),
     }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from tqdm.auto import tqdm
 
 from specdec.cli.files import write_text, write_whole
-from specdec.cli.terminal import console as console
 
 
 def progress_bar(name: str) -> Callable[[int, int], None]:

@@ -21,7 +21,7 @@ import torch
 from omegaconf import DictConfig, ListConfig
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors

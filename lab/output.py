@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from specdec.cli.files import write_text, write_whole
 

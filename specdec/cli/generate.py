@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from specdec import ranks
 from specdec.api import ModelSettings, Sampling
 from specdec.calibrate import HELP
 from specdec.cli.chat import chat
@@ -86,6 +87,10 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--adaptive contradicts --compile: its rounds are launched")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
+    if args.tp_plan is not None:
+        for flag in ("chat", "adaptive", "recalibrate", "compile"):
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag} contradicts --tp-plan: it is for a process alone")
     if args.logprobs and not args.json:
         raise ValueError("--logprobs are part of what --json prints: give both")
     if args.batch_size < 1:
@@ -102,6 +107,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     args = parse_with_settings(parser(), argv)
     check_flags(args)
+    ranks.share_output(args, "trace")
     prompts = [args.prompt] if args.prompt is not None else []
     if args.prompt_file is not None:
         prompts = read_prompts(args.prompt_file)[: args.limit]

@@ -16,6 +16,7 @@ from specdec.model.checkpoint import read_headers
 from specdec.model.cpu_linear import transpose_weights
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import read_windows
+from specdec.model.hf_parallel import local, share
 from specdec.model.hf_target import TransformersTarget
 
 # Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).
@@ -23,9 +24,14 @@ INNER_NAMES = {r"^(?:language_model\.model|model\.language_model)\.": "model.", 
 
 
 def load_transformers(
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, allow_nonfinite: bool = False
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_nonfinite: bool = False,
+    tp_plan: str | None = None,
 ) -> TransformersTarget:
-    """A target from a checkpoint folder. `name` is what the user calls it.
+    """A target from a checkpoint folder. `name` is what the user calls it. tp_plan: see `load_target`.
 
     Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
     quantised = None
@@ -37,6 +43,7 @@ def load_transformers(
             text.quantization_config = quantised  # of the whole, where the model is a part
         # Only the plain implementation of attention caps its products where a family asks for that.
         capped = getattr(text, "attn_logit_softcapping", None) is not None
+        cut = share(text, device) if tp_plan else None
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -44,7 +51,8 @@ def load_transformers(
                 key_mapping=INNER_NAMES if text is not config else None,
                 dtype=dtype,
                 attn_implementation="eager" if capped else None,
-                device_map={"": device} if quantised else None,  # modules of some kinds cannot be moved
+                device_map={"": device} if quantised and not cut else None,  # modules of some kinds cannot be moved
+                **({"distributed_config": cut} if cut else {}),
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -56,10 +64,11 @@ def load_transformers(
         extra = [name for name in extra if not set_aside(name, config.to_dict())]
         if extra:
             raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
-        if not quantised:
+        if not quantised and not cut:
             model.to(device)
         # Quantised weights are tensors of classes of their own, which know few operators.
-        plain = [(key, p) for key, p in model.named_parameters() if type(p) is nn.Parameter]
+        here = ((key, local(p)) for key, p in model.named_parameters())
+        plain = [(key, p) for key, p in here if type(p) in (nn.Parameter, torch.Tensor)]
         found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, plain))
         if first := next(iter(found), ""):
             raise ValueError(f"{first}; {ALLOWED}")

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.formats import open_checkpoint
 from drafters.formats.convert import SERVERS, without_a_form
 from drafters.vocab import DraftVocab, most_frequent
+from specdec import ranks
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
@@ -144,7 +145,8 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
 def assemble(config: DictConfig, processes: Processes) -> Trainer:
     """A run, ready for its first step. Nothing is written yet."""
     trainer_config, on_policy = all_settings(config)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
+    how = {"dtype": config.target.dtype, "device": processes.device, "tp_plan": config.tp_plan}
+    target = load_target(config.target.path or DEMO_TARGET, **how)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     learnt, heldout = hold_out(samples, config.data.heldout)
@@ -204,7 +206,9 @@ def run(config: DictConfig) -> None:
     resume = goes_on(config.resume, out)
     check_folder(out, resume)
     different = check_same_run(config, out) if resume else []
-    processes = join_processes(config.device)
+    processes = join_processes(config.device, config.tp_plan)
+    if config.tp_plan is not None:
+        ranks.silence()
     if different and processes.main:
         print(f"note: {'; '.join(different)}", file=sys.stderr)
     with only_writer(out, inside=True) if processes.main else nullcontext():

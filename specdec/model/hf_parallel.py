@@ -18,7 +18,6 @@ from specdec import ranks
 CUTS = ("colwise", "rowwise", "packed", "embedding")  # how names of transformers' styles begin that cut a weight
 
 
-
 def share(config: PretrainedConfig, device: torch.device) -> DistributedConfig:
     """How transformers is to cut this model for the processes that were started.
 

@@ -100,8 +100,14 @@ class TransformersTarget(nn.Module):
 
     def final_gain(self) -> Tensor:
         """[H], about what the final norm multiplies a normalised state by: the same for all dimensions, as the norm
-        itself is the model's own affair."""
-        return self._final_scale.expand(self.config.hidden)
+        itself is the model's own affair unless the family is native."""
+        return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
+
+    def take_shape(self, config: ModelConfig) -> None:
+        """Say of a model of a native family what our own decoder would say: fresh drafters are then the same."""
+        self.config = config
+        self._gain = self.model.base_model.norm.weight + config.norm_offset
+        self._final_scale = self._gain.square().mean().sqrt()
 
     @property
     def chains_only(self) -> bool:
@@ -133,7 +139,7 @@ class TransformersTarget(nn.Module):
             )
         kv_heads, *dims = shapes.pop() if shapes else (1, 2)
         self.cache_shape = kv_heads, max(dims)
-        self._final_scale = last.float().square().mean().sqrt()
+        self._final_scale, self._gain = last.float().square().mean().sqrt(), None
         heads = getattr(text, "num_attention_heads", None) or max(1, last.shape[-1] // 64)
         self.config = ModelConfig(
             layers=len(out.hidden_states) - 1,

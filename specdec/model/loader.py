@@ -101,6 +101,8 @@ def load_target(
         target = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan)
         if config is None:
             print(note, file=sys.stderr)
+        elif tp_plan:
+            target.take_shape(config)
     else:
         target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
     if is_wrapped(raw):

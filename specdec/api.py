@@ -65,6 +65,9 @@ class ModelSettings:
         default=None,
         metadata={"choices": ("auto",), "help": "auto: the processes of torchrun share the target (docs/scale.md)"},
     )
+    device_map: str | None = field(
+        default=None, metadata={"help": "auto: spread the target over GPUs, memory and disk; or a .json file of it"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
@@ -79,7 +82,7 @@ class ModelSettings:
 
     def load_target(self) -> Target:
         how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
-        return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan)
+        return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
 
     def load_drafter(self, target: Target) -> Drafter:
         dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None

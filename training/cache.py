@@ -181,7 +181,8 @@ def read_keep(keep: str | int) -> int | None:
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
+    target = load_target(config.target.path or DEMO_TARGET, **how)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)

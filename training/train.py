@@ -146,6 +146,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     """A run, ready for its first step. Nothing is written yet."""
     trainer_config, on_policy = all_settings(config)
     how = {"dtype": config.target.dtype, "device": processes.device, "tp_plan": config.tp_plan}
+    how["device_map"] = config.target.device_map
     target = load_target(config.target.path or DEMO_TARGET, **how)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)

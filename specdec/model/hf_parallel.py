@@ -1,4 +1,4 @@
-"""A model of transformers on several devices: cut into shares for the processes of a launcher, or spread by layers.
+"""A model of transformers cut into shares for the processes of a launcher.
 
 Tensor parallelism is transformers' own (`tp_plan`): a process holds some heads of each attention, and some of the
 hidden dimensions of each feed-forward, and its products are summed over all processes. Embedding and head stay whole
@@ -59,10 +59,9 @@ def misfit(config: PretrainedConfig, plan: dict[str, str], count: int) -> str | 
     return None
 
 
-def shares(config: PretrainedConfig, size: int) -> tuple[int, int]:
+def shares(model: nn.Module, size: int) -> tuple[int, int]:
     """Bytes of the parameters that tensor parallelism divides among processes, and of those that each one has whole,
-    with `size` bytes for a parameter."""
-    model = sketch(config)
+    with `size` bytes for a parameter. model: a sketch will do."""
     plan = model.tp_plan or {}
     ends = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     cut = whole = 0

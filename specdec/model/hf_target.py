@@ -20,6 +20,7 @@ from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, tr
 from specdec.model.hf_check import check
 from specdec.model.hf_config import count_experts, exact_context, read_windows
 from specdec.model.hf_experts import ExpertWatch
+from specdec.model.hf_place import weight_of
 from specdec.model.layers import Rope
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 
@@ -106,7 +107,7 @@ class TransformersTarget(nn.Module):
     def take_shape(self, config: ModelConfig) -> None:
         """Say of a model of a native family what our own decoder would say: fresh drafters are then the same."""
         self.config = config
-        self._gain = self.model.base_model.norm.weight + config.norm_offset
+        self._gain = weight_of(self.model.base_model.norm).to(self.device) + config.norm_offset
         self._final_scale = self._gain.square().mean().sqrt()
 
     @property

@@ -71,6 +71,7 @@ def load_target(
     generic: bool = False,
     allow_nonfinite: bool = False,
     tp_plan: str | None = None,
+    device_map: str | None = None,
 ) -> "Target | TransformersTarget":
     """A target from a checkpoint folder or hub name.
 
@@ -81,8 +82,11 @@ def load_target(
     tokenizer: load it too; without one the target decodes token ids only.
     allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
     tp_plan: 'auto' cuts it into a share for each process of the launcher, by transformers' plan for tensor parallelism.
+    device_map: 'auto' spreads its layers over GPUs, memory and disk by accelerate; or a file (`hf_place.read_map`).
     Raises ValueError, one sentence, for anything that does not fit.
     """
+    if tp_plan and device_map:
+        raise ValueError("give a tp_plan or a device_map, not both")
     if tp_plan not in (None, "auto"):
         raise ValueError(f"tp_plan must be auto, or not given, got {shown(tp_plan)}")
     folder = resolve(path)
@@ -95,13 +99,13 @@ def load_target(
         config = read_config(raw, str(path))
     except NotNative as reason:
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
-    if config is None or generic or tp_plan:
+    if config is None or generic or tp_plan or device_map:
         from specdec.model.hf_load import load_transformers  # here, as transformers' models take seconds to import
 
-        target = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan)
+        target = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan, device_map)
         if config is None:
             print(note, file=sys.stderr)
-        elif tp_plan:
+        elif tp_plan or device_map:
             target.take_shape(config)
     else:
         target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)

@@ -14,7 +14,7 @@ from test_training import CONF, CONVERSATIONS
 from transformers import AutoConfig
 
 from specdec.cli.generate import main as generate
-from specdec.model.hf_parallel import misfit, shares
+from specdec.model.hf_parallel import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
 from training.loop.log import read_log
@@ -110,7 +110,7 @@ def test_bytes_of_each_process(tmp_path):
     """Layers are divided, and embedding, head and norms are in every process."""
     model = save_hf(tmp_path, "llama")
     config = AutoConfig.from_pretrained(tmp_path)
-    cut, whole = shares(config, 4)
+    cut, whole = shares(sketch(config), 4)
     layers = {name: p for name, p in model.named_parameters() if "proj" in name}
     assert cut == 4 * sum(p.numel() for p in layers.values())
     assert cut + whole == 4 * sum(p.numel() for p in model.parameters())

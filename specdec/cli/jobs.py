@@ -54,8 +54,9 @@ def main() -> None:
 
 
 def quoted(word: str) -> str:
-    """A word as Hydra reads it, whatever it holds."""
-    return "'" + word.replace("\\", "\\\\").replace("'", "\\'").replace("${", "\\${") + "'"
+    """A word as Hydra reads it, whatever it holds. A backslash is one there, except before a quotation mark."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), word)
+    return "'" + escaped.replace("${", "\\${") + "'"
 
 
 if __name__ == "__main__":

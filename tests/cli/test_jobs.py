@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_words_reach_the_command_as_they_are(tmp_path):
-    words = ["show", "it's", "a b", "x='y'", "${z}", "back\\slash", "{part} of {parts}", "[1,2]"]
+    words = ["show", "it's", "a b", "x='y'", "${z}", "back\\slash\\", "{part} of {parts}", "[1,2]"]
     started = []
 
     def note(command, check):

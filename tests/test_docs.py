@@ -67,7 +67,9 @@ def understood(lines: list[list[str]]) -> Iterator[tuple[str, list[str]]]:
             cut = rest.index("--")
             yield from understood([[word.format(part=0, parts=1) for word in rest[cut + 1 :]]])
             rest = rest[:cut]
-        yield name, [word for word in rest if word != "--multirun" and not word.startswith("hydra")]
+        if "--multirun" in rest:  # the first of each setting's values
+            rest = [re.sub(r"^([\w.]+=[^,\[]+),.*", r"\1", word) for word in rest if word != "--multirun"]
+        yield name, [word for word in rest if not word.startswith("hydra")]
 
 
 def test_commands_are_understood(page):

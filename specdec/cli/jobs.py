@@ -46,7 +46,7 @@ def main() -> None:
         raise ValueError("say how many jobs there are: parts=4")
     launcher = given.get("hydra/launcher", "basic")
     package = next((name for word, name in LAUNCHERS.items() if launcher.startswith(word)), None)
-    if package is not None and find_spec("hydra_plugins") is None:
+    if package is not None and not (find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{package}")):
         raise ValueError(f"hydra/launcher={launcher} is not installed: pip install '.[jobs]'")
     parts = [] if "part" in given else [f"part=range({given['parts']})"]
     sys.argv = [sys.argv[0], "--multirun", *before, *parts, f"command=[{','.join(map(quoted, command))}]"]

@@ -17,7 +17,7 @@ from specdec.model.checkpoint import read_headers
 from specdec.model.cpu_linear import transpose_weights
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import read_windows
-from specdec.model.hf_parallel import local, share
+from specdec.model.hf_parallel import keep_shares, local, share
 from specdec.model.hf_place import hold_ends, read_map
 from specdec.model.hf_target import TransformersTarget
 
@@ -65,9 +65,11 @@ def load_transformers(
                 output_loading_info=True,
             )
         check_names(folder, config, info, wrapped=text is not config)
-        if spread:
+        if cut:
+            keep_shares(model)
+        elif spread:
             hold_ends(model)
-        elif not quantised and not cut:
+        elif not quantised:
             model.to(device)
         # Quantised weights are tensors of classes of their own, which know few operators.
         here = ((key, local(p)) for key, p in model.named_parameters())

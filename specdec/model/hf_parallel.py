@@ -79,6 +79,17 @@ def shares(model: nn.Module, size: int) -> tuple[int, int]:
     return cut * size, whole * size
 
 
+def keep_shares(model: nn.Module) -> None:
+    """Let go of what a process's shares were cut from: on a CPU transformers keeps views of whole tensors."""
+    for module in model.modules():
+        for name, whole in module.named_parameters(recurse=False):
+            if isinstance(whole, DTensor) and whole.to_local().untyped_storage().nbytes() > whole.to_local().nbytes:
+                share = whole.to_local().clone()
+                how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+                cut = DTensor.from_local(share, whole.device_mesh, whole.placements, **how)
+                setattr(module, name, nn.Parameter(cut, requires_grad=False))
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The share of a tensor that this process holds; all of it if it is not cut."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

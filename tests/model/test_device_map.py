@@ -7,6 +7,7 @@ import torch
 
 from specdec.api import generate, load_drafter
 from specdec.model.loader import load_target
+from training.loop.footprint import spread_target
 
 
 @pytest.fixture
@@ -23,6 +24,9 @@ def test_layers_on_disk_decode_the_same_text(spread, target_path, drafter_path):
     held = load_target(target_path)
     weights = {name: p.device.type for name, p in spread.model.named_parameters()}
     assert weights["model.layers.1.mlp.up_proj.weight"] == "meta"
+    placed = spread_target(spread)
+    assert set(placed) == {"cpu", "elsewhere"}
+    assert sum(placed.values()) == sum(p.nbytes for p in held.parameters())
     assert (spread.device.type, spread.config) == ("cpu", held.config)
     torch.testing.assert_close(spread.final_gain(), held.final_gain())
     for how in ({}, {"temperature": 0.9, "seed": 3}):

@@ -25,6 +25,7 @@ COMMANDS = {
     "tune": ("lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
     "compare": ("lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
     "sweep": ("lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
+    "jobs": ("specdec.cli.jobs", "a command as several jobs, here or on a cluster"),
     "metrics": ("lab.trace.metrics_command", "every metric of a trace, with intervals"),
     "prove": ("lab.proof.prove", "test that decoding is lossless"),
     "bench": ("lab.bench.bench_command", "our engine against transformers"),

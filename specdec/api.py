@@ -69,6 +69,13 @@ class ModelSettings:
     allow_nonfinite: bool = field(default=False, metadata={"help": "load weights that hold NaN or Inf"})
     dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
     device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
+    tp_plan: str | None = field(
+        default=None,
+        metadata={"choices": ("auto",), "help": "auto: the processes of torchrun share the target (docs/scale.md)"},
+    )
+    device_map: str | None = field(
+        default=None, metadata={"help": "auto: spread the target over GPUs, memory and disk; or a .json file of it"}
+    )
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
@@ -83,7 +90,7 @@ class ModelSettings:
 
     def load_target(self) -> Target:
         how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
-        return load_target(self.target or DEMO_TARGET, **how)
+        return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
 
     def load_drafter(self, target: Target) -> Drafter:
         dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
@@ -95,6 +102,9 @@ class ModelSettings:
             dtype=dtype,
             allow_nonfinite=self.allow_nonfinite,
         )
+
+
+ONE_PROCESS = tuple(f.name for f in fields(ModelSettings) if f.name != "tp_plan")  # for commands that run in one
 
 
 @dataclass

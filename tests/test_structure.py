@@ -13,6 +13,7 @@ PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
+    ["specdec.ranks"],
     ["specdec.schema", "specdec.cli.reading", "specdec.cli.signals"],
     ["specdec.cli.limits"],
     [

@@ -23,14 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.model.checkpoint import read_json
-from specdec.model.ends import load_ends
-from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.remote import Remote
 from training.data import Batches, Sample, hold_out, load_samples
@@ -50,7 +47,7 @@ from training.features.online import online_features
 from training.features.vllm_files import VllmStates
 from training.objectives.losses import pieces
 from training.objectives.teacher import read_teacher
-from training.train import all_settings, build_drafter
+from training.train import all_settings, build_drafter, load_some
 
 FLAG = "--from-vllm"
 
@@ -215,8 +212,7 @@ def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], sampl
 def run(config: DictConfig) -> None:
     (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
     check_sources(config)
-    load = load_target if config.from_vllm is None else load_ends
-    target = load(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    target = load_some(config, config.device, whole=config.from_vllm is None)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 from rich.table import Table
 
+from specdec import ranks
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.terminal import console
 from training.data import Batches
 from training.features.feature_cache import STORES, Form, shard_bounds
-from training.loop.footprint import step_bytes
+from training.loop.footprint import shared_target, spread_target, step_bytes
 from training.loop.measure import STEPS, free_disk, free_memory, measure, process_memory
 from training.loop.parallel import join_processes
 from training.loop.trainer import Trainer
@@ -99,6 +100,8 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "learnt_tokens": counted.learnt_tokens,
         "largest_batch": list(shape),
         "memory": parts,
+        "target_shared_by": shared_target(trainer.target),
+        "target_spread_over": spread_target(trainer.target),
         "peak_from_shapes": sum(parts.values()),
         "peak_measured": measured.peak,
         "cache": [{"store": store, "keep": keep or "all", "bytes": n} for (store, keep), n in caches.items()],
@@ -158,6 +161,11 @@ def print_report(report: dict) -> None:
         ("time of the run", span(report["seconds"]), "measured steps; without evaluation and saving"),
         None,
         *((f"memory: {part}", size(count), MEASURED.get(part, "shapes")) for part, count in report["memory"].items()),
+        *(
+            (f"memory: target, if {n} processes share it", size(count), "its plan in transformers")
+            for n, count in report["target_shared_by"].items()
+        ),
+        *((f"memory: target, {place}", size(count), "shapes") for place, count in report["target_spread_over"].items()),
         ("memory, peak of a step", size(report["peak_from_shapes"]), "their sum, without what backward adds"),
         ("memory, peak of a step", size(report["peak_measured"]), "measured: the largest batch"),
         ("memory, free", size(report["free_memory"]), "measured"),
@@ -177,7 +185,10 @@ def print_report(report: dict) -> None:
 def run(config: DictConfig) -> None:
     config.trainer.wandb = False
     before = process_memory("VmRSS") if config.device == "cpu" else 0
-    report = estimate(assemble(config, join_processes(config.device)), before or 0)
+    processes = join_processes(config.device, config.tp_plan)
+    if config.tp_plan is not None:
+        ranks.silence()
+    report = estimate(assemble(config, processes), before or 0)
     print_report(report)
     for warning in warnings(report):
         print(f"warning: {warning}", file=sys.stderr)

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -100,6 +101,7 @@ def regenerate(
     sampling: Sampling,
     seed: int,
     shard_size: int | None = None,
+    only: int | None = None,
 ) -> list[Path]:
     """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
@@ -107,6 +109,7 @@ def regenerate(
     other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
     be the same to go on, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
 
+    only: the number of the file that is written; others are somebody else's.
     Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
     """
     if not prompts:
@@ -118,23 +121,24 @@ def regenerate(
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
     engine = Engine(target)
     with (
-        Shards(out, len(prompts), shard_size, settings) as shards,
-        tqdm(total=len(prompts), initial=shards.done, desc="answers") as bar,
+        Shards(out, len(prompts), shard_size, settings, only) as shards,
+        tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
     ):
         end = 0
         for batch in batches:
             end += len(batch)
             missing = end - shards.done
-            if missing <= 0:
+            if missing <= 0 or shards.done >= shards.last:
                 continue
             seeds = [(seed, prompt.number) for prompt in batch]
             how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
             result = engine.generate([prompt.ids for prompt in batch], **how)
             texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
             rows = [answer_row(prompt.messages, text) for prompt, text in zip(batch, texts, strict=True)]
-            shards.write(rows[-missing:])
-            bar.update(missing)
-        return [shards.path(shard) for shard in range(shards.count)]
+            rows = rows[-missing:][: shards.last - shards.done]
+            shards.write(rows)
+            bar.update(len(rows))
+        return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
 
 def regenerate_remotely(
@@ -148,6 +152,7 @@ def regenerate_remotely(
     sampling: Sampling,
     seed: int,
     shard_size: int | None = None,
+    only: int | None = None,
 ) -> list[Path]:
     """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
 
@@ -166,13 +171,13 @@ def regenerate_remotely(
         return answer_row(prompt.messages, text)
 
     with (
-        Shards(out, len(prompts), shard_size, settings) as shards,
-        tqdm(total=len(prompts), initial=shards.done, desc="answers") as bar,
+        Shards(out, len(prompts), shard_size, settings, only) as shards,
+        tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
     ):
-        for row in in_order(answer, [prompt for (prompt,) in batches[shards.done :]], requests):
+        for row in in_order(answer, [prompt for (prompt,) in batches[shards.done : shards.last]], requests):
             shards.write([row])
             bar.update()
-        return [shards.path(shard) for shard in range(shards.count)]
+        return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -189,6 +194,7 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--bad", choices=("error", "skip"), default="error", help="what an unusable record does")
     data.add_argument("--out", type=Path, required=True, help="a .jsonl file")
     data.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
+    data.add_argument("--part", metavar="K/N", help="do one of N parts, the first is 0, as one of several jobs")
     data.add_argument("--limit", type=int, help="answer this many prompts only")
     data.add_argument("--samples", type=int, default=1, help="answers per prompt (default 1)")
     data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
@@ -216,12 +222,23 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
     if args.server is None and args.model is not None:
         raise ValueError("--model names a model of --server")
-    with only_writer(args.out):
-        answer_all(args, sampling)
+    part = None if args.part is None else read_part(args.part)
+    mine = args.out if part is None else args.out.with_name(f"{args.out.stem}.part-{part[0]}-of-{part[1]}")
+    with only_writer(mine):
+        answer_all(args, sampling, part)
 
 
-def answer_all(args: argparse.Namespace, sampling: Sampling) -> None:
-    """Read the prompts, and answer them into --out, which nobody else writes to meanwhile."""
+def read_part(text: str) -> tuple[int, int]:
+    """'2/4' -> (2, 4). Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--part is K/N, such as 0/4 for the first of 4 parts, and not {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, int] | None = None) -> None:
+    """Read the prompts, and answer them into --out, which nobody else writes to meanwhile. part: (2, 4) is the third of
+    4 jobs, which take the files in turn; without --shard-size there is a file for each."""
     server = Remote(args.server, args.model) if args.server is not None else None
     target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
     tally = Tally(args.bad)
@@ -229,12 +246,26 @@ def answer_all(args: argparse.Namespace, sampling: Sampling) -> None:
     tally.report()
     prompts *= args.samples
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    how["shard_size"] = args.shard_size
-    if server is not None:
-        files = regenerate_remotely(server, target.tokenizer, prompts, args.out, requests=args.requests, **how)
-    else:
-        files = regenerate(target, prompts, args.out, batch_size=args.batch_size, **how)
-    print(f"{len(prompts)} answers in {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else ""))
+    number, parts = part or (0, 1)
+    how["shard_size"] = args.shard_size or (-(-len(prompts) // parts) or None if part else None)
+    count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
+    files = []
+    for only in range(number, count, parts) if part else [None]:
+        if server is not None:
+            one = regenerate_remotely(
+                server, target.tokenizer, prompts, args.out, requests=args.requests, only=only, **how
+            )
+        else:
+            one = regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)
+        files += one
+    said = f" to {files[-1]}" if len(files) > 1 else ""
+    print(
+        f"answers of part {number} of {parts} in {files[0]}{said}"
+        if part and files
+        else f"{len(prompts)} answers in {files[0]}{said}"
+        if files
+        else f"part {number} of {parts} has no file to write"
+    )
 
 
 if __name__ == "__main__":

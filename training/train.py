@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from drafters.formats import open_checkpoint
 from drafters.formats.convert import SERVERS, without_a_form
 from drafters.vocab import DraftVocab, most_frequent
+from specdec import ranks
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
@@ -155,13 +156,23 @@ def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPoli
     return replace(trainer, prompts=None, decode_every=None)
 
 
+def load_some(config: DictConfig, device: str, whole: bool, tp_plan: str | None = None):
+    """The target that the settings name, or its ends alone if not `whole`."""
+    name, how = config.target.path or DEMO_TARGET, {"dtype": config.target.dtype, "device": device}
+    places = {"tp_plan": tp_plan, "device_map": config.target.device_map}
+    if whole:
+        return load_target(name, **how, **places)
+    if any(places.values()):
+        raise ValueError("tp_plan and target.device_map place a target's layers, and here only its ends are loaded")
+    return load_ends(name, **how)
+
+
 def assemble(config: DictConfig, processes: Processes) -> Trainer:
     """A run, ready for its first step. Nothing is written yet."""
     trainer_config, on_policy = all_settings(config)
     if not config.whole_target:
         trainer_config = without_layers(config, trainer_config, on_policy)
-    load = load_target if config.whole_target else load_ends
-    target = load(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
+    target = load_some(config, processes.device, config.whole_target, config.tp_plan)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     if not config.whole_target:
@@ -223,7 +234,9 @@ def run(config: DictConfig) -> None:
     resume = goes_on(config.resume, out)
     check_folder(out, resume)
     different = check_same_run(config, out) if resume else []
-    processes = join_processes(config.device)
+    processes = join_processes(config.device, config.tp_plan)
+    if config.tp_plan is not None:
+        ranks.silence()
     if different and processes.main:
         print(f"note: {'; '.join(different)}", file=sys.stderr)
     with only_writer(out, inside=True) if processes.main else nullcontext():

@@ -37,6 +37,8 @@ from trees.spec import TreeSpec
 def load_pair(settings: dict, device: torch.device) -> tuple:
     """The target, and what makes its drafter: both from checkpoints, or both random in a shape."""
     shape, named = settings.get("shape"), settings["target"]
+    if named["device_map"] is not None:
+        raise ValueError("target.device_map is for decoding and training: a benchmark has its target on one device")
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
         return target, lambda: load_drafter(settings["draft"], target)

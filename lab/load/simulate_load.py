@@ -17,7 +17,7 @@ from lab.output import write_json
 from lab.replay import Superset, record
 from lab.sweep.benchmarks import load_benchmark
 from specdec.adaptive import Curve, Fixed, Policy
-from specdec.api import ModelSettings
+from specdec.api import ONE_PROCESS, ModelSettings
 from specdec.calibrate import WIDTHS, assembled, first_rates, kept_curve, sizes_of
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     texts.add_argument("--prompts", metavar="FILE", help="what is recorded: of MT-bench, of ShareGPT, or with `prompt`")
     texts.add_argument("--limit", type=int, default=40, help="prompts that are recorded (default 40)")
     texts.add_argument("--max-new-tokens", type=int, default=64, help="of a recorded text (default 64)")
-    add_flags(p.add_argument_group("models, to record and to measure costs"), ModelSettings)
+    add_flags(p.add_argument_group("models, to record and to measure costs"), ModelSettings, *ONE_PROCESS)
     tree = p.add_argument_group("largest tree")
     tree.add_argument("--topk", type=int, default=1, help="(default 1: chains)")
     tree.add_argument("--steps", type=int, default=5, help="(default 5)")

@@ -17,6 +17,7 @@ from lab.proof import servers
 from lab.proof.page import as_json, markdown, print_proof
 from lab.proof.proof import prove
 from lab.proof.servers import against_engine, against_server
+from specdec import ranks
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, ModelSettings, load_drafter
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable, write_text
@@ -32,7 +33,7 @@ PROMPTS = ["What are the benefits of regular exercise?", "Write a short story ab
 
 def parser() -> argparse.ArgumentParser:
     p = command_parser("prove", __doc__)
-    add_flags(p, ModelSettings, "target", "dtype", "device")
+    add_flags(p, ModelSettings, "target", "dtype", "device", "tp_plan")
     p.add_argument("--draft", nargs="+", help="drafters (default: all bundled ones, and n-grams)")
     p.add_argument("--prompt-file", type=Path, help="as specdec generate takes it (default: three questions)")
     p.add_argument("--limit", type=int, help="only so many prompts")
@@ -80,6 +81,7 @@ def prove_server(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     check_counts(args, "max_new_tokens", "draws", "limit")
+    ranks.share_output(args, "out")
     if args.out is not None:
         check_writable(args.out)
     if args.server is not None:

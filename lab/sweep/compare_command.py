@@ -63,7 +63,8 @@ def run(config: DictConfig) -> None:
     entries = entries_of(settings)
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
+    target = load_target(config.target.path or DEMO_TARGET, **how)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials")}
     how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)

@@ -68,6 +68,7 @@ class Sweep:
             "seed": self.seed,
             "dtype": str(self.target.dtype).removeprefix("torch."),
             "device": self.target.device.type,
+            "decoder": type(self.target).__name__,
             "resamples": self.resamples,
             "code": code_version(),
         }

@@ -73,10 +73,11 @@ def run(config: DictConfig) -> None:
     processes = join_processes(config.device)
     benchmark = load_benchmark(**settings["benchmark"])
     name = config.target.path or DEMO_TARGET
-    target = load_target(name, dtype=config.target.dtype, device=processes.device)
+    how = {"dtype": config.target.dtype, "device": processes.device, "device_map": config.target.device_map}
+    target = load_target(name, **how)
     same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
-    how = {key: settings[key] for key in same}
-    sweep = Sweep(target, signature(str(name)), benchmark, out, sampling, verifier, **how)
+    common = {key: settings[key] for key in same}
+    sweep = Sweep(target, signature(str(name)), benchmark, out, sampling, verifier, **common)
     points = plan(settings, sweep)
     mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
     counts = measure(sweep, mine, quiet=not processes.main)

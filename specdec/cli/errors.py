@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from specdec.cli.signals import Terminated, terminable
+from specdec.ranks import GONE, first_to_end, world
 
 OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)  # without a file's name: files are written by `cli.files`
 OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when there is not enough memory
@@ -17,7 +18,8 @@ def one_sentence_errors(main: Callable) -> Callable:
     cannot be read, a full disk behind standard output, memory that is not there. Any other exception is a bug of ours,
     and keeps its traceback. SIGINT exits with 130, SIGTERM with 143. A reader that went away, as `head` does, is no
     error.
-    A standard stream that is closed is an empty one: nothing is read from it, and nothing written is kept."""
+    A standard stream that is closed is an empty one: nothing is read from it, and nothing written is kept.
+    Of several processes the first one tells, and its launcher ends the others."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -28,33 +30,46 @@ def one_sentence_errors(main: Callable) -> Callable:
             sys.stdout.flush()
             return result
         except ValueError as error:
-            fail(str(error))
+            fail(f"error: {error}")
         except Terminated:
-            print("terminated", file=sys.stderr)
-            sys.exit(143)
+            fail("terminated", 143)
         except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            sys.exit(130)
+            fail("interrupted", 130)
         except BrokenPipeError:
             silence()
-            sys.exit(0)
+            sys.exit(0 if world() == 1 else 141)  # the launcher ends the others then
         except OSError as error:
             silence()
             what = "cannot write to standard output" if error.errno in OF_STREAMS else "the system refuses"
             what = f"cannot use {error.filename}" if error.filename else what
-            fail(f"{what}: {error.strerror or error}")
+            fail(f"error: {what}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
-            if not isinstance(error, MemoryError) and not any(words in str(error) for words in OF_TORCH):
-                raise
-            fail("there is not enough memory for these settings: take smaller ones, or a machine with more")
+            if isinstance(error, MemoryError) or any(words in str(error) for words in OF_TORCH):
+                fail("error: there is not enough memory for these settings: take smaller ones, or a machine with more")
+            if world() > 1 and any(words in str(error) for words in GONE):
+                fail("error: another of the processes has ended, and this one cannot go on without it")
+            _speak()
+            raise
+        except Exception:
+            _speak()
+            raise
 
     return wrapped
 
 
-def fail(message: str) -> None:
-    """Print a user's mistake, and end with exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
+def fail(message: str, code: int = 2) -> None:
+    """Print why the process ends, and end it; a user's mistake has the exit code 2. Of several processes the first one
+    prints."""
+    _speak()
+    if first_to_end():
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+def _speak() -> None:
+    """Let a process be heard that was silent beside another (`ranks.silence`)."""
+    if world() > 1 and sys.__stderr__ is not None:
+        sys.stderr = sys.__stderr__
 
 
 def open_streams() -> None:

@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from specdec import ranks
 from specdec.api import ModelSettings, Sampling
 from specdec.calibrate import HELP
 from specdec.cli.chat import chat
@@ -48,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)
     sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    tree = p.add_argument_group("draft tree")
+    tree = p.add_argument_group("draft tree and verification")
     add_flags(tree, TreeSettings)
     tree.add_argument("--recalibrate", action="store_true", help="for --tree auto: measure anew what rounds cost here")
     tree.add_argument("--adaptive", metavar="NAME", help=HELP)
-    add_flags(p.add_argument_group("verification"), VerifierSettings)
+    add_flags(tree, VerifierSettings)
     out = p.add_argument_group("output")
     out.add_argument("--show-trees", action="store_true", help="draw every tree, accepted nodes starred")
     out.add_argument("--compare", action="store_true", help="decode plainly too: ratio of speeds; identical?")
@@ -87,6 +88,10 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--adaptive contradicts --compile: its rounds are launched")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
+    if args.tp_plan is not None:
+        for flag in ("chat", "adaptive", "recalibrate", "compile"):
+            if getattr(args, flag) not in (None, False):
+                raise ValueError(f"--{flag} contradicts --tp-plan: it is for a process alone")
     if args.logprobs and not args.json:
         raise ValueError("--logprobs are part of what --json prints: give both")
     if args.batch_size < 1:
@@ -103,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     args = parse_with_settings(parser(), argv)
     check_flags(args)
+    ranks.share_output(args, "trace")
     prompts = [args.prompt] if args.prompt is not None else []
     if args.prompt_file is not None:
         prompts = read_prompts(args.prompt_file)[: args.limit]

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from specdec import kernels
+from specdec import kernels, ranks
 from specdec.adaptive import Policy
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
@@ -11,7 +11,7 @@ from specdec.calibrate import make_policy
 from specdec.cli.flags import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
-from specdec.cli.signals import StopSignals
+from specdec.cli.signals import SharedSignals, StopSignals
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
@@ -30,6 +30,7 @@ class EndOnSignal(Observer):
         self.signals, self.engine = signals, engine
 
     def __call__(self, report: RoundReport) -> None:
+        self.signals.meet(report.emitted)
         if self.signals.asked:
             for row in report.rows:
                 self.engine.abort(row)
@@ -57,7 +58,9 @@ class Session:
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
             kernels.use("torch")  # Inductor makes its own of torch's operators
-        self.signals = StopSignals("ending after this round; once more ends at once", insist=True)
+        shared = args.tp_plan is not None and ranks.world() > 1
+        signals = SharedSignals if shared else StopSignals
+        self.signals = signals("ending after this round; once more ends at once", insist=True)
         self.choice = None
         if self.drafter is not None and trees.automatic and args.adaptive is None:
             self._choose_tree(asked=trees.tree is not None)
@@ -141,6 +144,8 @@ class Session:
 
 def _obstacle(session: Session) -> str | None:
     """Why no tree can be chosen by measured acceptance, or None."""
+    if session.args.tp_plan is not None:
+        return "it goes by measured times, which differ between processes that share a target"
     if session.drafter.acceptance is None:
         return "this drafter has no acceptance.json; `specdec tree --keep` writes it"
     if not isinstance(session.verifier, SampleAndMatch):

@@ -3,8 +3,11 @@
 import signal
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from specdec.ranks import largest
 
 
 class Terminated(KeyboardInterrupt):
@@ -25,6 +28,9 @@ class StopSignals:
     def asked(self) -> bool:
         return self.number is not None
 
+    def meet(self, emitted: list[list[int]]) -> None:
+        """Called after each round with the tokens that came of it: see `SharedSignals`."""
+
     @property
     def code(self) -> int:
         """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
@@ -44,6 +50,28 @@ class StopSignals:
         if not self.asked:
             print(f"\n{signal.Signals(number).name}: {self.then}", file=sys.stderr)
             self.number = number
+
+
+class SharedSignals(StopSignals):
+    """Signals of one of several processes, whose rounds are the same. All take notice after the same round."""
+
+    agreed: int | None = None  # the signal that all know of
+
+    @property
+    def asked(self) -> bool:
+        return self.agreed is not None
+
+    @property
+    def code(self) -> int:
+        return 128 + self.agreed
+
+    def meet(self, emitted: list[list[int]]) -> None:
+        """Every process must call it. Raises ValueError if not all have the same tokens."""
+        state = zlib.crc32(repr(emitted).encode())
+        most, least, number = largest([state, -state, self.number or 0])
+        if most != -least:
+            raise ValueError("the processes that share the target have drawn different tokens: are their GPUs alike?")
+        self.agreed = number or None
 
 
 @contextmanager

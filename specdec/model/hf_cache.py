@@ -25,10 +25,11 @@ class SlotCache(Cache):
         """Store keys and values [B,K,N,Dh] behind the committed part; return all visible slots [B,K,visible,Dh]."""
         new, place = (key_states, value_states), self.place[layer_idx]
         widest = self.cache.layers[place].shape[-1]
-        padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2) for x in new)
+        padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)
         self.cache.write(place, self.slots, *padded)
         kept = self.cache.read(place, 0, self.visible)
-        return tuple(x.narrow(3, 0, y.shape[-1]) for x, y in zip(kept, new, strict=True))
+        # A layer may lie on another device than the cache (`model.hf_place`).
+        return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(kept, new, strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.cache.max_len

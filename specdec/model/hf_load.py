@@ -7,15 +7,18 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
+from specdec.cli.files import kept_folder
 from specdec.model.archs.tensors import set_aside
 from specdec.model.archs.wrapped import inner_name
 from specdec.model.checkpoint import read_headers
 from specdec.model.cpu_linear import transpose_weights
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import read_windows
+from specdec.model.hf_parallel import keep_shares, local, share
+from specdec.model.hf_place import hold_ends, read_map
 from specdec.model.hf_target import TransformersTarget
 
 # Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).
@@ -23,9 +26,16 @@ INNER_NAMES = {r"^(?:language_model\.model|model\.language_model)\.": "model.", 
 
 
 def load_transformers(
-    folder: Path, name: str, dtype: torch.dtype, device: torch.device, allow_nonfinite: bool = False
+    folder: Path,
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_nonfinite: bool = False,
+    tp_plan: str | None = None,
+    device_map: str | None = None,
 ) -> TransformersTarget:
-    """A target from a checkpoint folder. `name` is what the user calls it.
+    """A target from a checkpoint folder. `name` is what the user calls it. tp_plan, device_map: see
+    `load_target`.
 
     Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
     quantised = None
@@ -37,6 +47,8 @@ def load_transformers(
             text.quantization_config = quantised  # of the whole, where the model is a part
         # Only the plain implementation of attention caps its products where a family asks for that.
         capped = getattr(text, "attn_logit_softcapping", None) is not None
+        cut = share(text, device) if tp_plan else None
+        spread = read_map(device_map) if device_map else None
         with quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -44,22 +56,24 @@ def load_transformers(
                 key_mapping=INNER_NAMES if text is not config else None,
                 dtype=dtype,
                 attn_implementation="eager" if capped else None,
-                device_map={"": device} if quantised else None,  # modules of some kinds cannot be moved
+                # Modules of some kinds cannot be moved.
+                device_map=spread or ({"": device} if quantised and not cut else None),
+                offload_folder=kept_folder("offload") if spread else None,
+                **({"distributed_config": cut} if cut else {}),
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        if info["missing_keys"]:
-            raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
-        names = {inner_name(name): name for name in read_headers(folder)} if text is not config else {}
-        extra = [names.get(key, key) for key in info["unexpected_keys"]]
-        extra = [name for name in extra if not set_aside(name, config.to_dict())]
-        if extra:
-            raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
-        if not quantised:
+        check_names(folder, config, info, wrapped=text is not config)
+        if cut:
+            keep_shares(model)
+        elif spread:
+            hold_ends(model)
+        elif not quantised:
             model.to(device)
         # Quantised weights are tensors of classes of their own, which know few operators.
-        plain = [(key, p) for key, p in model.named_parameters() if type(p) is nn.Parameter]
+        here = ((key, local(p)) for key, p in model.named_parameters())
+        plain = [(key, p) for key, p in here if type(p) in (nn.Parameter, torch.Tensor) and p.device.type != "meta"]
         found = [] if allow_nonfinite else filter(None, itertools.starmap(nonfinite, plain))
         if first := next(iter(found), ""):
             raise ValueError(f"{first}; {ALLOWED}")
@@ -69,6 +83,17 @@ def load_transformers(
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         reason = f"the checkpoint is quantised: {reason}" if quantised else reason
         raise ValueError(f"{name}: {reason}") from None
+
+
+def check_names(folder: Path, config: PretrainedConfig, info: dict, wrapped: bool) -> None:
+    """Raise ValueError, with its name, for a tensor that is missing or left over, as `info` of transformers says."""
+    if info["missing_keys"]:
+        raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
+    names = {inner_name(name): name for name in read_headers(folder)} if wrapped else {}
+    extra = [names.get(key, key) for key in info["unexpected_keys"]]
+    extra = [name for name in extra if not set_aside(name, config.to_dict())]
+    if extra:
+        raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
 
 
 @contextmanager

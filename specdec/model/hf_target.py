@@ -20,6 +20,7 @@ from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, tr
 from specdec.model.hf_check import check
 from specdec.model.hf_config import count_experts, exact_context, read_windows
 from specdec.model.hf_experts import ExpertWatch
+from specdec.model.hf_place import weight_of
 from specdec.model.layers import Rope
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 
@@ -100,8 +101,14 @@ class TransformersTarget(nn.Module):
 
     def final_gain(self) -> Tensor:
         """[H], about what the final norm multiplies a normalised state by: the same for all dimensions, as the norm
-        itself is the model's own affair."""
-        return self._final_scale.expand(self.config.hidden)
+        itself is the model's own affair unless the family is native."""
+        return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
+
+    def take_shape(self, config: ModelConfig) -> None:
+        """Say of a model of a native family what our own decoder would say: fresh drafters are then the same."""
+        self.config = config
+        self._gain = weight_of(self.model.base_model.norm).to(self.device) + config.norm_offset
+        self._final_scale = self._gain.square().mean().sqrt()
 
     @property
     def chains_only(self) -> bool:
@@ -133,7 +140,7 @@ class TransformersTarget(nn.Module):
             )
         kv_heads, *dims = shapes.pop() if shapes else (1, 2)
         self.cache_shape = kv_heads, max(dims)
-        self._final_scale = last.float().square().mean().sqrt()
+        self._final_scale, self._gain = last.float().square().mean().sqrt(), None
         heads = getattr(text, "num_attention_heads", None) or max(1, last.shape[-1] // 64)
         self.config = ModelConfig(
             layers=len(out.hidden_states) - 1,

@@ -72,21 +72,29 @@ def load_target(
     tokenizer: bool = True,
     generic: bool = False,
     allow_nonfinite: bool = False,
+    tp_plan: str | None = None,
+    device_map: str | None = None,
 ) -> "Target | TransformersTarget":
     """A target from a checkpoint folder or hub name.
 
     It is our own decoder; for a model that is not native, or if `generic`, it is transformers' modules behind the same
-    interface.
+    interface. So it is for a target on several devices.
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
     tokenizer: load it too; without one the target decodes token ids only.
     allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
+    tp_plan: 'auto' cuts it into a share for each process of the launcher, by transformers' plan for tensor parallelism.
+    device_map: 'auto' spreads its layers over GPUs, memory and disk by accelerate; or a file (`hf_place.read_map`).
     Raises ValueError, one sentence, for anything that does not fit.
     """
+    if tp_plan and device_map:
+        raise ValueError("give a tp_plan or a device_map, not both")
+    if tp_plan not in (None, "auto"):
+        raise ValueError(f"tp_plan must be auto, or not given, got {shown(tp_plan)}")
     folder = resolve(path)
     raw = read_json(folder / "config.json")
     refuse_drafter(raw, str(path))
-    place = check_device(device)
+    place = check_device(own_gpu(device) if tp_plan else device)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
     weights = choose_dtype(dtype, text_config(raw), place)
@@ -94,12 +102,14 @@ def load_target(
         config = read_config(raw, str(path))
     except NotNative as reason:
         note, config = f"note: {path}: {reason}; transformers' own modules decode it, which is slower", None
-    if config is None or generic:
+    if config is None or generic or tp_plan or device_map:
         from specdec.model.hf_load import load_transformers  # here, as transformers' models take seconds to import
 
-        target = load_transformers(folder, str(path), weights, place, allow_nonfinite)
+        target = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan, device_map)
         if config is None:
             print(note, file=sys.stderr)
+        elif tp_plan or device_map:
+            target.take_shape(config)
     else:
         target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
     if is_wrapped(raw):
@@ -109,6 +119,11 @@ def load_target(
     if tokenizer:
         target.tokenizer = load_tokenizer(folder)
     return target
+
+
+def own_gpu(device: str) -> str:
+    """The GPU of this process among those of its machine, for the device 'cuda'."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def refuse_drafter(config: dict, name: str) -> None:

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specdec import kernels
-from specdec.api import ModelSettings
+from specdec.api import ONE_PROCESS, ModelSettings
 from specdec.calibrate import HELP, make_policy
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
     limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
     model = p.add_argument_group("models")
-    add_flags(model, ModelSettings)
+    add_flags(model, ModelSettings, *ONE_PROCESS)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
     model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")

@@ -54,6 +54,16 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    for part in ("1/2", "0/2", "0/2"):
+        main(arguments(target_path, prompts, out, "--part", part))
+    assert contents(tmp_path) == whole["greedy"]
+    with pytest.raises(SystemExit):
+        main(arguments(target_path, prompts, out, "--part", "2/2"))
+    assert "--part is K/N, such as 0/4 for the first of 4 parts, and not '2/2'" in capsys.readouterr().err
+
+
 def test_every_prompt_has_its_answer_in_a_shard(target_path, prompts, whole):
     names = sorted(n for n in whole["greedy"] if n.endswith(".jsonl"))
     assert names == [f"answers-{i:05d}-of-00003.jsonl" for i in range(3)]

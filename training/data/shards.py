@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from specdec.cli.files import partial_path, put_in_place, write_text
+from specdec.cli.lock import only_writer
 
 
 class Shards:
@@ -17,23 +18,27 @@ class Shards:
     Raises ValueError if the files cannot be written, or were begun by a run of other settings.
     """
 
-    def __init__(self, out: Path, rows: int, size: int | None, settings: dict):
+    def __init__(self, out: Path, rows: int, size: int | None, settings: dict, only: int | None = None):
+        """only: the number of a file; others are somebody else's."""
         if size is not None and size < 1:
             raise ValueError(f"a shard must hold at least 1 line, got {size}")
         self.out, self.rows, self.size, self.file = out, rows, size or rows, None
         self.count = -(-rows // self.size)
+        self.first, self.end = (0, self.count) if only is None else (only, only + 1)
+        self.last = min(self.end * self.size, rows)  # the number of the line behind our last one
         self.record = out.with_name(f"{out.stem}.run.json")
         self.settings = {"rows": rows, "shard_size": size} | settings
 
     def __enter__(self) -> "Shards":
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self._check_settings()
-            self.shard = 0
-            while self.shard < self.count and self.path(self.shard).exists():
+            with only_writer(self.record, wait=True):  # beside those who write other files
+                self._check_settings()
+            self.shard = self.first
+            while self.shard < self.end and self.path(self.shard).exists():
                 self.shard += 1
             self.done = min(self.shard * self.size, self.rows)
-            if self.shard < self.count:
+            if self.shard < self.end:
                 self.done += _whole_lines(self._partial())
                 self.file = self._partial().open("ab")
                 self._close_full_shard()
@@ -58,7 +63,7 @@ class Shards:
                 self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 self.done += 1
                 self._close_full_shard()
-            if self.shard < self.count:
+            if self.shard < self.end:
                 self.file.flush()
         except OSError as error:
             raise self._cannot_write(error) from None
@@ -69,7 +74,7 @@ class Shards:
         self.file.close()
         put_in_place(self.path(self.shard))
         self.shard += 1
-        if self.shard < self.count:
+        if self.shard < self.end:
             self.file = self._partial().open("ab")
 
     def _partial(self) -> Path:

@@ -94,13 +94,15 @@ class Decoding:
         result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
         return measured_tau([row.trace for row in result.rows])
 
-    def keep_acceptance(self, folder: Path) -> None:
-        """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`."""
+    def keep_acceptance(self, folder: Path, write: bool = True) -> None:
+        """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`. write: False for a
+        process that only has its share of the target to give."""
         drafter = load_drafter(folder, self.target)
         how = {"max_new_tokens": self.max_new_tokens}
         found = tuple(along_answers(self.target, drafter, self.prompts, temperature, **how) for temperature in KEPT)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
-        write_text(folder / FILE, Acceptance(found, about).as_text())
+        if write:
+            write_text(folder / FILE, Acceptance(found, about).as_text())
 
 
 def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: Batches) -> Decoding | None:

@@ -8,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from specdec.contracts import Drafter
+from specdec.model.names import resolve
 from training.loop.trainer import Trainer
 from training.objectives.losses import LEAST_ROWS, PIECE
 
+SHARES = (2, 4, 8)  # processes of which an estimate is told
+
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
-    """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one with DDP."""
+    """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one, with DDP or with
+    a target that they share."""
     target, drafter, config = trainer.target, trainer.drafter, trainer.config
     learning = [p for p in trainer.parameters.values() if p.requires_grad]
     moments = sum(
@@ -38,9 +43,38 @@ def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
 
 
 def stored(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers. Storage that is shared counts once."""
-    tensors = itertools.chain(module.parameters(), module.buffers())
+    """Bytes of a module's parameters and buffers in this process. Storage that is shared counts once."""
+    tensors = [x.to_local() if isinstance(x, DTensor) else x for x in (*module.parameters(), *module.buffers())]
+    tensors = [x for x in tensors if x.device.type != "meta"]  # what a device_map has put elsewhere
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def shared_target(target) -> dict[int, int]:
+    """Bytes of the target's weights in each of several processes that share it, by their number, where its heads can be
+    divided. {} for what transformers has no plan for, and for quantised weights."""
+    from transformers import AutoConfig
+
+    from specdec.model.hf_parallel import misfit, shares, sketch
+
+    config = AutoConfig.from_pretrained(resolve(target.name), trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None):
+        return {}
+    model = sketch(text)
+    if not model.tp_plan:
+        return {}
+    cut, whole = shares(model, target.dtype.itemsize)
+    return {n: cut // n + whole for n in SHARES if misfit(text, model.tp_plan, n) is None}
+
+
+def spread_target(target) -> dict[str, int]:
+    """Bytes of the target's weights by device; {} if all are on one. 'elsewhere' are those that a device_map has put
+    into memory or on disk, from where they come for the time of a layer's forward."""
+    found: dict[str, int] = {}
+    for parameter in target.parameters():
+        place = "elsewhere" if parameter.device.type == "meta" else str(parameter.device)
+        found[place] = found.get(place, 0) + parameter.nbytes
+    return found if len(found) > 1 else {}
 
 
 def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:

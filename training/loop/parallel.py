@@ -35,7 +35,16 @@ class Processes:
 
     @property
     def main(self) -> bool:
+        """Whether this process prints and writes."""
         return self.rank == 0
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this process computes what one of several does for all, such as held-out losses."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until all processes that evaluate are here."""
 
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
         """The module as all processes train it; its parameters stay where they are, as shards (DTensor) if fsdp."""
@@ -92,9 +101,37 @@ class Together(Processes):
         return gather_object(own)
 
 
-def join_processes(device: str) -> Processes:
+class Replicas(Together):
+    """One of several processes that share one target and train the same drafter on the same batches. So each is
+    number 0 of 1 to whoever asks for batches. Gradients are averaged all the same: what a GPU's sums leave to chance
+    would else drive the drafters apart."""
+
+    def __init__(self, accelerator: "Accelerator", device: str):
+        super().__init__(accelerator, device)
+        self.rank, self.world = 0, 1
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def wait(self) -> None:
+        self.accelerator.wait_for_everyone()
+
+    def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
+        if fsdp:
+            raise ValueError("trainer.fsdp=true contradicts tp_plan: every process trains the same drafter")
+        return super().wrap(module, fsdp)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values, "mean")  # of equal ones; whether any is asked to stop is above 0
+
+    def gather(self, own: list) -> list:
+        return own
+
+
+def join_processes(device: str, tp_plan: str | None = None) -> Processes:
     """Meet the processes that a launcher started, over gloo on the CPU and nccl on GPUs, one GPU each; alone without
-    a launcher.
+    a launcher. With a tp_plan they share one target, and without one each has its own.
 
     Raises ValueError if the launcher asks for a way to train that is set elsewhere here, or not at all.
     """
@@ -115,7 +152,7 @@ def join_processes(device: str) -> Processes:
         # A drafter of more heads than the objective has steps leaves some unused.
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
     )
-    return Together(accelerator, "cpu" if device == "cpu" else str(accelerator.device))
+    return (Replicas if tp_plan else Together)(accelerator, "cpu" if device == "cpu" else str(accelerator.device))
 
 
 @dataclass

@@ -24,24 +24,13 @@ from training.features.online import Features, online_features
 from training.loop.checkpoint import read_newest, save_state, write_checkpoint
 from training.loop.curves import draw_curves
 from training.loop.evaluate import decoding_of, expected_tau
+from training.loop.learner import Learner
 from training.loop.log import RunLog
 from training.loop.optim import Optimizers, schedule
 from training.loop.parallel import Processes, Sums
 from training.loop.settings import OnPolicy, TrainerConfig
 from training.loop.state import meaning, restore, state_of
 from training.loop.weights import fill, shell
-from training.objectives.teacher import TeacherLogits
-
-
-class Learner(nn.Module):
-    """The objective over the drafter as one module, for DDP and FSDP to wrap."""
-
-    def __init__(self, drafter: nn.Module, objective):
-        super().__init__()
-        self.drafter, self.objective = drafter, objective
-
-    def forward(self, **features: Tensor | TeacherLogits) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.objective(self.drafter, **features)
 
 
 class Trainer:
@@ -147,10 +136,11 @@ class Trainer:
                 if self._due(config.save_every) and self.step < config.steps and not asked:
                     self.save()
         self.save()
-        if self.decoding is not None and self.main and not asked:
+        if self.decoding is not None and self.processes.evaluates and not asked:
+            self.processes.wait()
             for name in ("draft", "best"):
                 if (self.out / name).is_dir():
-                    self.decoding.keep_acceptance(self.out / name)
+                    self.decoding.keep_acceptance(self.out / name, write=self.main)
         if self.step < config.steps and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
@@ -224,13 +214,14 @@ class Trainer:
         """Save this process's batches of the step, and raise."""
         path = self.out / (f"bad_batch_{self.step}" + (f".{self.processes.rank}" * (self.processes.world > 1)) + ".pt")
         rows = [vars(batch) | {"loss": loss.cpu()} for batch, loss in zip(group, losses, strict=True)]
-        write_whole(path, partial(save_state, rows))
+        if self.main or self.processes.world > 1:
+            write_whole(path, partial(save_state, rows))
         raise ValueError(f"{what} at step {self.step}: lower trainer.lr, or look at the batch, which is in {path}")
 
     def _publish(self) -> None:
         """Put the weights that are evaluated and exported into `published`; every process must call it."""
         if self.published is not self.drafter:
-            fill(self.published, self.averages or self.parameters, here=self.main)
+            fill(self.published, self.averages or self.parameters, here=self.processes.evaluates)
 
     def _roll_out(self) -> None:
         """Make new on-policy data, and log what its rounds say about the drafter. The time is part of `seconds`."""
@@ -243,7 +234,7 @@ class Trainer:
     def _evaluate(self) -> dict:
         """Losses and accuracies by step, and the expected tau: means over the same held-out batches every time."""
         self._publish()
-        if self.heldout is None or self.config.eval_batches < 1 or not self.main:
+        if self.heldout is None or self.config.eval_batches < 1 or not self.processes.evaluates:
             return {}
         learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
         depth = self.drafter.deepest(self.config.decode_steps)
@@ -264,15 +255,20 @@ class Trainer:
     def _decode(self) -> dict:
         """The tau of real decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
         self._publish()
-        if not self.main:
+        if not self.processes.evaluates:
             return {}
-        save_drafter(self.published, self.out / "draft", self.target)
+        self._export("draft")
+        self.processes.wait()
         found = self.decoding.tau(self.out / "draft")
         if self.config.decode_every is not None and found["tau"] > self.best:
-            save_drafter(self.published, self.out / "best", self.target)
+            self._export("best")
         self.best = max(self.best, found["tau"])
         self._log("decode", {}, **found, best=self.best)
         return found
+
+    def _export(self, name: str) -> None:
+        if self.main:
+            save_drafter(self.published, self.out / name, self.target)
 
     def _log(self, split: str, values: dict[str, Tensor], **scalars: float) -> dict:
         when = {"step": self.step, "tokens": self.tokens, "learnt": self.learnt, "seconds": round(self.seconds, 3)}
@@ -284,7 +280,7 @@ class Trainer:
         self._publish()
         if self.main:
             write_checkpoint(self.out, self.step, state, self.config.keep)
-            save_drafter(self.published, self.out / "draft", self.target)
+            self._export("draft")
             draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:

@@ -1,0 +1,95 @@
+"""A model of transformers cut into shares for the processes of a launcher.
+
+Tensor parallelism is transformers' own (`tp_plan`): a process holds some heads of each attention, and some of the
+hidden dimensions of each feed-forward, and its products are summed over all processes. Embedding and head stay whole
+in every process. A drafter reads them, and with them every process has all hidden states and all logits.
+"""
+
+import re
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.distributed import DistributedConfig
+
+from specdec import ranks
+
+CUTS = ("colwise", "rowwise", "packed", "embedding")  # how names of transformers' styles begin that cut a weight
+
+
+def share(config: PretrainedConfig, device: torch.device) -> DistributedConfig:
+    """How transformers is to cut this model for the processes that were started.
+
+    Raises ValueError, without the model's name, if there is one process, or if the model cannot be cut so."""
+    count = ranks.world()
+    if count == 1:
+        raise ValueError(
+            "tp_plan shares a target among processes, and there is one: start several with torchrun --nproc-per-node N"
+        )
+    if torch.cuda.is_available() and device.type == "cpu":
+        raise ValueError("tp_plan takes the GPUs of a machine that has some: give the device cuda")
+    model = sketch(config)
+    plan = model.tp_plan or {}
+    if not plan:
+        raise ValueError(f"model family {config.model_type!r} has no plan for tensor parallelism in transformers")
+    why = misfit(config, plan, count)
+    if why:
+        raise ValueError(why)
+    ends = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
+    whole = {name: "replicate" for name, module in model.named_modules() if id(module) in ends}
+    return DistributedConfig(tp_size=count, tp_plan=whole)
+
+
+def sketch(config: PretrainedConfig) -> nn.Module:
+    """The model without contents."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def misfit(config: PretrainedConfig, plan: dict[str, str], count: int) -> str | None:
+    """Why a model cannot be cut into so many shares, or None. Projections of keys that the plan does not cut need no
+    divisible heads."""
+    if not any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) for name in plan):
+        return None
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % count or kv_heads % count:
+        return f"{heads} heads with {kv_heads} of keys cannot be shared by {count} processes: take a divisor of both"
+    return None
+
+
+def shares(model: nn.Module, size: int) -> tuple[int, int]:
+    """Bytes of the parameters that tensor parallelism divides among processes, and of those that each one has whole,
+    with `size` bytes for a parameter. model: a sketch will do."""
+    plan = model.tp_plan or {}
+    ends = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    cut = whole = 0
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:  # a tied head
+                continue
+            seen.add(id(parameter))
+            generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+            style = plan.get(f"{generic}.{key}") or plan.get(generic)
+            divided = style is not None and style.startswith(CUTS) and id(module) not in ends
+            divided &= not (style.startswith("rowwise") and key == "bias") if divided else False
+            cut, whole = cut + divided * parameter.numel(), whole + (not divided) * parameter.numel()
+    return cut * size, whole * size
+
+
+def keep_shares(model: nn.Module) -> None:
+    """Let go of what a process's shares were cut from: on a CPU transformers keeps views of whole tensors."""
+    for module in model.modules():
+        for name, whole in module.named_parameters(recurse=False):
+            if isinstance(whole, DTensor) and whole.to_local().untyped_storage().nbytes() > whole.to_local().nbytes:
+                share = whole.to_local().clone()
+                how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+                cut = DTensor.from_local(share, whole.device_mesh, whole.placements, **how)
+                setattr(module, name, nn.Parameter(cut, requires_grad=False))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The share of a tensor that this process holds; all of it if it is not cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -39,15 +39,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--requests", type=int, default=500)
     p.add_argument("--at-once", type=int, default=32)
     p.add_argument("--rows", type=int, default=8)
+    p.add_argument("--prefill-chunk", type=int, default=64, help="(default 64: many prompts are read in parts)")
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
-    check_counts(args, "requests", "at_once", "rows")
+    check_counts(args, "requests", "at_once", "rows", "prefill_chunk")
     return args
-
-
-def plain(target, rows: int) -> Engine:
-    return Engine(target)
 
 
 def tree(target, rows: int) -> Engine:
@@ -64,7 +61,6 @@ def survival(target, rows: int) -> Engine:
 
 
 WAYS = {
-    "plain": plain,
     "EAGLE-3, 4/5/16": tree,
     "EAGLE-3, chain of 5, overlapped": overlapped,
     "MTP, 4/5/16, survival": survival,
@@ -82,9 +78,11 @@ def main() -> None:
     told = {}
     for way in args.ways:
         how = {"at_once": args.at_once, "warm_up": WARM_UP, "rows": args.rows}
+        how["prefill_chunk"] = args.prefill_chunk
         told[way] = asyncio.run(run(WAYS[way](target, args.rows), crowd, sizes, **how))
         print(way, {name: value for name, value in told[way].items() if name not in ("before", "after")}, flush=True)
     result = provenance(torch.device("cpu")) | {"requests": args.requests, "at_once": args.at_once, "rows": args.rows}
+    result["prefill_chunk"] = args.prefill_chunk
     if args.out is not None:
         write_json(args.out, result | {"ways": told})
     print(table(told))

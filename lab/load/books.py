@@ -10,8 +10,9 @@ import torch
 from lab.load.crowd import Case, Heard, Text
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence as Row
+from specdec.serve.jobs import REASONS, Job
 from specdec.serve.metrics import Metrics
-from specdec.serve.scheduler import REASONS, Job, Scheduler
+from specdec.serve.scheduler import Scheduler
 
 
 @dataclass

@@ -85,6 +85,7 @@ def draw(number: int, prompts: Sequence[str], sizes: Sizes) -> Case:
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     asked |= rng.choice(SAMPLINGS) | {"seed": number, "max_tokens": rng.randint(1, sizes.tokens)}
     some: dict[str, Any] = {"ignore_eos": True, "n": rng.randint(2, 3), "stop": rng.choice(STOPS)}
+    some["speculative"] = rng.choice(({"off": True}, {"steps": 1}))
     asked |= {name: value for name, value in some.items() if rng.random() < 0.2}
     if rng.random() < 0.3:
         asked["logprobs"] = True if chat else 0

@@ -14,6 +14,7 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.guide import HOLD, Guide, Played
+from specdec.engine.prefill import Read
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
@@ -33,6 +34,7 @@ class RoundSettings:
     clock: Clock | SilentClock
     penalties: Penalties | None = None
     logprobs: bool = False  # compute those of the emitted tokens
+    steps: Tensor | None = None  # [B] levels of the tree that count for each row; None: all of them
 
 
 @dataclass
@@ -91,6 +93,7 @@ class Round:
         self.children = children
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
+        self.taps = drafter.taps if drafter else ()
         self.adapts = False  # an adaptive policy chooses the trees: `Guide`
 
     @cached_property
@@ -135,19 +138,24 @@ class Round:
         row: int,
         settings: RoundSettings,
         guide: Guide | None = None,
+        read: Read | None = None,
     ) -> tuple[Tensor, DraftState | None, Tensor | None]:
-        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
+        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter. read:
+        what the target made of the only one before.
 
         Returns the first token of each [R], the drafter's state, and the tokens' log-probabilities [R] if asked for."""
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
         part = cache.admit(row, len(prompts), longest)
-        taps = self.drafter.taps if self.drafter else ()
-        logits, feats = self.target(tokens, part, taps=taps, last=lens - 1, prefill=True)
+        if read is None:
+            logits, feats = self.target(tokens, part, taps=self.taps, last=lens - 1, prefill=True)
+            part.advance(lens, longest)
+        else:
+            part.take(read.cache, longest)
+            logits, feats = read.logits, read.feats
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
         logprobs = logprobs_of(logits[:, 0], root) if settings.logprobs else None
-        part.advance(lens, longest)
         if self.drafter is None:
             return root, None, logprobs
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
@@ -225,9 +233,7 @@ class Round:
         guide: Guide | None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One token per row, which the drafter, if there is one, absorbs, or a guide keeps for it."""
-        logits, feats = self.target(
-            root[:, None], cache, ancestors=itself, taps=self.drafter.taps if self.drafter else ()
-        )
+        logits, feats = self.target(root[:, None], cache, ancestors=itself, taps=self.taps)
         n, max_len = active.long(), cache.max_len + 1
         token = self._draw(logits, n, settings, cache.lens)
         cache.advance(n, max_len)

@@ -78,6 +78,7 @@ class Ask:
     stream_options: dict | None = None
     ignore_eos: bool = False
     return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, beside their text
+    speculative: dict | None = None  # ours: `specdec.serve.speculation.Wish`
 
     @property
     def stops(self) -> list[str]:

@@ -12,7 +12,7 @@ from helpers import tiny_target
 from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
 from tape import Tape
 
-from specdec.serve.scheduler import Closed, Full
+from specdec.serve.jobs import Closed, Full
 
 
 def idle(scheduler) -> bool:
@@ -32,7 +32,7 @@ def expected(number: int) -> tuple[list[int], str]:
 def test_every_text_is_the_one_it_has_alone(drafted, how, count):
     """Jobs of three threads for 4 rows. Some are given up at their first token, and some at any time."""
     jobs = [mixed(number) for number in range(count)]
-    with serving(tiny_engine(drafted, **how), prefill_tokens=30) as scheduler:
+    with serving(tiny_engine(drafted, **how), prefill_chunk=30) as scheduler:
 
         def send(part: int) -> None:
             draw = random.Random(part)
@@ -108,7 +108,7 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     engine.step = watched
     lengths = [5, 5, 9, 3, 30, 2, 2, 2, 2, 2, 2, 2]
     jobs = [Heard(prompt=[1 + i] * n, max_new_tokens=6, eos=frozenset()) for i, n in enumerate(lengths)]
-    with serving(engine, started=False, prefill_tokens=20) as scheduler:
+    with serving(engine, started=False, prefill_chunk=20) as scheduler:
         for job in jobs:
             scheduler.submit([job.job])
         scheduler.start()

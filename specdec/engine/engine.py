@@ -11,9 +11,10 @@ from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
+from specdec.engine.conclude import conclude
 from specdec.engine.graphs import Backend, make_graphs
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
-from specdec.engine.overlap import Loop, ReadRound
+from specdec.engine.overlap import Loop
 from specdec.engine.prefill import Reading
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
@@ -173,10 +174,10 @@ class Engine:
         batch.clock.fold()
         if self.waiting and batch.free() and not (self.read_part and batch.going()):
             read = loop.drain()
-            return self._conclude(read) if read is not None else self._admit()
+            return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
         self.read_part = False
         read = loop.next()
-        return None if read is None else self._conclude(read)
+        return None if read is None else conclude(read, batch.clock, batch.guide)
 
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading
@@ -195,29 +196,6 @@ class Engine:
         emitted = [sequence.tokens[:] for sequence in joining]
         sampling = settings_of([sequence.sampling for sequence in joining], self.device)
         return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
-
-    def _conclude(self, read: ReadRound) -> RoundReport:
-        """Add what a round emitted to its sequences."""
-        emitted, accepted, levels = [], [], read.levels
-        for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
-            if row.finish is not None:
-                emitted.append([])
-                accepted.append(0)
-                continue
-            row.trace.accepted.append(count - 1)
-            row.trace.undrafted += read.output.nodes == 1 or (levels is not None and levels[i] == 0)
-            kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
-            row.trace.emitted.append(len(kept))
-            emitted.append(kept)
-            accepted.append(min(count - 1, len(kept)))
-        out, clock = read.output, self.loop.batch.clock
-        if out.played is not None:
-            self.loop.batch.guide.learn(out.played, read.counts)
-        clock.mark("host")
-        report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
-        report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
-        report.levels, report.experts, report.nodes = levels, out.experts, out.nodes
-        return report
 
     # A batch from beginning to end
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.fits import check_chain, check_steps, check_verifier, over_block
 from specdec.engine.guide import HOLD, Guide, Played
 from specdec.engine.prefill import Read
 from specdec.engine.report import Reads
@@ -84,10 +85,10 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
-            _check_chain(target, drafter, policy)
-            policy = _over_block(drafter, policy)
-            _check_steps(drafter, policy)
-            _check_verifier(verifier, policy)
+            check_chain(target, drafter, policy)
+            policy = over_block(drafter, policy)
+            check_steps(drafter, policy)
+            check_verifier(verifier, policy)
             children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.children = children
@@ -258,41 +259,3 @@ class Round:
         token = sample(penalties(logits), settings.sampling, noise)
         penalties.add(token, n)
         return token[:, 0]
-
-
-def _check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
-    for what, part in (("target", target), ("draft model", drafter)):
-        if part.chains_only and policy.topk > 1:
-            raise ValueError(
-                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
-                f"{policy.topk} children: take topk 1"
-            )
-
-
-def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
-    most = [most for most in (drafter.max_steps, drafter.block) if most is not None]
-    if most and policy.steps > min(most):
-        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {min(most)} tokens ahead at most")
-    if policy.topk > drafter.vocab.size:
-        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
-
-
-def _over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
-    """The policy, and if it takes marginals that over the drafter's block. Raises ValueError if there is none."""
-    if not policy.marginals:
-        return policy
-    if drafter.block is None:
-        raise ValueError("a block tree takes drafters that guess a block at once, and this one drafts token by token")
-    if drafter.conditioned:
-        raise ValueError(
-            "a block tree takes the slots of a block for independent, and this drafter's depend on the "
-            "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
-        )
-    return policy.within(drafter.block)
-
-
-def _check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
-    if verifier.chains_only and policy.topk > 1:
-        raise ValueError(
-            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
-        )

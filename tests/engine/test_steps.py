@@ -9,7 +9,7 @@ from specdec.engine.engine import Engine
 from specdec.types import Sampling
 from trees import Chain, DynamicTree
 
-STEPS = [None, 0, 1, 2, 9]
+STEPS = [None, 0, 1, 2, 0, None, 9]
 SAMPLINGS = [Sampling(), Sampling(0.9), Sampling(1.1, top_k=9)]
 TREES = {"chain": Chain(3), "tree": DynamicTree(3, 3, 9)}
 HOW = {
@@ -30,7 +30,7 @@ def decode(engine: Engine, steps: list, rows: int) -> tuple[list, list]:
     jobs = []
     for number, most in enumerate(steps):
         sampling = SAMPLINGS[number % 3]
-        how = {"sampling": sampling, "seed": (number, 0), "max_new_tokens": 18, "eos": frozenset()}
+        how = {"sampling": sampling, "seed": (number, 0), "max_new_tokens": 24, "eos": frozenset()}
         jobs.append(engine.add(prompt(number), steps=most, **how))
     rounds = []
     while (report := engine.step()) is not None:
@@ -50,7 +50,7 @@ def test_every_row_has_its_text_and_no_more_levels_than_it_lets_count(tree, how)
     jobs, rounds = decode(Engine(target, tiny_drafter(target), TREES[tree], **HOW[how]), STEPS, 3)
     for number, job in enumerate(jobs):
         alone = Engine(target).generate(
-            [prompt(number)], seed=[(number, 0)], sampling=job.sampling, max_new_tokens=18, eos=frozenset()
+            [prompt(number)], seed=[(number, 0)], sampling=job.sampling, max_new_tokens=24, eos=frozenset()
         )
         assert job.tokens == alone.rows[0].tokens
     most = {job: 3 if steps is None else min(steps, 3) for job, steps in zip(jobs, STEPS, strict=True)}

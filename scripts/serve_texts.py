@@ -75,16 +75,16 @@ def main() -> None:
     with tqdm(desc="alone", total=args.requests + WARM_UP + 2, disable=None) as bar:
         prompts = [question.turns[0] for question in questions]
         crowd = Crowd.draw(Alone(target), args.requests, prompts, sizes, WARM_UP, bar.update)
-    told = {}
+    told: dict[str, dict] = {}
+    result = provenance(torch.device("cpu")) | {"requests": args.requests, "at_once": args.at_once, "rows": args.rows}
+    result |= {"prefill_chunk": args.prefill_chunk, "ways": told}
     for way in args.ways:
         how = {"at_once": args.at_once, "warm_up": WARM_UP, "rows": args.rows}
         how["prefill_chunk"] = args.prefill_chunk
         told[way] = asyncio.run(run(WAYS[way](target, args.rows), crowd, sizes, **how))
         print(way, {name: value for name, value in told[way].items() if name not in ("before", "after")}, flush=True)
-    result = provenance(torch.device("cpu")) | {"requests": args.requests, "at_once": args.at_once, "rows": args.rows}
-    result["prefill_chunk"] = args.prefill_chunk
-    if args.out is not None:
-        write_json(args.out, result | {"ways": told})
+        if args.out is not None:
+            write_json(args.out, result)
     print(table(told))
     print(json.dumps(told))
     sys.exit(any(one["wrong"] for one in told.values()))

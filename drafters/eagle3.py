@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
 from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
+from specdec.model.ends import state_sizes
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
 from specdec.model.target import check_taps
 
@@ -115,11 +116,8 @@ class Eagle3(RecurrentDrafter):
 @torch.no_grad()
 def scale_of(target, taps: tuple[int, ...]) -> Tensor:
     """[F], one over the root mean square of each of these hidden states, to the nearest power of two: a weight times it
-    is exact. Measured on tokens from all over the vocabulary, as there is no text yet."""
-    tokens = torch.linspace(0, target.vocab - 1, 64, device=target.device).long()[None]
-    states = target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1))
-    sizes = states.square().mean((0, 1, 3)).sqrt()
-    return sizes.log2().round().neg().exp2().repeat_interleave(states.shape[-1])
+    is exact."""
+    return state_sizes(target, taps).log2().round().neg().exp2().repeat_interleave(target.config.hidden)
 
 
 @torch.no_grad()

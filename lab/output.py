@@ -5,10 +5,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from specdec.cli.files import write_text, write_whole
-from specdec.cli.terminal import console as console
 
 
 def progress_bar(name: str) -> Callable[[int, int], None]:

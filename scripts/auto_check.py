@@ -19,9 +19,10 @@ from tune_check import TREES
 from lab.cost.tune import measure_rates
 from lab.machine import machine
 from lab.models import add_model_flags, check_counts, load_models, read_encoded
-from lab.output import console, progress_bar, write_json
+from lab.output import progress_bar, write_json
 from specdec.auto import Choice, choose_tree
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec

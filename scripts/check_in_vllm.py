@@ -32,9 +32,10 @@ from rich.table import Table
 from drafters.formats.convert import export
 from lab.machine import provenance
 from lab.models import check_counts, read_encoded
-from lab.output import console, write_json
+from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from trees import Chain

@@ -30,9 +30,10 @@ from lab.bench.archive import Archive
 from lab.bench.gpu_stages import TINY, Place, Sizes, parts
 from lab.bench.stages import Stage, run_stages
 from lab.machine import provenance
-from lab.output import console, write_json
+from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
+from specdec.cli.terminal import console
 from specdec.model.checkpoint import check_device
 
 

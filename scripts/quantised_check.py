@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from lab.machine import provenance
 from lab.models import check_counts, read_encoded
-from lab.output import console, write_json
+from lab.output import write_json
 from lab.proof.equality import EqualityProver
 from lab.proof.rollback import prove_rollback
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.engine.trace import tau_interval
 from trees import Chain

@@ -33,9 +33,10 @@ from lab.cost.rounds import NEW_TOKENS, TIMED, RoundCost, time_in_turn
 from lab.cost.simulated_tau import MARK, SimulatedTau
 from lab.figure_style import PART_COLOURS, STYLE, subplots
 from lab.machine import provenance
-from lab.output import console, progress_bar, write_figure, write_json
+from lab.output import progress_bar, write_figure, write_json
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.types import Sampling

@@ -22,9 +22,10 @@ from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.cost.tune import measure_rates, predict_all, tune
 from lab.machine import machine
 from lab.models import add_model_flags, load_models, read_encoded
-from lab.output import console, progress_bar, write_json
+from lab.output import progress_bar, write_json
 from lab.replay import record
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec

@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM
 from lab.cost.memory import bandwidth, read_bytes
 from lab.machine import machine_in_short
 from lab.models import check_counts
-from lab.output import console
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.model.checkpoint import DTYPES
 from specdec.text import encode_prompt, read_prompts
 from trees.spec import TreeSpec

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import checkout  # noqa: F401  (puts the repository on the path)
+import checkout
 import torch
 from check_in_vllm import python_of
 from vllm_side import SETTINGS
@@ -57,14 +57,21 @@ def arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def vllm_server(python: Path, port: int, log: Path, *more: str) -> Iterator[str]:
-    """A server of vLLM on the demo target; the address. Raises ValueError if it does not start."""
+def vllm_server(
+    python: Path, port: int, log: Path, *more: str, dtype: str = "float32", path: Path = checkout.ROOT
+) -> Iterator[str]:
+    """A server of vLLM on the demo target; the address. path: where it finds modules. Raises ValueError if it does not
+    start."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", Path(DEMO_TARGET).resolve()]
     command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", port, "--enforce-eager"]
-    command += ["--dtype", "float32", "--max-num-seqs", 4, "--no-enable-prefix-caching", "--max-logprobs", 5, *more]
+    command += ["--dtype", dtype, "--max-num-seqs", 4, "--no-enable-prefix-caching", "--max-logprobs", 5, *more]
     with log.open("w") as out:
         process = subprocess.Popen(
-            [str(word) for word in command], stdout=out, stderr=out, env=os.environ | SETTINGS, start_new_session=True
+            [str(word) for word in command],
+            stdout=out,
+            stderr=out,
+            env=os.environ | SETTINGS | {"PYTHONPATH": str(path)},
+            start_new_session=True,
         )
     try:
         _wait(process, f"http://127.0.0.1:{port}/health", log)

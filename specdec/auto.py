@@ -19,20 +19,19 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from specdec import __version__
 from specdec.acceptance import Acceptance
-from specdec.cli.files import kept_file, output_folder, write_text
+from specdec.cli.files import Kept
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
 from specdec.machine import machine
 from specdec.types import Sampling
-from trees.optimal import optimal_paths
+from trees.optimal import most_nodes, optimal_paths
 from trees.spec import TreeSpec, shape_of
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -107,17 +106,15 @@ def choose_tree(
             "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
     who = identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
-    file = kept_file("trees", who)
-    if not recalibrate and (kept := _read(file)) is not None:
+    measured = Kept("trees", who)
+    if not recalibrate and (kept := measured.read(_choice)) is not None:
         return kept
     launched = _timer(target, drafter, batch, temperature)
     compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
     choice = choose(candidates(acceptance, drafter, temperature), launched, compiled)
     if choice.busy:
         return choice
-    output_folder(file.parent)
-    entries = asdict(choice) | {"tree": choice.tree and str(choice.tree)}
-    write_text(file, json.dumps({"choice": entries, "identity": who}, indent=1) + "\n")
+    measured.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
     return choice
 
 
@@ -127,7 +124,7 @@ def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float) -> 
     table = along.table()[: drafter.deepest(along.steps)]
     found: dict[TreeSpec, Candidate] = {}
     for steps in range(1, len(table) + 1):
-        most = sum(along.topk**depth for depth in range(steps + 1))
+        most = most_nodes(along.topk, steps)
         shapes = [optimal_paths(table[:steps], nodes) for nodes in NODES if nodes <= most]
         shapes.append([(0,) * depth for depth in range(1, steps + 1)])
         for paths in shapes:
@@ -257,10 +254,6 @@ def identity(target, drafter: Drafter, acceptance: Acceptance | None) -> dict:
     }
 
 
-def _read(file: Path) -> Choice | None:
-    """None where nothing is kept, or what is kept cannot be read: then it is measured anew."""
-    try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["choice"]
-        return Choice(**entries | {"tree": entries["tree"] and TreeSpec.parse(entries["tree"])})
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _choice(kept: dict) -> Choice:
+    entries = kept["choice"]
+    return Choice(**entries | {"tree": entries["tree"] and TreeSpec.parse(entries["tree"])})

@@ -4,23 +4,23 @@ Costs are measured once for a machine, a pair, a tree and a number of rows, in s
 cache folder. How often drafts are right says the drafter's acceptance.json, or a guess, until rounds have told.
 """
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from specdec.acceptance import Acceptance
-from specdec.adaptive import ESTIMATORS, NAMES, Curve, Draft, Ema, Fixed, Policy, Survival, Table
+from specdec.adaptive import NAMES, Curve, Draft, Ema, Fixed, Policy, Survival, Table
 from specdec.adaptive.estimators import make_estimator
 from specdec.auto import BUSY, identity
-from specdec.cli.files import kept_file, output_folder, write_text
+from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
 from specdec.types import Sampling
-from trees.optimal import optimal_paths
+from trees.optimal import most_nodes, optimal_paths
 
 HELP = "draft by the load: table, ema, survival"
 GUESS = 0.6  # how often a level is accepted where the one before was, if nobody has measured it
@@ -44,30 +44,25 @@ def make_policy(
     name of an estimator. rows: the most that will be decoded at a time; temperature: of the acceptance to begin with.
 
     ValueError, one sentence, for other names."""
+    curve = partial(kept_curve, target, drafter, tree, rows, recalibrate)
+    return assembled(name, curve, sizes_of(tree), first_rates(drafter.acceptance, tree, temperature))
+
+
+def assembled(name: str, costs: Callable[[], Curve], sizes: Sequence[int], prior: Sequence[float]) -> Policy:
+    """The policy of a text, with numbers of nodes by levels and rates to begin with. costs: what rounds cost, asked for
+    only if the policy goes by that."""
     kind, _, detail = name.partition(":")
+    levels = len(sizes) - 1
     if kind not in NAMES or (detail and kind not in ("table", "survival")):
         raise ValueError(f"there is no adaptive policy {name!r}; there are {', '.join(NAMES)}")
     if kind == "fixed":
-        return Fixed(tree.steps)
-    if kind == "table" and detail:
-        return Table.parse(detail, tree.steps)
-    if kind == "survival" and detail and detail not in ESTIMATORS:
-        raise ValueError(f"there is no estimator {detail!r}; there are {', '.join(ESTIMATORS)}")
-    curve = kept_curve(target, drafter, tree, rows, recalibrate)
-    sizes, prior = sizes_of(tree), first_rates(drafter.acceptance, tree, temperature)
-    return assembled(name, curve, sizes, prior)
-
-
-def assembled(name: str, curve: Curve, sizes: Sequence[int], prior: Sequence[float]) -> Policy:
-    """The policy of a text, with these costs, numbers of nodes by levels, and rates to begin with."""
-    kind, _, detail = name.partition(":")
-    if kind == "fixed":
-        return Fixed(len(sizes) - 1)
+        return Fixed(levels)
     if kind == "table":
-        return Table.parse(detail, len(sizes) - 1) if detail else Table.measured(curve, sizes, np.cumprod(prior))
+        return Table.parse(detail, levels) if detail else Table.measured(costs(), sizes, np.cumprod(prior))
     if kind == "ema":
-        return Ema(curve, sizes, prior)
-    return Survival(curve, sizes, prior, make_estimator(detail or "calibrated", len(sizes) - 1))
+        return Ema(costs(), sizes, prior)
+    estimator = make_estimator(detail or "calibrated", levels)
+    return Survival(costs(), sizes, prior, estimator)
 
 
 def sizes_of(tree: TreePolicy) -> list[int]:
@@ -83,8 +78,8 @@ def first_rates(acceptance: Acceptance | None, tree: TreePolicy, temperature: fl
     table = [row[: tree.topk] for row in table]
     for steps, nodes in enumerate(sizes_of(tree)[1:], 1):
         if steps <= len(table):
-            most = sum(len(table[0]) ** depth for depth in range(steps + 1))
-            taus.append(acceptance.tau(optimal_paths(table[:steps], min(nodes, most)), temperature))
+            nodes = min(nodes, most_nodes(len(table[0]), steps))
+            taus.append(acceptance.tau(optimal_paths(table[:steps], nodes), temperature))
         else:  # the last level that was measured goes on
             taus.append(taus[-1] + max(taus[-1] - taus[-2], 0.0) * GUESS)
     reach = np.maximum(np.diff(taus), 0.01)
@@ -114,18 +109,14 @@ def kept_curve(target, drafter: Drafter, tree: TreePolicy, rows: int, recalibrat
     """The costs of rounds of this pair on this machine: read where they are kept, else measured and kept."""
     shape = [type(tree).__name__, tree.topk, sizes_of(tree)]
     who = identity(target, drafter, drafter.acceptance) | {"tree": shape, "rows": rows, "of": "load"}
-    file = kept_file("loads", who)
-    if not recalibrate:
-        try:
-            return Curve.of(json.loads(file.read_text(encoding="utf-8"))["curve"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # not there, or not to be read: measured anew
+    measured = Kept("loads", who)
+    if not recalibrate and (kept := measured.read(lambda entries: Curve.of(entries["curve"]))) is not None:
+        return kept
     curve, busy = measure_curve(target, drafter, tree, rows)
     if busy:
         print("note: the machine was busy, so the costs of rounds are rough, and not kept", file=sys.stderr)
         return curve
-    output_folder(file.parent)
-    write_text(file, json.dumps({"curve": curve.entries(), "identity": who}, indent=1) + "\n")
+    measured.write({"curve": curve.entries()})
     return curve
 
 

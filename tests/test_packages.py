@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = PROJECT["optional-dependencies"]
 OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra != "test" for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
-PLUGIN = {"pytest"}  # imports lab/bench/outcomes.py itself
+PLUGIN = {"pytest", "vllm"}  # import lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
 
 

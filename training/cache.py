@@ -3,10 +3,14 @@
 Then `specdec train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
 say which hidden states are cached. The same command goes on where it was stopped: it checks the shards that are there,
 and makes missing and damaged ones. Every setting is in conf/cache.yaml.
+
+With from_vllm=FOLDER, or --from-vllm FOLDER, a target that runs in vLLM has computed the features, however many GPUs it
+takes: its files of hidden states are read, and of the target here only embedding, final norm and head.
 """
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -14,10 +18,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
@@ -25,8 +29,10 @@ from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.model.checkpoint import read_json
+from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
+from specdec.remote import Remote
 from training.data import Batches, Sample, hold_out, load_samples
 from training.features.feature_cache import (
     MANIFEST,
@@ -41,9 +47,12 @@ from training.features.feature_cache import (
     wanted,
 )
 from training.features.online import online_features
+from training.features.vllm_files import VllmStates
 from training.objectives.losses import pieces
 from training.objectives.teacher import read_teacher
 from training.train import all_settings, build_drafter
+
+FLAG = "--from-vllm"
 
 
 class FeatureCacheWriter:
@@ -59,9 +68,12 @@ class FeatureCacheWriter:
         shard_tokens: int,
         batch_tokens: int,
         autocast: AbstractContextManager | None = None,
+        states: VllmStates | None = None,
     ):
         """Writes cache.json, or checks that the one there says the same. Raises ValueError if it does not, or if the
-        folder cannot be written."""
+        folder cannot be written.
+
+        states: where the features are from, if the target does not compute them here."""
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
                 f"keep=all needs the head of our own decoder, and {target.name} has none: give keep=NUMBER"
@@ -70,7 +82,9 @@ class FeatureCacheWriter:
             raise ValueError(f"keep={form.keep} is all of a draft vocabulary of {vocab.size} tokens: give keep=all")
         self.folder, self.target, self.vocab, self.samples, self.form = folder, target, vocab, samples, form
         self.batch_tokens, self.autocast = batch_tokens, autocast or nullcontext()
-        self.manifest = describe(target, form.taps, vocab, samples, form.keep)
+        self.features = online_features if states is None else states.features
+        source = None if states is None else "vLLM"
+        self.manifest = describe(target, form.taps, vocab, samples, form.keep, source)
         self.manifest |= {"store": form.store, "keep": form.keep}
         self.manifest["shards"] = [list(bounds) for bounds in shard_bounds(samples, shard_tokens)]
         path = folder / MANIFEST
@@ -79,6 +93,8 @@ class FeatureCacheWriter:
             check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
             self.manifest = begun
             return
+        if states is not None:
+            self.manifest["sizes"] = [states.sizes(form.taps)[tap] for tap in form.taps]
         output_folder(folder)
         write_text(path, json.dumps(self.manifest, indent=1) + "\n")
 
@@ -119,7 +135,7 @@ class FeatureCacheWriter:
         parts: list[dict[str, Tensor]] = [{}] * len(samples)
         batches = Batches(samples, self.batch_tokens, seed=0)
         for indices in batches.by_length():
-            features = online_features(self.target, batches.collate(indices), self.form.taps, self.autocast)
+            features = self.features(self.target, batches.collate(indices), self.form.taps, self.autocast)
             for row, i in enumerate(indices):
                 parts[i] = dict(self._kept(features, row, samples[i]))
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -178,10 +194,29 @@ def read_keep(keep: str | int) -> int | None:
     return keep
 
 
+def check_sources(config: DictConfig) -> None:
+    """Raise ValueError for a setting of states from vLLM that is wrong, or where there are none."""
+    for name in ("layer_ids", "server"):
+        if config.from_vllm is None and config[name] is not None:
+            raise ValueError(f"{name} is for from_vllm=FOLDER, which is not given")
+    ids = config.layer_ids
+    if ids is not None and not (isinstance(ids, ListConfig) and all(type(layer) is int for layer in ids)):
+        raise ValueError(f"layer_ids must be a list of whole numbers, got {ids!r}")
+
+
+def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
+    """The states of the samples in the folder from_vllm. A server is asked for those that are not there."""
+    states = VllmStates(str(config.from_vllm), target, taps, config.layer_ids)
+    states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)
+    return states
+
+
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
+    check_sources(config)
+    load = load_target if config.from_vllm is None else load_ends
+    target = load(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=config.device)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
@@ -189,8 +224,9 @@ def run(config: DictConfig) -> None:
     autocast = settings.autocasting(target.device)
     start = time.monotonic()
     with only_writer(out, inside=True):
+        states = None if config.from_vllm is None else read_states(config, target, drafter.taps, samples)
         writer = FeatureCacheWriter(
-            out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast
+            out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast, states
         )
         written = writer.write()
     report = {
@@ -205,7 +241,13 @@ def run(config: DictConfig) -> None:
     print(json.dumps(report))
 
 
-main = hydra_command(run, "cache")
+def main() -> None:
+    """`--from-vllm FOLDER` is from_vllm=FOLDER."""
+    if FLAG in sys.argv[1:-1]:
+        at = sys.argv.index(FLAG)
+        sys.argv[at : at + 2] = [f"from_vllm={sys.argv[at + 1]}"]
+    hydra_command(run, "cache")()
+
 
 if __name__ == "__main__":
     main()

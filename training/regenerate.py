@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, ModelSettings
 from specdec.cli.errors import one_sentence_errors

@@ -6,6 +6,7 @@ Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` pr
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
+from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from training.data import Batches, Sample, count_tokens, hold_out, load_samples
@@ -31,6 +33,7 @@ from training.features.feature_cache import FeatureCache
 from training.features.online import online_features
 from training.features.signature import data_signature
 from training.loop.checkpoint import checkpoints
+from training.loop.evaluate import HELDOUT
 from training.loop.parallel import Processes, join_processes
 from training.loop.same_run import check_same_run
 from training.loop.settings import MANY, OnPolicy, TrainerConfig
@@ -141,12 +144,28 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
     return trainer, read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
 
 
+def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPolicy) -> TrainerConfig:
+    """The settings of a run whose target has no layers here, so that nothing can be decoded. Raises ValueError for
+    what needs them."""
+    if not config.data.cache:
+        raise ValueError("whole_target=false leaves the target's layers out: give data.cache=FOLDER of specdec cache")
+    if on_policy.share > 0 or trainer.prompts not in (None, HELDOUT):
+        raise ValueError("whole_target=false decodes nothing: leave out data.on_policy and trainer.prompts")
+    print("note: whole_target=false: tau is not decoded, only expected from the held-out features", file=sys.stderr)
+    return replace(trainer, prompts=None, decode_every=None)
+
+
 def assemble(config: DictConfig, processes: Processes) -> Trainer:
     """A run, ready for its first step. Nothing is written yet."""
     trainer_config, on_policy = all_settings(config)
-    target = load_target(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
+    if not config.whole_target:
+        trainer_config = without_layers(config, trainer_config, on_policy)
+    load = load_target if config.whole_target else load_ends
+    target = load(config.target.path or DEMO_TARGET, dtype=config.target.dtype, device=processes.device)
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
+    if not config.whole_target:
+        target.sizes = cache.sizes()
     learnt, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed, config.init_from)
     if cache is not None:
@@ -213,6 +232,14 @@ def run(config: DictConfig) -> None:
         sys.exit(trainer.signals.code)
 
 
+def what_next(config: DictConfig, draft: Path) -> str:
+    """The command that shows what has been learnt: a target that is not whole decodes in a server only."""
+    if not config.whole_target:
+        return f"doctor export {draft} FOLDER --for vllm --target {config.target.path or DEMO_TARGET}"
+    whose = f" --target {config.target.path}" if config.target.path else ""
+    return f"generate{whose} --draft {draft} --prompt-file FILE --limit 20 --compare"
+
+
 def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
     """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
@@ -231,8 +258,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if trainer.step >= trainer.config.steps:
-            whose = f" --target {config.target.path}" if config.target.path else ""
-            print(f"try it: specdec generate{whose} --draft {out / 'draft'} --prompt-file FILE --limit 20 --compare")
+            print(f"try it: specdec {what_next(config, out / 'draft')}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
     return trainer

@@ -33,6 +33,11 @@ def _reach(path: Sequence[int], accept: Table) -> float:
     return probability
 
 
+def most_nodes(topk: int, steps: int) -> int:
+    """Nodes of the full tree of so many levels, the root counted."""
+    return sum(topk**depth for depth in range(steps + 1))
+
+
 def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
     """The tree of `num_draft_tokens` nodes, root included, with the greatest expected number of emitted tokens.
 
@@ -40,7 +45,7 @@ def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
     A node is reached with the product of its path's probabilities, and the expectation is the sum over nodes. No child
     is reached more often than its parent, so the most often reached nodes form a tree, and no tree has a greater sum.
     """
-    most = sum(len(accept[0]) ** depth for depth in range(len(accept) + 1))
+    most = most_nodes(len(accept[0]), len(accept))
     if not 2 <= num_draft_tokens <= most:
         raise ValueError(
             f"num_draft_tokens is {num_draft_tokens}, but a tree of {len(accept)} levels and {len(accept[0])} children "

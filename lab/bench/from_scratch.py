@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -17,9 +18,13 @@ def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
     random.Random(SEED).shuffle(conversations)
     train, heldout = [], []
     for c in conversations:
-        held = int(hashlib.sha256(c[0]["content"].encode()).hexdigest(), 16) % 100 == 0
-        (heldout if held else train).append(c)
+        (heldout if held_out(c) else train).append(c)
     return train, heldout
+
+
+def held_out(conversation: Sequence[Message]) -> bool:
+    """One first prompt in a hundred is held out, the same ones in any data."""
+    return int(hashlib.sha256(conversation[0]["content"].encode()).hexdigest(), 16) % 100 == 0
 
 
 def draw_questions(conversations: list[list[Message]], count: int) -> list[Message]:

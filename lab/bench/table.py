@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from lab.output import console
+from specdec.cli.terminal import console
 
 COLUMNS = (
     "", "tokens/s", "decoding", "step ms: P50, P95", "tokens a step", "first token ms", "cache, peak MiB",

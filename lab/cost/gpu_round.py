@@ -34,8 +34,8 @@ from lab.cost.launches import (
     count_round,
 )
 from lab.cost.roofline import CHAIN, CONFIGS, HARDWARE, PLAIN, TREE, Roofline, RoundLaunches, decoder, eagle3_of
-from lab.output import console
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
 from specdec.engine.round import Round
 from specdec.kernels import backends
 from specdec.model.archs import ModelConfig

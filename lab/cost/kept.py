@@ -5,7 +5,6 @@ A time depends on shapes, not on what was said, so one measurement serves every 
 
 import hashlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,16 +12,11 @@ import torch
 from lab.cost.model import CostModel
 from lab.cost.rounds import RoundCost, measure_rounds
 from lab.machine import machine
-from specdec.cli.files import kept_file, output_folder, write_text
+from specdec.cli.files import Kept
 from specdec.engine.recorder import versions
 from trees.spec import TreeSpec
 
-TIMED_CODE = (
-    "specdec",
-    "drafters",
-    "trees",
-    "lab/cost",
-)  # folders of what is timed, and of what times it
+TIMED_CODE = ("specdec", "drafters", "trees", "lab/cost")  # folders of what is timed, and of what times it
 
 
 def identity(target, drafter, **how) -> dict:
@@ -47,26 +41,6 @@ def identity(target, drafter, **how) -> dict:
     }
 
 
-def cache_file(who: dict) -> Path:
-    """The file of this identity's measurements."""
-    return kept_file("costs", who)
-
-
-def save_costs(costs: Sequence[RoundCost], file: Path, who: dict) -> None:
-    content = {"identity": who, "points": [_entries(cost) for cost in costs]}
-    output_folder(file.parent)
-    write_text(file, json.dumps(content, indent=1, default=str) + "\n")
-
-
-def load_costs(file: Path) -> list[RoundCost]:
-    """Raises ValueError, one sentence, if the file does not hold measured costs."""
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))["points"]
-        return [RoundCost(_tree(row.pop("setting")), **row) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} holds no measured costs: measure anew with --remeasure") from None
-
-
 def _entries(cost: RoundCost) -> dict:
     return {
         "setting": None if cost.tree is None else str(cost.tree),
@@ -76,18 +50,21 @@ def _entries(cost: RoundCost) -> dict:
     }
 
 
-def _tree(text: str | None) -> TreeSpec | None:
-    return None if text is None else TreeSpec.parse(text)
+def _model(kept: dict) -> CostModel:
+    return CostModel([_cost(**point) for point in kept["points"]])
+
+
+def _cost(setting: str | None, **entries) -> RoundCost:
+    return RoundCost(None if setting is None else TreeSpec.parse(setting), **entries)
 
 
 def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False, progress=None, **how) -> CostModel:
     """The costs of a pair on this machine: read where they are kept, else measured and kept.
 
     text, progress, how: as in `measure_rounds`. remeasure: measure even where costs are kept."""
-    who = identity(target, drafter, **how)
-    file = cache_file(who)
-    if file.is_file() and not remeasure:
-        return CostModel(load_costs(file))
+    measured = Kept("costs", identity(target, drafter, **how))
+    if not remeasure and (kept := measured.read(_model)) is not None:
+        return kept
     costs = measure_rounds(target, drafter, text, **how, **({"progress": progress} if progress else {}))
-    save_costs(costs, file, who)
+    measured.write({"points": [_entries(cost) for cost in costs]})
     return CostModel(costs)

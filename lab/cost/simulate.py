@@ -19,13 +19,14 @@ from rich.table import Table
 from lab.cost.gpu_round import counted_launches
 from lab.cost.roofline import CONFIGS, HARDWARE, ForwardShape, Hardware, Roofline, decoder, eagle3_of
 from lab.cost.rounds import NODES, WIDTHS, useful_trees
-from lab.output import console, write_figure
+from lab.output import write_figure
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser, whole_numbers
+from specdec.cli.terminal import console
 from specdec.model.archs import read_config
 from specdec.model.checkpoint import read_json
 from specdec.model.names import resolve
-from trees.optimal import expected_tau, optimal_paths
+from trees.optimal import expected_tau, most_nodes, optimal_paths
 from trees.spec import TreeSpec
 
 SIMULATED = "SIMULATED: formulas and assumed numbers, no measurement"
@@ -34,9 +35,9 @@ SIMULATED = "SIMULATED: formulas and assumed numbers, no measurement"
 def tau_of(tree: TreeSpec, accept: Sequence[float]) -> float:
     """Tokens a round on average, if at every depth the child of rank r is right with probability accept[r]."""
     ranks = list(accept[: tree.topk])
-    most = sum(len(ranks) ** depth for depth in range(tree.steps + 1))
     table = [ranks] * tree.steps
-    return expected_tau(optimal_paths(table, min(tree.num_draft_tokens, most)), table)
+    nodes = min(tree.num_draft_tokens, most_nodes(len(ranks), tree.steps))
+    return expected_tau(optimal_paths(table, nodes), table)
 
 
 def speed_up(costs: Roofline, tree: TreeSpec, tau: float, context: float, batch: float) -> float:

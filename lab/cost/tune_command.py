@@ -20,13 +20,14 @@ from lab.cost.rounds import NODES, WIDTHS, useful_trees
 from lab.cost.tune import Tuned, report_of, tree_entries, tune, write_settings
 from lab.machine import machine
 from lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
-from lab.output import console, progress_bar
+from lab.output import progress_bar
 from lab.replay import record
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import command_parser, read_flags, whole_numbers
 from specdec.cli.lock import only_writer
+from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec

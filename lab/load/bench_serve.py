@@ -10,11 +10,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lab.output import console, progress_bar, write_json
+from lab.output import progress_bar, write_json
 from lab.sweep.benchmarks import load_benchmark
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import command_parser, whole_numbers
+from specdec.cli.terminal import console
 
 KEY = "OPENAI_API_KEY"
 

@@ -13,7 +13,7 @@ from lab.cost.roofline import CONFIGS, HARDWARE, Roofline, decoder, eagle3_of
 from lab.load.bench_serve import rates
 from lab.load.loads import compare, compare_open
 from lab.load.replayed import Drafts
-from lab.output import console, write_json
+from lab.output import write_json
 from lab.replay import Superset, record
 from lab.sweep.benchmarks import load_benchmark
 from specdec.adaptive import Curve, Fixed, Policy
@@ -22,6 +22,7 @@ from specdec.calibrate import WIDTHS, assembled, first_rates, kept_curve, sizes_
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import add_flags, command_parser, read_flags, whole_numbers
+from specdec.cli.terminal import console
 from trees import DynamicTree
 from trees.spec import TreeSpec
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     curve = kept_curve(*pair, spec.build(), most) if args.hardware is None else formulas(args, tree, most)
     prior = first_rates(pair[1].acceptance if pair else None, tree, 0.0)
     policies = {"plain": partial(Fixed, 0)} | {f"fixed {k}": partial(Fixed, k) for k in range(1, tree.steps + 1)}
-    policies |= {name: partial(assembled, name, curve, sizes_of(tree), prior) for name in POLICIES}
+    policies |= {name: partial(assembled, name, lambda: curve, sizes_of(tree), prior) for name in POLICIES}
     report(args, drafts, policies, curve)
 
 

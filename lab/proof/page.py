@@ -6,9 +6,9 @@ from math import isnan
 import transformers
 from rich.table import Table
 
-from lab.output import console
 from lab.proof.equality import SLACK
 from lab.proof.proof import Proof
+from specdec.cli.terminal import console
 
 
 def verdict_line(proof: Proof) -> str:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lab.proof.equality import EqualityProof, EqualityProver
 from lab.proof.laws import LawProof, exact_distance, prove_law, significance

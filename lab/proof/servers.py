@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from rich.table import Table
 
-from lab.output import console
 from lab.proof.equality import EqualityProver
+from specdec.cli.terminal import console
 from specdec.model.target import Target
 from specdec.remote import Completion, Remote, in_order
 

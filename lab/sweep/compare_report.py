@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from lab.output import console, write_figure
+from lab.output import write_figure
 from lab.sweep.compare import Score
 from lab.trace.summary import Interval
+from specdec.cli.terminal import console
 
 if TYPE_CHECKING:  # matplotlib is imported when something is drawn
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
 from lab.sweep.compare_report import chart, scores_html, scores_table

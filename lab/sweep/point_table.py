@@ -2,9 +2,9 @@
 
 from rich.table import Table
 
-from lab.output import console
 from lab.sweep.results import by_drafter, tree_name
 from lab.sweep.store import groups
+from specdec.cli.terminal import console
 from specdec.types import FILTERS, PENALTIES, Sampling
 
 COLUMNS = {  # of the table of points: heading -> is it a number?

@@ -28,7 +28,7 @@ from specdec.engine.recorder import Recorder, describe
 from specdec.model.target import Target
 from specdec.types import Sampling, Verifier
 from trees import Chain
-from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+from trees.optimal import expected_tau, measure_acceptance, most_nodes, optimal_paths
 from trees.spec import TreeSpec
 
 
@@ -216,8 +216,8 @@ class Sweep:
             sampling=self.sampling,
             seeds=[row.seed for row in rows],
         ).tolist()
-        most = sum(topk**depth for depth in range(steps + 1))
-        trees = {n: optimal_paths(accept, n) for n in wanted["num_draft_tokens"] if 2 <= n <= most}
+        sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, steps)]
+        trees = {n: optimal_paths(accept, n) for n in sizes}
         found = {
             "questions": count,
             "accept": accept,

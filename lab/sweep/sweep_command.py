@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from lab.machine import command_line
 from lab.sweep.benchmarks import load_benchmark

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from lab.output import console
 from lab.trace.metrics import BY_DEPTH, METRICS
 from lab.trace.summary import summary
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
+from specdec.cli.terminal import console
 from specdec.engine.trace_files import read_trace
 
 

@@ -12,9 +12,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
+
+Made = TypeVar("Made")
 
 
 def output_folder(path: Path | str) -> Path:
@@ -34,10 +38,30 @@ def kept_folder(name: str) -> Path:
     return output_folder(_cache() / name)
 
 
-def kept_file(folder: str, identity: Mapping) -> Path:
-    """The JSON file in a folder of the cache for what was measured under this identity. It need not be there."""
-    key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
-    return _cache() / folder / f"{key}.json"
+@dataclass(frozen=True)
+class Kept:
+    """What was measured under an identity: a JSON file in a folder of the user's cache. It need not be there."""
+
+    folder: str
+    identity: Mapping
+
+    @property
+    def file(self) -> Path:
+        key = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        return _cache() / self.folder / f"{key}.json"
+
+    def read(self, of: Callable[[dict], Made]) -> Made | None:
+        """What `of` makes of the entries. None where nothing is kept, or what is kept cannot be read."""
+        try:
+            return of(json.loads(self.file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, entries: Mapping) -> None:
+        """Keep these entries, and the identity beside them."""
+        output_folder(self.file.parent)
+        content = {**entries, "identity": self.identity}
+        write_text(self.file, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def _cache() -> Path:

@@ -31,6 +31,8 @@ from specdec.model.target import Target
 from specdec.schema import check, shown
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+# Architectures of drafters, by what published checkpoints and ours say.
+DRAFTER = re.compile(r"Eagle3?(Speculator)?$|Medusa|^MtpDrafter$|DFlash|DSpark|DraftModel")
 
 if TYPE_CHECKING:
     from specdec.model.hf_target import TransformersTarget
@@ -83,6 +85,7 @@ def load_target(
     """
     folder = resolve(path)
     raw = read_json(folder / "config.json")
+    refuse_drafter(raw, str(path))
     place = check_device(device)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
@@ -106,6 +109,14 @@ def load_target(
     if tokenizer:
         target.tokenizer = load_tokenizer(folder)
     return target
+
+
+def refuse_drafter(config: dict, name: str) -> None:
+    """Raise ValueError for the config of a drafter, of which nothing else would say so clearly."""
+    named = config.get("architectures")
+    for kind in named if isinstance(named, list) else ():
+        if isinstance(kind, str) and DRAFTER.search(kind):
+            raise ValueError(f"{name} is a drafter ({kind}), not a target: give it as the draft, beside its target")
 
 
 def load_native(

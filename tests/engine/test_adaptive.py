@@ -129,7 +129,7 @@ def test_a_curve_is_linear_between_what_was_measured_and_goes_on_behind_it():
 
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])
 def test_the_more_rows_the_shallower_and_none_at_last(kind):
-    policy = calibrate.assembled(kind, curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy = calibrate.assembled(kind, lambda: curve(1.0, 0.03), SIZES, [0.6] * 5)
     policy.seen, policy.drafts, policy.rounds = FIRST, BEGIN, BEGIN  # before that, all levels are tried
     depths = [policy.plan(rows) for rows in (1, 8, 64)]
     assert depths[0] > depths[1] > depths[2] == 0

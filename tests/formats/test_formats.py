@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from helpers import DRAFTERS, tiny_target
 from published import (
     CONFIG,
     LAYERS,
@@ -19,9 +20,10 @@ from published import (
 )
 from safetensors.torch import load_file
 
-from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise
+from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
 from drafters.formats.convert import convert, export
 from specdec.model.layers import Rope
+from specdec.model.loader import load_target
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -169,3 +171,12 @@ def test_exports_hold_no_embedding_but_the_targets_and_name_it(target_folder, tm
     assert "embed_tokens.weight" not in load_file(tmp_path / "sglang" / "model.safetensors")
     with pytest.raises(ValueError, match="knows no"):
         export(source, tmp_path / "no", "sglang", target_folder)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa", "dflash", "dspark", "peagle"])
+def test_a_drafter_is_no_target(kind, tmp_path):
+    """PARD is left out: it is a language model, and decodes."""
+    target = tiny_target()
+    save_drafter(DRAFTERS[kind](target), tmp_path / "draft", target)
+    with pytest.raises(ValueError, match=r"draft is a drafter \(\w+\), not a target: give it as the draft"):
+        load_target(tmp_path / "draft")

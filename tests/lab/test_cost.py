@@ -8,10 +8,11 @@ import torch
 from helpers import tiny_drafter, tiny_target
 
 from lab.cost import kept
-from lab.cost.kept import cache_file, identity, load_costs, measured_costs, save_costs
+from lab.cost.kept import identity, measured_costs
 from lab.cost.model import CostModel, hats
 from lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.api import make_tree
+from specdec.cli.files import Kept
 from specdec.engine.engine import Engine
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -214,17 +215,12 @@ def test_what_changes_times_is_measured_anew(pair, calls):
     assert len(calls) == 5
 
 
-def test_a_damaged_file_is_one_sentence(pair, calls):
-    file = cache_file(identity(*pair, topks=(1, 2)))
+def test_what_cannot_be_read_is_measured_anew(pair, calls):
+    file = Kept("costs", identity(*pair, topks=(1, 2))).file
     file.parent.mkdir(parents=True)
-    file.write_text('{"points": [{"setting": 3}]}')
-    with pytest.raises(ValueError, match="holds no measured costs: measure anew with --remeasure"):
+    for damaged in ('{"points": [{"setting": 3}]}', '{"points"', "[]"):
+        file.write_text(damaged)
         measured_costs(*pair, TEXT, topks=(1, 2))
-    measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
+    assert len(calls) == 3
     measured_costs(*pair, TEXT, topks=(1, 2))
-    assert len(calls) == 1
-
-
-def test_points_survive_their_file(tmp_path):
-    save_costs(known_points(), tmp_path / "deep" / "points.json", {"machine": "this"})
-    assert load_costs(tmp_path / "deep" / "points.json") == known_points()
+    assert len(calls) == 3

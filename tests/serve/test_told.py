@@ -123,7 +123,7 @@ def test_an_adaptive_server_says_what_the_target_says(pair, name):
     """And its counters add up to what responses tell."""
     verify = {b: {n: 1.0 + 0.02 * b * n for n in range(1, 10)} for b in (1, 4)}
     costs = Curve([1, 4], {b: [0.0, 0.1, 0.2, 0.3] for b in (1, 4)}, verify)
-    policy = Fixed(0) if name == "off" else assembled(name, costs, sizes_of(DynamicTree(3, 3, 9)), [0.5] * 3)
+    policy = Fixed(0) if name == "off" else assembled(name, lambda: costs, sizes_of(DynamicTree(3, 3, 9)), [0.5] * 3)
 
     async def use(server):
         bodies = [{"prompt": f"{i}", "max_tokens": 12 + i, "temperature": i % 2, "seed": i} for i in range(9)]

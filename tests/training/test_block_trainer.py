@@ -1,59 +1,28 @@
 """Runs of block drafters in one process: learnt, interrupted, estimated, exported and decoded."""
 
-import math
-import shutil
-
 import pytest
 import torch
 from helpers import BLOCKS, DRAFTERS, tiny_target
-from test_trainer import samples
+from short_runs import check_resumed, kept_bytes, short_run
 
 from drafters import dflash
-from drafters.formats import load_drafter
 from drafters.vocab import DraftVocab
-from specdec.engine.engine import Engine
-from training.data import Batches
-from training.loop.checkpoint import checkpoints
 from training.loop.evaluate import expected_tau
 from training.loop.footprint import saved_bytes
-from training.loop.trainer import Trainer, TrainerConfig
 from training.objectives.block import BlockObjective
-from trees import Chain
-
-
-def block_run(out, kind: str, pack: int | None = None) -> Trainer:
-    out.mkdir(exist_ok=True)
-    target = tiny_target()
-    torch.manual_seed(1)
-    how = {"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind]
-    drafter = dflash.create(target, **how)
-    config = {"steps": 6, "save_every": 3, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40}
-    objective, batches = BlockObjective(anchors=4), Batches(samples(), 40, 0, pack)
-    return Trainer(target, drafter, objective, batches, Batches(samples(4), 40, 0, pack), TrainerConfig(**config), out)
 
 
 @pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
-    """Anchors depend on the seed and the batch's number only. What comes out decodes, and the text is the target's."""
-    whole = block_run(tmp_path / "whole", kind, pack)
-    report = whole.train()
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    checkpoints(tmp_path / "cut")[-1].unlink()
-    resumed = block_run(tmp_path / "cut", kind, pack)
-    resumed.resume()
-    assert resumed.step == 3
-    assert resumed.train()["heldout_losses"] == report["heldout_losses"]
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    start = block_run(tmp_path / "start", kind, pack).drafter.fc.weight
-    assert not torch.equal(start, whole.drafter.fc.weight)
-    assert len(report["accuracy"]) == whole.drafter.block
-    drafter = load_drafter(tmp_path / "whole" / "draft", whole.target)
-    for name, p in drafter.named_parameters():
-        assert torch.equal(p, whole.parameters[name]), name
-    prompts = [[3, 5, 7], [1, 2]]
-    plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
-    drafted = Engine(whole.target, drafter, Chain(drafter.block)).generate(prompts, max_new_tokens=12)
-    assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
+    """Anchors depend on the seed and the batch's number only."""
+
+    def begin(out):
+        target = tiny_target()
+        torch.manual_seed(1)
+        drafter = dflash.create(target, **{"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind])
+        return short_run(out, target, drafter, BlockObjective(anchors=4), pack)
+
+    check_resumed(begin, tmp_path)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -86,20 +55,9 @@ def test_expected_tau_of_blocks_by_hand(kind):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_activations_counted_on_shapes_are_those_of_real_blocks(kind):
-    """Never fewer bytes than a real unroll keeps, and not many more: its masks are shared between layers."""
-    drafter, objective, shape, kept = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6), (3, 20), {}
-    counted = saved_bytes(drafter, shape, objective)
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, math.prod((len(drafter.taps), 32)))
-        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)
+    """About as many bytes as a real step keeps."""
+    drafter, objective = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6)
+    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)
 
 
 def test_a_part_of_the_vocabulary_is_learnt():

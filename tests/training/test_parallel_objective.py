@@ -1,23 +1,15 @@
 """Which rows of mask tokens are learnt, the loss against a plain restatement, and whole runs of P-EAGLE and PARD."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import PARALLEL, tiny_drafter, tiny_parallel, tiny_target
-from test_trainer import samples
+from short_runs import check_resumed, kept_bytes, short_run
 
-from drafters.formats import load_drafter
-from specdec.engine.engine import Engine
-from training.data import Batches
-from training.loop.checkpoint import checkpoints
 from training.loop.footprint import saved_bytes
-from training.loop.trainer import Trainer, TrainerConfig
 from training.objectives import losses
 from training.objectives.cod import by_anchor, sample
 from training.objectives.parallel import ParallelObjective, sampled
-from trees import Chain
 
 #            0  1  2  3  4  5  6  7  8  9 10 11
 LEARNT = [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
@@ -169,54 +161,18 @@ def test_other_drafters_are_refused():
         ParallelObjective()(drafter, **batch(target, drafter))
 
 
-def parallel_run(out, kind: str, pack: int | None) -> Trainer:
-    out.mkdir(exist_ok=True)
-    target = tiny_target()
-    drafter = tiny_parallel(target, kind)
-    config = {"steps": 6, "save_every": 3, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40}
-    objective, batches = ParallelObjective(drop=0.5), Batches(samples(), 40, 0, pack)
-    return Trainer(target, drafter, objective, batches, Batches(samples(4), 40, 0, pack), TrainerConfig(**config), out)
-
-
 @pytest.mark.parametrize(("kind", "pack"), [("peagle", None), ("pard2", 20)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
-    """What comes out is loaded again, to the last bit, and decodes the target's text."""
-    whole = parallel_run(tmp_path / "whole", kind, pack)
-    before = [parameter.detach().clone() for parameter in whole.parameters.values()]
-    report = whole.train()
-    assert not any(torch.equal(x, y) for x, y in zip(before, whole.parameters.values(), strict=True) if x.ndim == 2)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    checkpoints(tmp_path / "cut")[-1].unlink()
-    resumed = parallel_run(tmp_path / "cut", kind, pack)
-    resumed.resume()
-    assert resumed.step == 3
-    assert resumed.train()["heldout_losses"] == report["heldout_losses"]
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    assert len(report["accuracy"]) == 6
+    def begin(out):
+        target = tiny_target()
+        return short_run(out, target, tiny_parallel(target, kind), ParallelObjective(drop=0.5), pack)
+
+    _, report = check_resumed(begin, tmp_path)
     assert report["heldout_expected_tau"] >= 1
-    drafter = load_drafter(tmp_path / "whole" / "draft", whole.target)
-    assert (drafter.block, drafter.taps, drafter.switches) == (6, whole.drafter.taps, whole.drafter.switches)
-    for name, p in drafter.named_parameters():
-        assert torch.equal(p, whole.parameters[name]), name
-    prompts = [[3, 5, 7], [1, 2]]
-    plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
-    drafted = Engine(whole.target, drafter, Chain(6)).generate(prompts, max_new_tokens=12)
-    assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_activations_counted_on_shapes_are_those_of_real_chains(kind):
     """About as many bytes as a real step keeps."""
-    drafter, objective, shape, kept = tiny_parallel(tiny_target(), kind), ParallelObjective(), (3, 20), {}
-    counted = saved_bytes(drafter, shape, objective)
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, len(drafter.taps) * 32)
-        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    assert counted == pytest.approx(real + readout.untyped_storage().nbytes(), rel=0.05)
+    drafter, objective = tiny_parallel(tiny_target(), kind), ParallelObjective()
+    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)

@@ -151,38 +151,34 @@ def test_preset(name):
         assert torch.equal(drafter.head.weight, target.head.weight[rows])
 
 
+def check_block_preset(preset: str, expected: tuple[dict, ...], drafter: str, objective: str, block: int) -> tuple:
+    """What it sets, and that all of its drafter learns from one batch. Returns the target and the drafter."""
+    config = composed(f"+experiment=preset_{preset}")
+    plain = composed(f"drafter={drafter}", f"objective={objective}", "trainer=small")
+    for group, entries in zip(("drafter", "objective", "trainer", "data"), expected, strict=True):
+        assert entries.items() <= config[group].items()
+        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
+    target, made, inputs = prepared(config, length=20)
+    loss, metrics = instantiate(config["objective"])(made, **inputs)
+    loss.backward()
+    assert len(metrics["losses"]) == made.block == block
+    assert metrics["counted"] > 1
+    learnt = {key for key, parameter in made.named_parameters() if parameter.grad is not None}
+    assert learnt == {key for key, _ in made.named_parameters()}
+    return target, made
+
+
 @pytest.mark.parametrize("name", BLOCK_PRESETS)
 def test_block_preset(name):
-    config = composed(f"+experiment=preset_{name}")
-    plain = composed(f"drafter={'dspark' if name == 'dspark' else 'dflash'}", "objective=block", "trainer=small")
-    for group, expected in zip(("drafter", "objective", "trainer", "data"), BLOCK_PRESETS[name], strict=True):
-        assert expected.items() <= config[group].items()
-        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
-    _, drafter, inputs = prepared(config, length=20)
-    loss, metrics = instantiate(config["objective"])(drafter, **inputs)
-    loss.backward()
-    assert len(metrics["losses"]) == drafter.block == {"dspark": 7, "domino": 16}.get(name, 15)
-    assert metrics["counted"] > 1
-    learnt = {key for key, parameter in drafter.named_parameters() if parameter.grad is not None}
-    assert learnt == {key for key, _ in drafter.named_parameters()}
+    block, kind = {"dspark": 7, "domino": 16}.get(name, 15), "dspark" if name == "dspark" else "dflash"
+    _, drafter = check_block_preset(name, BLOCK_PRESETS[name], kind, "block", block)
     assert drafter.switches.causal == (name == "jetspec")
 
 
 @pytest.mark.parametrize("name", PARALLEL_PRESETS)
 def test_parallel_preset(name):
-    config = composed(f"+experiment=preset_{name}")
-    drafter = "peagle" if name == "peagle" else "pard"
-    plain = composed(f"drafter={drafter}", "objective=parallel", "trainer=small")
-    for group, expected in zip(("drafter", "objective", "trainer", "data"), PARALLEL_PRESETS[name], strict=True):
-        assert expected.items() <= config[group].items()
-        assert config[group].keys() == plain[group].keys(), "a preset sets what does not exist"
-    target, drafter, inputs = prepared(config, length=20)
-    loss, metrics = instantiate(config["objective"])(drafter, **inputs)
-    loss.backward()
-    assert len(metrics["losses"]) == drafter.block == (16 if name == "pard2" else 8)
-    assert metrics["counted"] > 1
-    learnt = {key for key, parameter in drafter.named_parameters() if parameter.grad is not None}
-    assert learnt == {key for key, _ in drafter.named_parameters()}
+    block, kind = 16 if name == "pard2" else 8, "peagle" if name == "peagle" else "pard"
+    target, drafter = check_block_preset(name, PARALLEL_PRESETS[name], kind, "parallel", block)
     if name == "peagle":
         assert torch.equal(drafter.head.weight, target.head.weight[drafter.vocab.ids])
 

@@ -119,11 +119,15 @@ def shard_bounds(samples: list[Sample], shard_tokens: int) -> list[tuple[int, in
     return bounds
 
 
-def describe(target, taps: tuple[int, ...], vocab, samples: list[Sample], keep: int | None) -> dict:
-    """What must be the same when a cache is made and when it is used, as cache.json states it."""
-    return {
+def describe(
+    target, taps: tuple[int, ...], vocab, samples: list[Sample], keep: int | None, source: str | None = None
+) -> dict:
+    """What must be the same when a cache is made and when it is used, as cache.json states it.
+
+    source: what computed the features in place of the target here, of which then only the ends count."""
+    return ({} if source is None else {"source": source}) | {
         "schema": SCHEMA,
-        "target": f"{target_signature(target)} ({target.name}, {str(target.dtype)[6:]})",
+        "target": f"{target_signature(target, source is not None)} ({target.name}, {str(target.dtype)[6:]})",
         "tokenizer": tokenizer_signature(target.tokenizer),
         "taps": list(taps),
         "draft vocabulary": None if keep is None else f"{vocabulary_signature(vocab)} ({vocab.size} tokens)",
@@ -181,10 +185,14 @@ class FeatureCache:
             self.samples.append(Sample(ids[here], masks[here], number=len(self.samples)))
             token, position = here.stop, position + int(wanted(masks[here]).sum())
 
+    def sizes(self) -> dict[int, float]:
+        """Tap -> the root mean square of its states, to the nearest power of two, if the target has run elsewhere."""
+        return dict(zip(self.manifest["taps"], self.manifest.get("sizes", ()), strict=False))
+
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
         this cache. So must the draft vocabulary be if the cache keeps its likeliest tokens."""
-        now = describe(target, taps, vocab, samples, self.keep)
+        now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec cache")
 
     def features(self, target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:

@@ -21,11 +21,15 @@ def short(*parts: bytes | str) -> str:
     return digest.hexdigest()[:16]
 
 
-def target_signature(target) -> str:
+def target_signature(target, ends: bool = False) -> str:
     """Of the config and of the weights in the precision in which they are loaded: names, shapes, the sum of all bits as
-    integers, and `PLACES` values of each tensor. Device and memory layout do not matter."""
+    integers, and `PLACES` values of each tensor. Device and memory layout do not matter.
+
+    ends: of the weights only those outside of the layers."""
     parts: list[str | bytes] = [repr(target.config)]
     for name, weight in sorted(target.named_parameters()):
+        if ends and name.startswith("blocks."):
+            continue
         weight = weight.detach()
         parts += [f"{name} {list(weight.shape)} {weight.dtype}", *_weight(weight)]
     return short(*parts)

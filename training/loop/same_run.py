@@ -11,7 +11,7 @@ from specdec.schema import shown
 
 # What the weights do not depend on. Checkpoints say themselves whether the data, and the batches of a step over all
 # processes, are the same: a file may move, and more processes may accumulate less.
-FREE = {"out", "resume", "device", "data.path", "data.cache", "data.streaming"} | {
+FREE = {"out", "resume", "device", "whole_target", "data.path", "data.cache", "data.streaming"} | {
     f"trainer.{name}"
     for name in (
         "accumulate", "fsdp", "recompute", "log_every", "save_every", "keep", "eval_batches", "prompts", "decode_every",

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from drafters.formats import save_drafter
 from specdec.cli.files import write_whole

@@ -1,6 +1,6 @@
 """What all objectives share: one unroll of the drafter, weighted terms at each step, positions that count, metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,18 @@ from training.objectives.losses import head_loss, pieces
 from training.objectives.student import Student
 from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
 from training.objectives.terms import Term, Value, Weight, read_terms
+
+
+def one_of(**choices: tuple[str, Sequence[str]]) -> None:
+    """Settings of an objective, each a value and the names that it may be. ValueError for a value that is none."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
+    """[B,T], the number of the document that each token is of; a text is one document unless the drafter was told."""
+    return torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
 
 
 class Objective:

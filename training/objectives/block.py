@@ -11,7 +11,7 @@ from drafters.dflash import BlockDrafter
 from drafters.unroll_block import Blocks
 from specdec.contracts import Drafter
 from training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, once, slots
-from training.objectives.base import Objective
+from training.objectives.base import Objective, documents_of, one_of
 from training.objectives.divergences import tv
 from training.objectives.losses import head_loss
 from training.objectives.selector import CHOOSES, MISSING, Candidates
@@ -65,16 +65,14 @@ class BlockObjective(Objective):
         **settings,
     ):
         super().__init__(terms or {"tokens": 1.0}, steps=1, decay=1.0, known_only=False, **settings)
-        for name, value, known in (
-            ("where", where, WHERE),
-            ("counts", counts, COUNTS),
-            ("weights", weights, WEIGHTS),
-            ("denominator", denominator, DENOMINATORS),
-            ("chooses", chooses, CHOOSES),
-            ("missing", missing, MISSING),
-        ):
-            if value not in known:
-                raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
+        one_of(
+            where=(where, WHERE),
+            counts=(counts, COUNTS),
+            weights=(weights, WEIGHTS),
+            denominator=(denominator, DENOMINATORS),
+            chooses=(chooses, CHOOSES),
+            missing=(missing, MISSING),
+        )
         if anchors < 1 or gamma <= 0:
             raise ValueError(f"objective.anchors must be at least 1 and gamma above 0, got {anchors} and {gamma}")
         if not 0 <= base <= 1 or not 0 < base_until <= 1:
@@ -148,7 +146,7 @@ class BlockObjective(Objective):
 
     def slots(self, drafter: BlockDrafter, loss_mask: Tensor, weights: Tensor | None) -> Slots:
         """Anchors, drawn anew, and what their slots count."""
-        documents = torch.zeros_like(loss_mask) if drafter.documents is None else drafter.documents
+        documents = documents_of(drafter, loss_mask)
         drawn = draw(self.anchors, self.where, drafter.switches.rows, loss_mask, documents)
         shown = None if self.visible is None else draw_visible(self.visible, drawn[0], drafter.switches.rows)
         return slots(*drawn, drafter.block, self.counts, loss_mask, documents, weights, shown)

@@ -10,7 +10,7 @@ from torch import Tensor
 from drafters.parallel import ParallelDrafter
 from specdec.contracts import Drafter
 from training.objectives.anchors import once
-from training.objectives.base import Objective
+from training.objectives.base import Objective, documents_of, one_of
 from training.objectives.cod import POOLS, by_anchor, sample
 from training.objectives.losses import head_loss, pieces
 from training.objectives.student import Student
@@ -58,9 +58,7 @@ class ParallelObjective(Objective):
         **settings,
     ):
         super().__init__(terms or {"kl": 1.0}, steps=1, decay=1.0, **settings)
-        for name, value, known in (("pool", pool, POOLS), ("counts", counts, COUNTS), ("weights", weights, WEIGHTS)):
-            if value not in known:
-                raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
+        one_of(pool=(pool, POOLS), counts=(counts, COUNTS), weights=(weights, WEIGHTS))
         for name, value in (("kept", kept), ("kept_min", kept_min), ("drop", drop)):
             if not 0 <= value <= 1:
                 raise ValueError(f"objective.{name} is a share, from 0 to 1, got {value}")
@@ -87,7 +85,7 @@ class ParallelObjective(Objective):
         if not isinstance(drafter, ParallelDrafter):
             raise ValueError(f"objective=parallel is for P-EAGLE and PARD, which {type(drafter).__name__} is not")
         following = F.pad(tokens[:, 1:], (0, 1))
-        documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
+        documents = documents_of(drafter, tokens)
         learnt = self.learnt(drafter, teacher_logits, loss_mask, documents)
         rows = sampled(self.rows_of(drafter, learnt, documents))
         blocks = drafter.blocks(self.noisy(feats), following, rows.anchors - 1, rows.lengths)

@@ -1,0 +1,131 @@
+"""The ends of a target: embedding, final norm and head, without the layers between them.
+
+A drafter that learns from features on disk asks a target for nothing else. So it can learn from one that no machine at
+hand can hold, and that runs in a server: the ends of a 70B model are 4 GB in bf16.
+"""
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from specdec.model.archs import ModelConfig, NotNative, read_config
+from specdec.model.archs.tensors import text_name
+from specdec.model.archs.wrapped import text_config
+from specdec.model.checkpoint import (
+    StrictFill,
+    check_device,
+    check_shapes,
+    choose_dtype,
+    read_headers,
+    read_json,
+    read_tensors,
+)
+from specdec.model.layers import Rope
+from specdec.model.loader import load_tokenizer, read_eos, target_parameters
+from specdec.model.names import resolve
+from specdec.model.target import Target
+
+# Families whose layers are not native and whose ends are Llama's, and those whose final norm stores its weight less 1.
+PLAIN = ("deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+OFFSET = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+
+
+class TargetEnds(Target):
+    """A `Target` whose layers are not there. `config` is that of the whole."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.blocks = nn.ModuleList()
+        self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, from whoever has run the layers
+
+    @property
+    def query_heads(self) -> int:
+        return self.config.heads
+
+    @property
+    def cache_shape(self) -> tuple[int, int]:
+        return self.config.kv_heads, self.config.head_dim
+
+    def forward(self, *_, **__):
+        """Raises ValueError: it cannot run."""
+        raise ValueError(f"of {self.name} only the ends are loaded, so it cannot run: load the whole target")
+
+
+def every_token(vocab: int) -> Tensor:
+    """[64] token ids from all over a vocabulary, to measure a target by before there is any text."""
+    return torch.linspace(0, vocab - 1, 64).long()
+
+
+@torch.no_grad()
+def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
+    """[len(taps)], the root mean square of these hidden states over `every_token`. Of ends it is what they were told,
+    and 1 before that."""
+    if isinstance(target, TargetEnds):
+        return torch.tensor([target.sizes.get(tap, 1.0) for tap in taps], device=target.device)
+    tokens = every_token(target.vocab).to(target.device)[None]
+    return root_mean_square(target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1)).flatten(0, 1))
+
+
+def root_mean_square(states: Tensor) -> Tensor:
+    """Of states [T,count,H], for each of the `count`."""
+    return states.square().mean((0, 2)).sqrt()
+
+
+def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
+    """What config.json says of the ends. Of a family whose layers are not native, the heads are those that a fresh
+    drafter gets.
+
+    head: the files hold one. Raises ValueError for a family whose ends are not known."""
+    # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.
+    raw = {key: value for key, value in raw.items() if key != "quantization_config"}
+    try:
+        return read_config(raw, name)
+    except NotNative as reason:
+        config = text_config(raw)
+        if (family := config.get("model_type")) not in PLAIN + OFFSET:
+            raise ValueError(f"{name}: {reason}, and how its embedding, norm and head work is not known") from None
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        return ModelConfig(
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config.get("intermediate_size") or 4 * hidden,
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=hidden // heads,
+            vocab=config["vocab_size"],
+            eps=config.get("rms_norm_eps", 1e-6),
+            rope=Rope(),
+            context=config.get("max_position_embeddings") or 2048,
+            tied=not head,
+            norm_offset=family in OFFSET,
+        )
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json lacks the field {error}") from None
+
+
+def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
+    """The ends and the tokenizer of a target in a checkpoint folder or under a hub name: of a native family, or of
+    `PLAIN` or `OFFSET`. Arguments and errors are as of `load_target`; of the files only the ends' tensors are read."""
+    folder, name = resolve(path), str(path)
+    raw, place, headers = read_json(folder / "config.json"), check_device(device), read_headers(folder)
+    config = read_ends(raw, name, any(text_name(tensor, raw) == "lm_head.weight" for tensor in headers))
+    with torch.device("meta"):
+        target = TargetEnds(config).to(choose_dtype(dtype, text_config(raw), place))
+    places = target_parameters(target)
+    ours = {tensor: text_name(tensor, raw) for tensor in headers if text_name(tensor, raw) in places}
+    check_shapes(
+        name,
+        {key: headers[tensor] for tensor, key in ours.items()},
+        {key: p.shape for key, (p, _, _) in places.items()},
+    )
+    target.to_empty(device=place)
+    fill = StrictFill(name, target_parameters(target), finite=True)
+    for tensor, value in read_tensors(folder, only=ours):
+        fill.put(ours[tensor], value)
+    fill.finish()
+    if config.tied:
+        target.head.weight = target.embed.weight
+    target.eval().name, target.eos, target.tokenizer = name, read_eos(folder, raw), load_tokenizer(folder)
+    return target

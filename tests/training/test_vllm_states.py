@@ -1,0 +1,353 @@
+"""Features from files of hidden states as vLLM writes them. A stand-in writes them here, from transformers' modules:
+the inputs of the layers, and the output of the last one. `scripts/vllm_features.py` does the same with vLLM itself."""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from helpers import run_here
+from remotes import small_server
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_cache import CONVERSATIONS, composed, logged
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from specdec.engine.engine import Engine
+from specdec.model.ends import every_token
+from specdec.model.loader import load_target
+from training import cache, train
+from training.data import load_samples
+
+LAYERS = [0, 1, 2, 3]  # all of the target, as vLLM counts them
+
+
+class StandIn:
+    """Writes what vLLM would, for token ids."""
+
+    def __init__(self, target_path, folder, dtype=torch.float32):
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype)
+        self.folder, self.inputs = folder, []
+        for layer in [*self.model.model.layers, self.model.model.norm]:
+            layer.register_forward_pre_hook(lambda _, args, kwargs: self.inputs.append((*args, *kwargs.values())[0]),
+                                            with_kwargs=True)  # fmt: skip
+
+    @torch.no_grad()
+    def write(self, ids, layers=LAYERS, stated=True, says=None):
+        self.inputs.clear()
+        logits = self.model(torch.tensor([list(ids)])).logits[0, -1]
+        states = torch.stack([self.inputs[layer][0] for layer in layers], 1)
+        config = self.model.config
+        about = {
+            "layers": layers,
+            "of_layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "vocab": config.vocab_size,
+            "next_token": logits.argmax().item(),
+            "model": "the stand-in's",
+        }
+        path = self.folder / f"cmpl-{len(list(self.folder.iterdir()))}.safetensors"
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(list(ids))}
+        save_file(tensors, path, {"specdec": json.dumps(about | (says or {}))} if stated else None)
+        return path
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "train.jsonl"
+    path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS[:24]))
+    return path
+
+
+def where(target_path, data) -> list[str]:
+    return [f"target.path={target_path}", f"data.path={data}"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "states").mkdir()
+    return tmp_path / "states"
+
+
+@pytest.fixture(scope="module")
+def ids(target_path, data):
+    """Of every conversation."""
+    return [s.ids for s in load_samples(composed("cache", *where(target_path, data)).data, load_target(target_path))]
+
+
+def shard(folder):
+    (path,) = folder.glob("features-*.safetensors")
+    return load_file(path)
+
+
+def test_features_and_training_are_those_of_the_target_here(target_path, data, ids, folder, tmp_path, capsys):
+    """The layers do not run: only the target's ends are loaded, and with those a drafter learns the same."""
+    stand_in = StandIn(target_path, folder)
+    for number, text in enumerate(ids):  # of some more than the text: what follows changes no state
+        stand_in.write([*text, 5] if number % 3 == 0 else text)
+    stand_in.write(every_token(320).tolist())
+    words, taps = [*where(target_path, data), "store=fp32"], "drafter.taps=[0,1,2]"
+    cache.run(composed("cache", *words, taps, f"out={tmp_path / 'here'}"))
+    cache.run(composed("cache", *words, taps, f"out={tmp_path / 'there'}", f"from_vllm={folder}"))
+    ours, theirs = shard(tmp_path / "here"), shard(tmp_path / "there")
+    assert ours.keys() == theirs.keys() > {"feats", "hidden"}
+    for name, tensor in ours.items():
+        room = 1e-4 * tensor.float().abs().max().item() if tensor.is_floating_point() else 0
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=room, msg=name)
+    runs = {
+        "here": ("here", "trainer.prompts=null"),
+        "there": ("there", "trainer.prompts=null"),
+        "ends": ("there", "whole_target=false"),
+    }
+    for name, (of, more) in runs.items():
+        words = f"data.cache={tmp_path / of}", f"out={tmp_path / 'run' / name}", taps, more
+        train.run(composed("train", f"target.path={target_path}", *words))
+    assert "tau is not decoded" in capsys.readouterr().err
+    for a, b, c in zip(*(logged(tmp_path / "run" / name) for name in runs), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+        assert b == c
+    weights = [load_file(tmp_path / "run" / name / "draft" / "model.safetensors") for name in runs]
+    assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+
+
+def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder, tmp_path):
+    """Likeliest tokens in place of the last state; the folder has a third, and a second run asks for nothing."""
+    stand_in, words = StandIn(target_path, folder), where(target_path, data)
+    for text in ids[::3]:
+        stand_in.write(text)
+    with small_server(Engine(load_target(target_path))) as server:
+
+        def complete(body):
+            stand_in.write(body["prompt"])
+            return {"choices": [{"text": "", "finish_reason": "length"}]}
+
+        server.complete = complete
+        for out in ("one", "two"):
+            more = f"out={tmp_path / out}", f"from_vllm={folder}", f"server={server.url}", "requests=2"
+            cache.run(composed("cache", *words, *more, "store=fp32", "keep=9"))
+        asked = [tuple(body["prompt"]) for body in server.asked]
+    every, there = tuple(every_token(320).tolist()), {tuple(text.tolist()) for text in ids[::3]}
+    assert sorted(asked) == sorted({every, *(tuple(text.tolist()) for text in ids)} - there)
+    assert {(body["max_tokens"], body["temperature"]) for body in server.asked} == {(1, 0.0)}
+    cache.run(composed("cache", *words, f"out={tmp_path / 'here'}", "store=fp32", "keep=9"))
+    ours, theirs = shard(tmp_path / "here"), shard(tmp_path / "two")
+    torch.testing.assert_close(theirs["logp"], ours["logp"], rtol=0, atol=1e-4)
+    assert torch.equal(theirs["choice"], ours["choice"])
+
+
+def test_a_server_that_writes_elsewhere_is_told(target_path, data, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("training.features.vllm_files.WAIT", 0.1)
+    with small_server(Engine(load_target(target_path))) as server:
+        words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
+        said = refused(capsys, cache, "cache", *words)
+        assert len(server.asked) == 1  # the first shows it
+    assert "has answered 1 texts, and" in said
+    assert "is it the shared_storage_path of its connector?" in said
+
+
+def test_files_that_say_nothing_are_read_by_the_servers_layers(target_path, data, ids, folder, tmp_path):
+    """Those of vLLM's own connector, whose order is by layer whatever the server was given."""
+    stand_in = StandIn(target_path, folder)
+    for text in ids:
+        stand_in.write(text, stated=False)
+    words = [*where(target_path, data), "store=fp32"]
+    said = run_here(cache.main, *words, "trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder))
+    assert said.returncode == 2
+    assert "does not say which layers it holds: give layer_ids=[...]" in said.stderr
+    cache.run(composed("cache", *words, f"out={tmp_path / 'there'}", f"from_vllm={folder}", "layer_ids=[3,0,2,1]"))
+    cache.run(composed("cache", *words, f"out={tmp_path / 'here'}"))
+    ours, theirs = shard(tmp_path / "here")["feats"], shard(tmp_path / "there")["feats"]
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4 * ours.abs().max().item())
+
+
+def cut(stand_in, ids):
+    path = stand_in.write(ids[0])
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def other_ids(stand_in, ids):
+    for text in ids:
+        stand_in.write([*text[:-2], text[-2] + 1, text[-1]])
+
+
+def fewer_states(stand_in, ids):
+    path = stand_in.write(ids[0])
+    tensors = load_file(path)
+    tensors["hidden_states"] = tensors["hidden_states"][:-1].contiguous()
+    save_file(tensors, path, {"specdec": json.dumps({"layers": LAYERS})})
+
+
+def other_weights(stand_in, ids):
+    torch.nn.init.normal_(stand_in.model.lm_head.weight)
+    for text in ids:
+        stand_in.write(text)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            lambda s, ids: s.write(ids[0], [0, 2, 3]),
+            r"holds layers \[0, 2, 3\], and layer 1 is read too: give the server",
+        ),
+        (lambda s, ids: s.write(ids[0], [0, 1, 2]), r"layer 3 is read too: .*layer_ids \[0, 1, 2, 3\]"),
+        (lambda s, ids: s.write(ids[0], says={"hidden": 64}), "is of the stand-in's, with hidden 64, and .* has 48"),
+        (lambda s, ids: s.write(ids[0], says={"of_layers": 4}), "with of_layers 4, and .* has 3"),
+        (
+            lambda s, ids: s.write(ids[0], [0, 1], says={"layers": LAYERS}),
+            r"holds 2 states of width 48, and layers \[0, 1, 2, 3\]",
+        ),
+        (lambda s, ids: s.write(ids[0], says={"layers": ["0"]}), "specdec must be an object whose layers are whole"),
+        (other_weights, "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states"),
+        (cut, "cmpl-0.safetensors is damaged or cut off: "),
+        (fewer_states, "is not whole: it has states of shape"),
+        (other_ids, r"has no states of 24 of 24 conversations: of the first one's \d+ token ids the nearest file has"),
+        (lambda s, ids: [s.write(text) for text in ids[1:]], "has no states of 1 of 24 conversations"),
+        (lambda s, ids: s.folder.rmdir(), "states is no folder"),
+    ],
+)
+def test_wrong_files_are_told(target_path, data, ids, folder, tmp_path, capsys, wrong, message):
+    wrong(StandIn(target_path, folder), ids)
+    words = [*where(target_path, data), "drafter.taps=[0,1,2]", f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
+    assert re.search(message, refused(capsys, cache, "cache", *words))
+    assert not list(tmp_path.glob("out/features-*"))
+
+
+def test_states_of_another_precision_are_told(target_path, data, ids, folder, tmp_path, capsys):
+    StandIn(target_path, folder, torch.bfloat16).write(ids[0])
+    words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
+    assert "holds bfloat16, and the target is read in float32: set target.dtype" in refused(
+        capsys, cache, "cache", *words
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (cache, ["server=http://127.0.0.1:1"], "server is for from_vllm=FOLDER, which is not given"),
+        (cache, ["layer_ids=[1]"], "layer_ids is for from_vllm=FOLDER, which is not given"),
+        (cache, ["from_vllm=x", "layer_ids=5"], "layer_ids must be a list of whole numbers, got 5"),
+        (train, ["whole_target=false"], "leaves the target's layers out: give data.cache=FOLDER"),
+        (train, ["whole_target=false", "data.cache=x", "trainer.prompts=x"], "decodes nothing: leave out"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_told(target_path, data, tmp_path, capsys, command, words, message):
+    name = command.__name__.rpartition(".")[2]
+    assert message in refused(capsys, command, name, *where(target_path, data), f"out={tmp_path / 'out'}", *words)
+
+
+def refused(capsys, command, name: str, *words: str) -> str:
+    """What a command says, which is one sentence, and ends with 2."""
+    with pytest.raises(SystemExit) as stopped:
+        command.run(composed(name, *words))
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    return said
+
+
+# The connector, over a base class that has as much of vLLM's as it asks for
+
+
+@pytest.fixture
+def connector(monkeypatch, tmp_path):
+    """The connector's module, and a worker of it whose cache has 6 blocks of 4 tokens, for 3 layers of width 8."""
+
+    @dataclass
+    class PendingSave:
+        req_id: str
+        filename: str
+        token_ids: torch.Tensor
+        block_ids: list[int]
+
+    class Example:
+        def __init__(self, vllm_config, role, kv_cache_config):
+            self._vllm_config, self._pending_saves, self._block_size = vllm_config, {}, 4
+            self._kv_cache, self._is_tp_rank_zero = kv_cache_config, True
+            self._executor = ThreadPoolExecutor(1)
+
+        def request_finished(self, request, block_ids):
+            path, ids = str(tmp_path / f"{request.request_id}.safetensors"), torch.tensor(request.prompt)
+            self._pending_saves[request.request_id] = PendingSave(request.request_id, path, ids, block_ids)
+            return True, {"hidden_states_path": path}
+
+        def has_connector_metadata(self):
+            return bool(self._pending_saves)
+
+        def _get_connector_metadata(self):
+            saves, self._pending_saves = [*self._pending_saves.values()], {}
+            return SimpleNamespace(pending_saves=saves)
+
+    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1"]
+    for end in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    example = SimpleNamespace(
+        PendingSave=PendingSave, ExampleHiddenStatesConnector=Example, logger=logging.get_logger("vllm")
+    )
+    monkeypatch.setattr(sys.modules[".".join(parts)], "example_hidden_states_connector", example, raising=False)
+    monkeypatch.delitem(sys.modules, "training.vllm_side.hidden_state_files", raising=False)
+    module = import_module("training.vllm_side.hidden_state_files")
+    draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[3, 0, 2]))
+    text = SimpleNamespace(num_hidden_layers=3, hidden_size=8, vocab_size=17)
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(draft_model_config=draft),
+        model_config=SimpleNamespace(hf_text_config=text, model="big"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+    yield module, module.HiddenStateFiles(config, None, torch.randn(6, 3, 4, 8))
+    sys.modules.pop("training.vllm_side.hidden_state_files", None)
+
+
+def asked(name="a", temperature=0.0, prompt=(5, 6, 7, 8, 9)):
+    sampling = SimpleNamespace(temperature=temperature)
+    return SimpleNamespace(request_id=name, prompt=list(prompt), all_token_ids=[*prompt, 11], sampling_params=sampling)
+
+
+def test_the_connector_writes_what_the_blocks_hold(connector, tmp_path):
+    _, worker = connector
+    worker.request_finished(asked(), [4, 1])
+    worker.request_finished(asked("b", temperature=1.0), [0, 2])
+    assert worker.get_finished({"a"}) == ({"a"}, None)
+    assert worker.get_finished({"b", "never seen"}) == ({"b"}, None)
+    assert worker.get_finished(set()) == (None, None)
+    worker._executor.shutdown()
+    found, kept = load_file(tmp_path / "a.safetensors"), worker._kv_cache
+    assert found["token_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert torch.equal(found["hidden_states"], torch.cat([kept[4].transpose(0, 1), kept[1].transpose(0, 1)[:1]]))
+    says = []
+    for name in "ab":
+        with safe_open(tmp_path / f"{name}.safetensors", framework="pt") as file:
+            says.append(json.loads(file.metadata()["specdec"]))
+    assert [said.pop("next_token") for said in says] == [11, None]
+    assert says[0] == says[1]
+    assert (says[0]["layers"], says[0]["dtype"], says[0]["tensor_parallel"]) == ([0, 2, 3], "float32", 2)
+
+
+def test_the_connector_leaves_no_half_files_and_one_rank_writes(connector, tmp_path, monkeypatch):
+    module, worker = connector
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half of it")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(module, "save_file", full)
+    worker.request_finished(asked(), [4, 1])
+    assert worker.get_finished({"a"}) == ({"a"}, None)
+    worker._is_tp_rank_zero = False
+    worker.request_finished(asked("b"), [0, 2])
+    assert worker.get_finished({"b"}) == (None, None)
+    worker._executor.shutdown()
+    assert list(tmp_path.glob("*.safetensors*")) + list(tmp_path.glob(".*")) == []

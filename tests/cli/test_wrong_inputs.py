@@ -34,8 +34,8 @@ def test_a_sample_is_told_in_one_sentence(cases, tmp_path, monkeypatch):
     by_command: dict[str, list] = {}
     for case in cases:
         by_command.setdefault(f"{case.words[0]} {case.prepare is None}", []).append(case)
-    drawn = [case for of_kind in by_command.values() for case in random.Random(0).sample(of_kind, min(2, len(of_kind)))]
-    assert len(drawn) > 25
+    drawn = [case for of_kind in by_command.values() for case in random.Random(0).sample(of_kind, 1)]
+    assert len(drawn) > 12
     found = [run(case, tmp_path / "case") for case in drawn]
     assert [(o.case, o.fault) for o in found if o.fault] == []
 

@@ -1,6 +1,7 @@
-"""Writes the hidden states of a target that runs in vLLM, one file for each request. vLLM's own process imports this.
+r"""Writes the hidden states of a target that runs in vLLM, one file for each request. vLLM's own process imports this.
 
-    PYTHONPATH=training/vllm_side vllm serve TARGET --tensor-parallel-size N --no-enable-prefix-caching \
+    PYTHONPATH=training/vllm_side python -m vllm.entrypoints.openai.api_server --model TARGET \
+        --tensor-parallel-size N --no-enable-prefix-caching \
         --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1,
             "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33, 36]}}}' \
         --kv-transfer-config '{"kv_connector": "HiddenStateFiles", "kv_role": "kv_producer",
@@ -8,10 +9,11 @@
             "kv_connector_extra_config": {"shared_storage_path": "states"}}'
 
 It needs nothing of this project, so the file may also be copied to where vLLM runs. It is vLLM's own
-`ExampleHiddenStatesConnector` with another way to write: that one copies through CUDA streams, so it writes nothing on
-a CPU, leaves locks behind, and does not say what is in a file. Here tensor-parallel rank 0 writes, on any device; a
-file is whole or not there. States keep the dtype in which vLLM computes them. Tried with vLLM 0.32.0 on a CPU, in fp32
-and bf16, and with two tensor-parallel processes (`scripts/vllm_features.py`).
+`ExampleHiddenStatesConnector` with another way to write. That one copies into pinned memory through CUDA streams, which
+a CPU does not have, leaves locks behind, and does not say what is in a file. Here tensor-parallel rank 0 copies as
+torch does on any device, and a file is whole or not there. States keep the dtype in which vLLM computes them. Tried
+with vLLM 0.32.0 on a CPU, in fp32 and bf16, and with two tensor-parallel processes (`scripts/vllm_features.py`); not on
+a GPU.
 
 A file holds `hidden_states` [T,layers,H] and `token_ids` [T], as vLLM's own do, and under `specdec` in its header what
 they are: see `about`. State i is the input of layer i, and the last is the output of the last layer, before the norm.

@@ -71,7 +71,7 @@ class Limits:
     port: int = ranged(0, 65_535, 8000)
     room: int | None = ranged(2, MOST, None)
     queue: int = ranged(0, MOST, 256)
-    prefill_tokens: int = ranged(1, MOST, 2048)
+    prefill_chunk: int | None = ranged(1, MOST, None)
     max_n: int = ranged(1, 1 << 16, 16)
     max_body: int = ranged(1, MOST, 4 << 20)
     grace: float = ranged(0, MOST, 30.0)

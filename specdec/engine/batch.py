@@ -20,6 +20,7 @@ from specdec.contracts import DraftState
 from specdec.engine.clock import Clock
 from specdec.engine.guide import Guide
 from specdec.engine.masks import masks_of
+from specdec.engine.prefill import Reading
 from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
@@ -97,6 +98,7 @@ class Batch:
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
         self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
         self.reads = Reads.LOGITS  # what is read of rounds
+        self.reading: Reading | None = None  # reads long prompts in parts
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +133,8 @@ class Batch:
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
         """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
-        root, state, logprobs = self.round.prefill([s.prompt for s in sequences], self.cache, row, settings, self.guide)
+        prompts, read = [s.prompt for s in sequences], self.reading and self.reading.take(sequences)
+        root, state, logprobs = self.round.prefill(prompts, self.cache, row, settings, self.guide, read)
         told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
         for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
             sequence.add([token], logprob)
@@ -154,7 +157,15 @@ class Batch:
             penalties_of(sequences, self.round.target.config.vocab, self.device),
             masks_of(sequences),
             any(s.logprobs is not None for s in sequences),
+            self._steps(sequences),
         )
+
+    def _steps(self, sequences: abc.Sequence[Sequence]) -> Tensor | None:
+        """[B] how many levels count for each row; None if all do for all."""
+        if self.round.policy is None or all(s.steps is None for s in sequences):
+            return None
+        most = self.round.policy.steps
+        return torch.tensor([most if s.steps is None else min(s.steps, most) for s in sequences], device=self.device)
 
     def _refresh(self, settings: RoundSettings) -> None:
         """Take the settings of all rows, and make anew what else follows from what the host knows of them."""
@@ -181,7 +192,10 @@ class Batch:
         active = self.progress.active
         planned = self._plan()
         levels = self.round.proposed(self.state) if self.abstain and planned != 0 else None
-        most = self._deepest(levels)
+        most, asked = self._deepest(levels), self.settings.steps
+        if asked is not None:
+            levels = asked if levels is None else torch.minimum(levels, asked)
+            most = min(most, self._asked()) if most is not None else self._asked()
         if planned is not None:
             most = planned if most is None else min(planned, most)
             levels = None if levels is None else levels.clamp(max=most)
@@ -210,6 +224,11 @@ class Batch:
         if levels is None or (self.overlap and self.device.type != "cpu"):
             return None
         return max((levels * self.progress.active).tolist())
+
+    def _asked(self) -> int:
+        """The most levels that a row which still decodes lets count."""
+        most = self.round.policy.steps
+        return max((most if s.steps is None else min(s.steps, most) for s in self.going()), default=0)
 
     def _itself(self) -> Tensor:
         """What a plain round's positions see of themselves, where the host knows only a bound of a row's length."""
@@ -244,4 +263,5 @@ class Batch:
             penalties.compact(index)
         if self.sequences:
             sampling = settings_of([s.sampling for s in self.sequences], self.device)
-            self.settings = replace(self.settings, sampling=sampling, masks=masks_of(self.sequences))
+            settings = replace(self.settings, sampling=sampling, masks=masks_of(self.sequences))
+            self.settings = replace(settings, steps=self._steps(self.sequences))

@@ -11,9 +11,11 @@ from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
+from specdec.engine.conclude import conclude
 from specdec.engine.graphs import Backend, make_graphs
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
-from specdec.engine.overlap import Loop, ReadRound
+from specdec.engine.overlap import Loop
+from specdec.engine.prefill import Reading
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences, per_row
@@ -86,19 +88,22 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
+        self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     # Sequences that come and go
 
     @torch.inference_mode()
-    def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS) -> None:
+    def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
         before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
-        reads: what is read of the reports that `step` gives. ValueError if a GPU cannot hold it."""
+        reads: what is read of the reports that `step` gives. part: longer prompts are read by the target in parts of so
+        many tokens, a step each, and between two of them there is a round; 0: at once. ValueError if a GPU cannot hold
+        it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
-        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads))
+        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part))
         self.seed, self.added = seed, 0
 
     def add(
@@ -112,9 +117,11 @@ class Engine:
         stop: Stop | None = None,
         logprobs: bool = False,
         grammar: Grammar | None = None,
+        steps: int | None = None,
     ) -> Sequence:
         """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
-        context, where the room ends that was reserved.
+        context, where the room ends that was reserved. steps: so many levels of every draft tree count for it, 0 for
+        none; its text is the same.
 
         ValueError for what the target does not take, and for a prompt that leaves no room for a token."""
         if self.loop is None:
@@ -134,6 +141,7 @@ class Engine:
             logprobs,
             vocab=config.vocab,
             context=self.room,
+            steps=steps,
         ).obey(grammar)
         self.added += 1
         self.waiting.append(sequence)
@@ -147,12 +155,16 @@ class Engine:
         sequence.finish, sequence.matcher = "abort", None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+            reading = self.loop.batch.reading
+            if reading is not None and reading.sequence is sequence:
+                reading.drop()
         elif self.loop is not None:
             self.loop.batch.stop()
 
     @torch.inference_mode()
     def step(self) -> RoundReport | None:
-        """Let sequences join if there are any and rows are free; else play a round. None if nothing is left to do.
+        """Let sequences join if there are any and rows are free; else play a round. None if nothing is left to do. A
+        long prompt may take several steps to join (`reserve`); all but the last of them report no rows.
 
         A sequence joins between rounds that are all read, so with `overlap` the last one is read first."""
         return self._step()
@@ -162,43 +174,30 @@ class Engine:
             return None
         loop, batch = self.loop, self.loop.batch
         batch.clock.fold()
-        if self.waiting and batch.free():
+        if self.waiting and batch.free() and not (self.read_part and batch.going()):
             read = loop.drain()
-            return self._conclude(read) if read is not None else self._admit()
+            return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
+        self.read_part = False
         read = loop.next()
-        return None if read is None else self._conclude(read)
+        return None if read is None else conclude(read, batch.clock, batch.guide)
 
     def _admit(self) -> RoundReport:
-        batch = self.loop.batch
+        batch, reading = self.loop.batch, self.loop.batch.reading
         joining = self.waiting[: batch.free()]
+        if reading is not None:
+            if reading.wants(joining[0]):
+                self.read_part = True
+                reading.read(joining[0])
+                batch.clock.mark("prefill")
+                if reading.wants(joining[0]):
+                    return RoundReport([], [], [], Sampling(), batch.clock, prefill=True)
+            long = next((place for place, s in enumerate(joining) if len(s.prompt) > reading.most), len(joining))
+            joining = joining[: max(long, 1)]  # one whose prompt was read in parts joins alone
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]
         sampling = settings_of([sequence.sampling for sequence in joining], self.device)
         return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
-
-    def _conclude(self, read: ReadRound) -> RoundReport:
-        """Add what a round emitted to its sequences."""
-        emitted, accepted, levels = [], [], read.levels
-        for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
-            if row.finish is not None:
-                emitted.append([])
-                accepted.append(0)
-                continue
-            row.trace.accepted.append(count - 1)
-            row.trace.undrafted += read.output.nodes == 1 or (levels is not None and levels[i] == 0)
-            kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
-            row.trace.emitted.append(len(kept))
-            emitted.append(kept)
-            accepted.append(min(count - 1, len(kept)))
-        out, clock = read.output, self.loop.batch.clock
-        if out.played is not None:
-            self.loop.batch.guide.learn(out.played, read.counts)
-        clock.mark("host")
-        report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
-        report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
-        report.levels, report.experts, report.nodes = levels, out.experts, out.nodes
-        return report
 
     # A batch from beginning to end
 
@@ -270,12 +269,14 @@ class Engine:
             room = self.graphs.room_for(rows, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
             batch = self.graphs.begin(rows, room, clock)
-        batch.reads = request.reads
+        batch.reads, batch.reading = request.reads, None
+        if request.part and self.target.reads_on:
+            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part)
         self.loop = Loop(batch, int(self.overlap))
 
     def _clear(self) -> None:
         """Drop all sequences, and the caches unless graphs keep them."""
-        self.waiting, self.loop, self.room = [], None, 0
+        self.waiting, self.loop, self.room, self.read_part = [], None, 0, False
 
     def _check_memory(self, request: Request, kept: bool = False) -> None:
         """ValueError for what a GPU cannot hold, before anything is allocated."""

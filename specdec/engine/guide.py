@@ -25,7 +25,7 @@ class Played:
 
     levels: int
     nodes: int = 1
-    live: np.ndarray | None = None  # [B]
+    live: np.ndarray | None = None  # [B] rows that are learnt from
     draft: Draft | None = None
     parents: Tensor | None = None  # [B,N]
     path: Tensor | None = None  # [B,P]
@@ -56,7 +56,11 @@ class Guide:
     def begin(self, sequences: abc.Sequence[Sequence]) -> int:
         """How many levels to draft in the next round of these rows."""
         live = np.array([s.finish is None for s in sequences])
-        self.played = Played(self.policy.plan(int(live.sum())), live=live)
+        levels = self.policy.plan(int(live.sum()))
+        asked = [levels if s.steps is None else min(s.steps, levels) for s in sequences]
+        levels = max((most for most, alive in zip(asked, live, strict=True) if alive), default=levels)
+        # A row that lets fewer levels count tells nothing of those behind them.
+        self.played = Played(levels, live=live & (np.array(asked) >= levels))
         return self.played.levels
 
     def cut(self, tree: DraftTree, state: DraftState) -> DraftTree | None:

@@ -38,6 +38,7 @@ class Request:
     greedy: bool = True  # no row draws
     penalised: bool = False
     reads: Reads = Reads.TOKENS  # what is read of reports
+    part: int = 0  # tokens of a prompt that are read at once; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
             read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
     round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
     round_bytes += noise + 2 * read
-    target_cache = target.cache_bytes(batch, slots)
+    target_cache = target.cache_bytes(batch, slots) + (target.cache_bytes(1, slots) if request.part else 0)
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)
     on_gpu = target.device.type == "cuda"

@@ -14,8 +14,10 @@ from torch import Tensor
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.fits import check_chain, check_steps, check_verifier, over_block
 from specdec.engine.guide import HOLD, Guide, Played
 from specdec.engine.masks import Masks
+from specdec.engine.prefill import Read
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
@@ -36,6 +38,7 @@ class RoundSettings:
     penalties: Penalties | None = None
     masks: Masks | None = None  # of grammars
     logprobs: bool = False  # compute those of the emitted tokens
+    steps: Tensor | None = None  # [B] levels of the tree that count for each row; None: all of them
 
     def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
         """logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""
@@ -91,15 +94,16 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
-            _check_chain(target, drafter, policy)
-            policy = _over_block(drafter, policy)
-            _check_steps(drafter, policy)
-            _check_verifier(verifier, policy)
+            check_chain(target, drafter, policy)
+            policy = over_block(drafter, policy)
+            check_steps(drafter, policy)
+            check_verifier(verifier, policy)
             children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.children = children
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
+        self.taps = drafter.taps if drafter else ()
         self.adapts = False  # an adaptive policy chooses the trees: `Guide`
 
     @cached_property
@@ -144,19 +148,24 @@ class Round:
         row: int,
         settings: RoundSettings,
         guide: Guide | None = None,
+        read: Read | None = None,
     ) -> tuple[Tensor, DraftState | None, Tensor | None]:
-        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
+        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter. read:
+        what the target made of the only one before.
 
         Returns the first token of each [R], the drafter's state, and the tokens' log-probabilities [R] if asked for."""
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
         part = cache.admit(row, len(prompts), longest)
-        taps = self.drafter.taps if self.drafter else ()
-        logits, feats = self.target(tokens, part, taps=taps, last=lens - 1, prefill=True)
+        if read is None:
+            logits, feats = self.target(tokens, part, taps=self.taps, last=lens - 1, prefill=True)
+            part.advance(lens, longest)
+        else:
+            part.take(read.cache, longest)
+            logits, feats = read.logits, read.feats
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
         logprobs = logprobs_of(logits[:, 0], root) if settings.logprobs else None
-        part.advance(lens, longest)
         if self.drafter is None:
             return root, None, logprobs
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
@@ -234,9 +243,7 @@ class Round:
         guide: Guide | None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One token per row, which the drafter, if there is one, absorbs, or a guide keeps for it."""
-        logits, feats = self.target(
-            root[:, None], cache, ancestors=itself, taps=self.drafter.taps if self.drafter else ()
-        )
+        logits, feats = self.target(root[:, None], cache, ancestors=itself, taps=self.taps)
         n, max_len = active.long(), cache.max_len + 1
         token = self._draw(logits, n, settings, cache.lens)
         cache.advance(n, max_len)
@@ -259,41 +266,3 @@ class Round:
         if settings.penalties is not None:
             settings.penalties.add(token, n)
         return token[:, 0]
-
-
-def _check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
-    for what, part in (("target", target), ("draft model", drafter)):
-        if part.chains_only and policy.topk > 1:
-            raise ValueError(
-                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
-                f"{policy.topk} children: take topk 1"
-            )
-
-
-def _check_steps(drafter: Drafter, policy: TreePolicy) -> None:
-    most = [most for most in (drafter.max_steps, drafter.block) if most is not None]
-    if most and policy.steps > min(most):
-        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {min(most)} tokens ahead at most")
-    if policy.topk > drafter.vocab.size:
-        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
-
-
-def _over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
-    """The policy, and if it takes marginals that over the drafter's block. Raises ValueError if there is none."""
-    if not policy.marginals:
-        return policy
-    if drafter.block is None:
-        raise ValueError("a block tree takes drafters that guess a block at once, and this one drafts token by token")
-    if drafter.conditioned:
-        raise ValueError(
-            "a block tree takes the slots of a block for independent, and this drafter's depend on the "
-            "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
-        )
-    return policy.within(drafter.block)
-
-
-def _check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
-    if verifier.chains_only and policy.topk > 1:
-        raise ValueError(
-            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
-        )

@@ -32,6 +32,7 @@ class Sequence:
     seed: Seed = (0, 0)  # of all that is drawn for it
     stop: Stop | None = None
     eos: frozenset[int] = frozenset()
+    steps: int | None = None  # levels of the draft tree that count for it; 0: none; None: all of them
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
     finish: str | None = None
@@ -102,11 +103,14 @@ def make_sequence(
     *,
     vocab: int,
     context: int,
+    steps: int | None = None,
 ) -> Sequence:
     """A sequence for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence, for what that
     target does not take."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if steps is not None and steps < 0:
+        raise ValueError(f"steps must be at least 0, got {steps}")
     _check_prompt(prompt, vocab, context)
     room = context - len(prompt)
     return Sequence(
@@ -117,6 +121,7 @@ def make_sequence(
         (seed, 0) if isinstance(seed, int) else (seed[0], seed[1]),
         stop,
         eos,
+        steps,
         logprobs=[] if logprobs else None,
     )
 

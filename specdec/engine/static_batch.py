@@ -114,7 +114,9 @@ class StaticBatch(Batch):
         width = progress.eos.shape[1]
         self.progress.eos = self.eos.setdefault(width, progress.eos)
         self.progress.eos.copy_(progress.eos)
-        self.kind = _kind(settings.sampling), settings.penalties is not None, settings.logprobs
+        self.kind = (
+            _kind(settings.sampling), settings.penalties is not None, settings.logprobs, settings.steps is not None
+        )  # fmt: skip
         if self.kind not in self.kinds:
             self.kinds[self.kind] = replace(settings, clock=SilentClock(), masks=None)
         else:
@@ -122,6 +124,8 @@ class StaticBatch(Batch):
             _refill(kept.sampling, settings.sampling)
             _refill(kept.penalties, settings.penalties)
             _refill(kept.noise, settings.noise)
+            if settings.steps is not None:
+                kept.steps.copy_(settings.steps)
         self.settings, self.masks = self.kinds[self.kind], settings.masks
         self._forget_settings()
 
@@ -178,7 +182,7 @@ class StaticBatch(Batch):
             if self.draft_cache is not None:
                 self.draft_cache.max_len = bound + 1  # that of a draft model holds token 0 too
             root, state, output = self.round.play(
-                self.root, self.state, self.cache, self.progress.active, settings, itself
+                self.root, self.state, self.cache, self.progress.active, settings, itself, settings.steps
             )
             self.progress.eos = eos
             self.progress.settle(output.tokens, output.n)

@@ -27,7 +27,7 @@ class KVCache:
         """All rows are in use, and empty."""
         shape = (2, rows, slots, kv_heads, head_dim)
         self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
-        self.slots = slots
+        self.slots, self.shape, self.like = slots, (kv_heads, head_dim), like.new_empty(0)
         # Flat views of all rows: keys and values together [2,R*S,K*Dh], and apart, each [R*S,K*Dh].
         self.rows = [kv.view(2, rows * slots, -1) for kv in self.memory]
         self.flat = [both.unbind() for both in self.rows]
@@ -78,6 +78,17 @@ class KVCache:
         part._use(first, count)
         part.lens.zero_()
         return part
+
+    def aside(self) -> "KVCache":
+        """An empty cache of one row, of this kind and with as many slots, in memory of its own."""
+        return KVCache(len(self.memory), 1, self.slots, *self.shape, like=self.like)
+
+    def take(self, other: "KVCache", length: int) -> None:
+        """Let the only row of this part of a cache be that of `other`, which has `length` tokens."""
+        for own, kept in zip(self.layers, other.layers, strict=True):
+            own[:, :, :length] = kept[:, :, :length]
+        self.lens.fill_(length)
+        self.max_len = length
 
     def compact(self, index: Tensor) -> None:
         """Go on with the rows index [B'], ascending, and forget the others. None of them is longer than `max_len`. They

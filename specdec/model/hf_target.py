@@ -115,6 +115,11 @@ class TransformersTarget(nn.Module):
         """Does it keep recurrent states, which know one text and no tree?"""
         return bool(self.states)
 
+    @property
+    def reads_on(self) -> bool:
+        """Can it read a prompt in parts? Some recurrent modules read several positions from an empty state only."""
+        return self.state_budget != inf
+
     @torch.inference_mode()
     def _probe(self, text: PretrainedConfig) -> None:
         """Read the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""

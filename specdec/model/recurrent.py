@@ -170,6 +170,16 @@ class HybridCache(KVCache):
             state.clear()
         return part
 
+    def aside(self) -> "HybridCache":
+        shapes = {layer: state.kept for layer, state in self.states.items()}
+        return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
+
+    def take(self, other: "HybridCache", length: int) -> None:
+        super().take(other, length)
+        for own, kept in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
+            for name, x in own.kept.items():
+                x.copy_(kept.kept[name])
+
     def compact(self, index: Tensor) -> None:
         for state in self.recurrent.values():
             state.compact(index)

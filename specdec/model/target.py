@@ -117,6 +117,7 @@ class Target(nn.Module):
     capturable = True  # see `specdec.engine.graphs`
     masks_prompts = False  # a prefill needs no mask of T x T
     chains_only = False  # it verifies trees
+    reads_on = True  # a prompt can be read in parts
     experts = 0  # of a layer; 0: it is dense
     parts: tuple[Function, Function, list[tuple[Function, int]], Function]  # embedding, norm, (block, its kind), head
     groups: int  # query heads to a key head; like `parts`, set by `bind`

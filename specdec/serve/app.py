@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager, suppress
 
 from specdec import __version__
 from specdec.serve.exchange import Exchange, read_body
+from specdec.serve.jobs import Delta
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal
-from specdec.serve.scheduler import Delta, Scheduler, hand_out
+from specdec.serve.scheduler import Scheduler, hand_out
 from specdec.serve.service import Service
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

@@ -7,9 +7,9 @@ from concurrent.futures import Executor
 from typing import Any
 
 from specdec.cli.reading import parse_json
+from specdec.serve.jobs import Closed, Delta, Full
 from specdec.serve.protocol import Ask, Refusal, read
 from specdec.serve.replies import Choice
-from specdec.serve.scheduler import Closed, Delta, Full
 from specdec.serve.service import Service
 
 Receive = Callable[[], Awaitable[dict]]  # of ASGI

@@ -106,10 +106,10 @@ class Metrics:
         return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
 
 
-def count(metrics: Metrics, report: RoundReport, live: list[bool]) -> None:
+def count(metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int]) -> None:
     """Count the tokens of a step, and what was drafted and accepted in it.
 
-    live: which rows had not ended before."""
+    live: which rows had not ended before. drafts: `drafted_of`."""
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:
@@ -118,7 +118,7 @@ def count(metrics: Metrics, report: RoundReport, live: list[bool]) -> None:
     add("specdec:rounds")
     add("specdec:sequence_rounds", sum(live))
     add("specdec:round_tokens", emitted)
-    for alive, accepted, drafted in zip(live, report.accepted, drafted_of(report), strict=True):
+    for alive, accepted, drafted in zip(live, report.accepted, drafts, strict=True):
         if alive and drafted:
             add("vllm:spec_decode_num_drafts")
             add("vllm:spec_decode_num_draft_tokens", drafted)
@@ -127,11 +127,13 @@ def count(metrics: Metrics, report: RoundReport, live: list[bool]) -> None:
                 add("vllm:spec_decode_num_accepted_tokens_per_pos", position=position)
 
 
-def drafted_of(report: RoundReport) -> list[int]:
-    """How many tokens a round drafted for each row."""
+def drafted_of(report: RoundReport, steps: int) -> list[int]:
+    """How many tokens a round drafted for each row. steps: levels of the engine's tree."""
     if report.prefill:
         return [0] * len(report.rows)
     if report.levels is None:  # a recorded round shows no tree, and every row has a whole one
         return [report.nodes - 1] * len(report.rows)
-    depth = [[]] * len(report.rows) if report.tree is None else report.tree.depth.tolist()
+    if report.tree is None:  # one token a level where not all of them count: exact for chains
+        return [report.nodes - 1 if most >= steps else min(most, report.nodes - 1) for most in report.levels]
+    depth = report.tree.depth.tolist()
     return [sum(0 < d <= most for d in row) for row, most in zip(depth, report.levels, strict=True)]

@@ -79,6 +79,7 @@ class Ask:
     response_format: dict | None = None  # `specdec.serve.formats` reads these two
     structured_outputs: dict | None = None
     return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, beside their text
+    speculative: dict | None = None  # ours: `specdec.serve.speculation.Wish`
 
     @property
     def stops(self) -> list[str]:

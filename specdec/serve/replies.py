@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from specdec.serve.scheduler import REASONS, Delta, Job
+from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.text import TextStream
 
 

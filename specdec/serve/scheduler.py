@@ -10,64 +10,17 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
 from specdec.engine.engine import Engine
 from specdec.engine.report import Observer, Reads, RoundReport
-from specdec.engine.sequence import Sequence, Stop, make_sequence
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.noise import Seed
+from specdec.engine.sequence import Sequence, make_sequence
+from specdec.serve.jobs import REASONS, Closed, Delta, Full, Job
 from specdec.serve.metrics import Metrics, count, drafted_of
-from specdec.types import Sampling
 
 LOG = logging.getLogger(__name__)
-REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
-
-
-class Full(Exception):
-    """The queue takes no more for now."""
-
-
-class Closed(Exception):
-    """The scheduler takes nothing any more."""
-
-
-@dataclass
-class Delta:
-    """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
-    'abort'), or 'error', with its HTTP status, and with what happened in `error` unless the grammar did."""
-
-    job: "Job"
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    finish: str | None = None
-    error: str = ""
-    status: int = 500
-    drafted: int = 0  # nodes of the step's tree, the root aside
-    accepted: int = 0  # how many of the tokens were drafted
-
-
-@dataclass(eq=False)
-class Job:
-    """A sequence that is asked for, as `Engine.add` takes it, and who is told of it. `tell` gets every `Delta`, in
-    order."""
-
-    prompt: list[int]
-    tell: Callable[[Delta], None]
-    max_new_tokens: int = 128
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: Seed = (0, 0)
-    eos: frozenset[int] | None = None  # None: the target's
-    stop: Stop | None = None
-    logprobs: bool = False
-    grammar: Grammar | None = None
-    # The scheduler's own
-    sequence: Sequence | None = None  # once it has a row
-    unwanted: bool = False
-    arrived: float = 0.0
-    heard: float = 0.0  # when it was told of tokens last
+CHUNKS = {"cpu": 256, "cuda": 2048}  # tokens of prompts between two rounds: measured, and as vLLM (docs/serve.md)
 
 
 class Scheduler:
@@ -80,27 +33,29 @@ class Scheduler:
         rows: int = 8,
         room: int = 2048,
         queue: int = 256,
-        prefill_tokens: int = 2048,
+        prefill_chunk: int | None = None,
         max_seconds: float | None = None,
         metrics: Metrics | None = None,
         observer: Observer | None = None,
     ):
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
-        row. prefill_tokens: of the prompts that are prefilled together, padding counted; a longer prompt goes alone.
+        row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
+        and of a longer one a part; None: by the device.
         max_seconds: after which a job ends with an error, wherever it is. observer: is told of every step.
 
         ValueError if the engine cannot hold that many."""
-        self.engine, self.rows, self.queue_limit, self.prefill_tokens = engine, rows, queue, prefill_tokens
+        self.engine, self.rows, self.queue_limit = engine, rows, queue
+        self.prefill_chunk = prefill_chunk or CHUNKS[engine.device.type]
         # Nothing is copied for reports of launched rounds; of replayed ones what the host knows is enough.
         self.reads = Reads.TREES if engine.graphs is None else Reads.TOKENS
         self.max_seconds, self.observer = max_seconds, observer
         if observer is not None:
             self.reads = max(self.reads, observer.reads)
         self.reserved = room
-        engine.reserve(rows, room, reads=self.reads)
+        engine.reserve(rows, room, reads=self.reads, part=self.prefill_chunk)
         self.room = engine.room
-        steps = engine.policy.steps if engine.policy else 0
-        self.metrics = metrics or Metrics(engine.target.name or "target", steps)
+        self.steps = engine.policy.steps if engine.policy else 0
+        self.metrics = metrics or Metrics(engine.target.name or "target", self.steps)
         # A step's deltas -> their jobs; another thread may do it.
         self.deliver: Callable[[list[Delta]], None] = hand_out
         self.changed = threading.Condition()
@@ -225,12 +180,12 @@ class Scheduler:
         joining, longest = [], 0
         for job in self.queue[: self.rows - len(self.running)]:
             longest = max(longest, len(job.prompt))
-            if joining and longest * (len(joining) + 1) > self.prefill_tokens:
+            if joining and longest * (len(joining) + 1) > self.prefill_chunk:
                 break
             joining.append(job)
         del self.queue[: len(joining)]
         for job in joining:
-            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar")
+            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar", "steps")
             job.sequence = self.engine.add(job.prompt, **{name: getattr(job, name) for name in asked})
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
@@ -239,8 +194,9 @@ class Scheduler:
         """Send what a step has emitted, and let those go that have ended."""
         now, deltas, metrics = time.perf_counter(), [], self.metrics
         with metrics.lock:
-            count(metrics, report, [row in self.running for row in report.rows])
-            told = zip(report.rows, report.emitted, report.accepted, drafted_of(report), strict=True)
+            drafts = drafted_of(report, self.steps)
+            count(metrics, report, [row in self.running for row in report.rows], drafts)
+            told = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
             for sequence, tokens, accepted, drafted in told:
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped
@@ -281,7 +237,7 @@ class Scheduler:
         failed = list(self.running.values())
         self.running.clear()
         self._send([Delta(job, finish="error", error=why) for job in failed])
-        self.engine.reserve(self.rows, self.reserved, reads=self.reads)
+        self.engine.reserve(self.rows, self.reserved, reads=self.reads, part=self.prefill_chunk)
         self.prefilled = False
 
     def _break(self, why: str) -> None:

@@ -20,6 +20,7 @@ from specdec.serve.app import make_app
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Limits, Service
+from specdec.serve.speculation import Speculation
 from specdec.verify import VerifierSettings
 from trees.spec import AUTO, TreeSettings
 
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
     limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
     limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
-    limits.add_argument("--prefill-tokens", type=int, default=2048, help="of prompts read together (default 2048)")
+    limits.add_argument("--prefill-chunk", type=int, metavar="TOKENS",
+                        help="of prompts that are read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
     limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
     limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
     limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
@@ -140,14 +142,24 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         rows=args.batch_size,
         room=args.room or min(target.config.context, ROOM),
         queue=args.queue,
-        prefill_tokens=args.prefill_tokens,
+        prefill_chunk=args.prefill_chunk,
         max_seconds=args.max_seconds,
         metrics=metrics,
         observer=recorder,
     )
     most = min(args.max_n, args.batch_size + args.queue)
     how = {"stream_interval": args.stream_interval, "acceptance": args.per_request_spec_decode_metrics}
+    how["speculation"] = offered(args, engine)
     return Service(target, scheduler, name, Limits(args.max_body, most), **how)
+
+
+def offered(args: argparse.Namespace, engine: Engine) -> Speculation:
+    """What requests may choose from, by the names that the flags have."""
+    tree = engine.policy
+    if tree is None:
+        return Speculation()
+    spec = str(read_flags(TreeSettings, args).spec())
+    return Speculation(args.draft or "demo/eagle3", spec, tree.topk, tree.steps, tree.num_draft_tokens)
 
 
 def name_of(args: argparse.Namespace) -> str:

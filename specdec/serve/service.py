@@ -5,13 +5,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
 from specdec.schema import shown
 from specdec.serve.formats import grammar_of
+from specdec.serve.jobs import Delta, Job
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
-from specdec.serve.scheduler import Delta, Job, Scheduler
+from specdec.serve.scheduler import Scheduler
+from specdec.serve.speculation import Speculation
 from specdec.text import StopStrings, clean, encode_chat
 
 
@@ -36,14 +39,17 @@ class Service:
         *,
         stream_interval: int | None = None,
         acceptance: str = "none",
+        speculation: Speculation | None = None,
     ):
         """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: what responses tell of
-        speculation: 'none', 'summary' or 'detailed'. ValueError for a target without a tokenizer."""
+        speculation: 'none', 'summary' or 'detailed'. speculation: what requests may choose from; None: what the engine
+        has, by its numbers. ValueError for a target without a tokenizer."""
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
         self.limits = limits or Limits()
         self.stream_interval, self.acceptance = stream_interval, acceptance
+        self.speculation = speculation or _of_engine(scheduler.engine)
         self.created = int(time.time())
 
     def models(self) -> dict:
@@ -135,4 +141,14 @@ class Service:
             stop=StopStrings(self.target.tokenizer, ask.stops) if ask.stops else None,
             logprobs=ask.wants_logprobs,
             grammar=grammar,
+            steps=self.speculation.steps_of(ask.speculative),
         )
+
+
+def _of_engine(engine: Engine) -> Speculation:
+    """What an engine drafts, without the names that a command knows."""
+    tree = engine.policy
+    if tree is None:
+        return Speculation()
+    shape = tree.topk, tree.steps, tree.num_draft_tokens
+    return Speculation(type(engine.drafter).__name__, "/".join(map(str, shape)), *shape)

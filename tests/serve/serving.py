@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from helpers import tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
-from specdec.serve.scheduler import Delta, Job, Scheduler
+from specdec.serve.jobs import Delta, Job
+from specdec.serve.scheduler import Scheduler
 from specdec.types import Sampling
 from trees import DynamicTree
 

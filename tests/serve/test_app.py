@@ -14,8 +14,8 @@ from clients import CHAT, TEXT, serve, solo
 
 from drafters.formats import load_drafter
 from specdec.model.loader import load_target
+from specdec.serve.jobs import Delta
 from specdec.serve.replies import Choice
-from specdec.serve.scheduler import Delta
 from specdec.serve.service import Limits
 
 HELLO = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -12,7 +12,7 @@ from helpers import tiny_target
 from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
 from tape import Tape
 
-from specdec.serve.scheduler import Closed, Full
+from specdec.serve.jobs import Closed, Full
 
 
 def idle(scheduler) -> bool:
@@ -32,7 +32,7 @@ def expected(number: int) -> tuple[list[int], str]:
 def test_every_text_is_the_one_it_has_alone(drafted, how, count):
     """Jobs of three threads for 4 rows. Some are given up at their first token, and some at any time."""
     jobs = [mixed(number) for number in range(count)]
-    with serving(tiny_engine(drafted, **how), prefill_tokens=30) as scheduler:
+    with serving(tiny_engine(drafted, **how), prefill_chunk=30) as scheduler:
 
         def send(part: int) -> None:
             draw = random.Random(part)
@@ -96,7 +96,8 @@ def check_books(scheduler, jobs: list[Heard], drafted: bool) -> None:
 
 
 def test_first_come_first_served_within_the_budget_of_a_prefill():
-    """Prefills are of at most 20 tokens, padding counted, or of one prompt. Who runs has a round between two."""
+    """Prefills are of at most 20 tokens, padding counted. Who runs has a round between two, also between the parts of a
+    longer prompt, of which all but the last report nobody."""
     engine = tiny_engine()
     steps, step = [], engine.step
 
@@ -108,15 +109,16 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     engine.step = watched
     lengths = [5, 5, 9, 3, 30, 2, 2, 2, 2, 2, 2, 2]
     jobs = [Heard(prompt=[1 + i] * n, max_new_tokens=6, eos=frozenset()) for i, n in enumerate(lengths)]
-    with serving(engine, started=False, prefill_tokens=20) as scheduler:
+    with serving(engine, started=False, prefill_chunk=20) as scheduler:
         for job in jobs:
             scheduler.submit([job.job])
         scheduler.start()
         for job in jobs:
             job.wait()
-    groups = [prompts for prefill, prompts in steps if prefill]
+    groups = [prompts for prefill, prompts in steps if prefill and prompts]
+    assert sum(prefill and not prompts for prefill, prompts in steps) == 1  # of 30 tokens the first 20
     assert [prompt for group in groups for prompt in group] == [job.job.prompt for job in jobs]
-    assert all(len(group) == 1 or len(group) * max(map(len, group)) <= 20 for group in groups)
+    assert all(len(group) * max(map(len, group)) <= 20 for group in groups if group != [jobs[4].job.prompt])
     assert max(map(len, groups)) > 1
     assert groups[:2] == [[jobs[0].job.prompt, jobs[1].job.prompt], [jobs[2].job.prompt, jobs[3].job.prompt]]
     kinds = [prefill for prefill, _ in steps]

@@ -1,0 +1,43 @@
+"""Which targets, drafters, tree policies and verifiers go together. Each check raises ValueError, one sentence."""
+
+from specdec.contracts import Drafter, TreePolicy
+from specdec.model.target import Target
+from specdec.types import Verifier
+
+
+def check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
+    for what, part in (("target", target), ("draft model", drafter)):
+        if part.chains_only and policy.topk > 1:
+            raise ValueError(
+                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
+                f"{policy.topk} children: take topk 1"
+            )
+
+
+def check_steps(drafter: Drafter, policy: TreePolicy) -> None:
+    most = [most for most in (drafter.max_steps, drafter.block) if most is not None]
+    if most and policy.steps > min(most):
+        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {min(most)} tokens ahead at most")
+    if policy.topk > drafter.vocab.size:
+        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+
+
+def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
+    """The policy, and if it takes marginals that over the drafter's block. Raises ValueError if there is none."""
+    if not policy.marginals:
+        return policy
+    if drafter.block is None:
+        raise ValueError("a block tree takes drafters that guess a block at once, and this one drafts token by token")
+    if drafter.conditioned:
+        raise ValueError(
+            "a block tree takes the slots of a block for independent, and this drafter's depend on the "
+            "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
+        )
+    return policy.within(drafter.block)
+
+
+def check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
+    if verifier.chains_only and policy.topk > 1:
+        raise ValueError(
+            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
+        )

@@ -1,0 +1,56 @@
+"""What a scheduler is asked for, and what it tells of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.engine.sequence import Sequence, Stop
+from specdec.sampling.grammar import Grammar
+from specdec.sampling.noise import Seed
+from specdec.types import Sampling
+
+REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
+
+
+class Full(Exception):
+    """The queue takes no more for now."""
+
+
+class Closed(Exception):
+    """The scheduler takes nothing any more."""
+
+
+@dataclass
+class Delta:
+    """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
+    'abort'), or 'error', with its HTTP status, and with what happened in `error` unless the grammar did."""
+
+    job: "Job"
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    finish: str | None = None
+    error: str = ""
+    status: int = 500
+    drafted: int = 0  # nodes of the step's tree, the root aside
+    accepted: int = 0  # how many of the tokens were drafted
+
+
+@dataclass(eq=False)
+class Job:
+    """A sequence that is asked for, as `Engine.add` takes it, and who is told of it. `tell` gets every `Delta`, in
+    order."""
+
+    prompt: list[int]
+    tell: Callable[[Delta], None]
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: Seed = (0, 0)
+    eos: frozenset[int] | None = None  # None: the target's
+    stop: Stop | None = None
+    logprobs: bool = False
+    grammar: Grammar | None = None
+    steps: int | None = None  # levels of draft trees that count for it
+    # The scheduler's own
+    sequence: Sequence | None = None  # once it has a row
+    unwanted: bool = False
+    arrived: float = 0.0
+    heard: float = 0.0  # when it was told of tokens last

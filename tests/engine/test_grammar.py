@@ -182,6 +182,19 @@ def test_a_text_joins_others_that_run_and_another_is_aborted(pair, grammars, pla
     assert target.eos
 
 
+def test_prompts_that_are_read_in_parts_and_rows_that_take_fewer_levels(pair, grammars, plain):
+    prompt, own = encode_prompt(pair[0], PROMPT), of_all(grammars)
+    engine = Engine(*pair, TREES["tree"])
+    engine.reserve(2, len(prompt) + NEW, part=7)
+    rows = [
+        engine.add(prompt, max_new_tokens=NEW, sampling=DRAWN, seed=(0, i), grammar=own[i], steps=(0, 1, None)[i % 3])
+        for i in range(5)
+    ]
+    while engine.step() is not None:
+        pass
+    assert [(row.tokens, row.finish) for row in rows] == plain[DRAWN]
+
+
 @pytest.mark.parametrize("name", ["rejection", "typical"])
 def test_other_rules_obey_too(pair, grammars, name):
     """Their draws are others than plain decoding's, and their texts obey all the same."""

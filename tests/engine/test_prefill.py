@@ -38,7 +38,7 @@ def decode(engine: Engine, part: int = PART, count: int = len(PROMPTS)) -> list:
     ("drafter", "how"),
     [("eagle3", {}), ("eagle3", {"overlap": True}), ("eagle3", {"graphs": Tape()}), ("eagle3", {"adaptive": Fixed(0)}),
      ("draft-model", {}), ("medusa", {}), ("dflash", {}), ("lookup", {}), (None, {})],
-    ids=str,
+    ids=lambda value: "".join(value) if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_every_text_is_the_one_it_has_alone(drafter, how):
     target = tiny_target()

@@ -26,14 +26,7 @@ from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier
 from trees.spec import TreeSpec, load_tree
 
-REQUEST = (
-    "max_new_tokens",
-    "stop",
-    "json_schema",
-    "logprobs",
-    "seed",
-    "raw",
-)  # what `answer` takes beside the sampling
+REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
 DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
 

@@ -43,8 +43,6 @@ class Verdict:
     path: Tensor  # [B, P] accepted nodes, root first; entries from n on are 0
     n: Tensor  # [B] number of emitted tokens, 1..P
     tokens: Tensor  # [B, P] emitted tokens: tokens[:, k] follows node path[:, k]; entries from n on are void
-    # [B, P] log-probabilities of the tokens under the target's own distribution. The engine's, and only if asked for.
-    logprobs: Tensor | None = None
 
 
 # Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.

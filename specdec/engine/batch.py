@@ -23,7 +23,7 @@ from specdec.engine.masks import masks_of
 from specdec.engine.prefill import Reading
 from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.sampling.filters import settings_of
 from specdec.sampling.penalties import Penalties
 
@@ -134,10 +134,10 @@ class Batch:
         """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
         prompts, read = [s.prompt for s in sequences], self.reading and self.reading.take(sequences)
-        root, state, logprobs = self.round.prefill(prompts, self.cache, row, settings, self.guide, read)
-        told = [None] * len(sequences) if logprobs is None else [[x] for x in logprobs.tolist()]
-        for sequence, token, logprob in zip(sequences, root.tolist(), told, strict=True):
-            sequence.add([token], logprob)
+        root, state, told = self.round.prefill(prompts, self.cache, row, settings, self.guide, read)
+        told = {name: x.tolist() for name, x in told.items()}
+        for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
+            sequence.add([token], **{name: [x[i]] for name, x in told.items()})
         return root, state, settings
 
     def _undo_prefill(self) -> None:
@@ -157,6 +157,7 @@ class Batch:
             penalties_of(sequences, self.round.target.config.vocab, self.device),
             masks_of(sequences),
             any(s.logprobs is not None for s in sequences),
+            min(MOST_LIKELY, self.round.target.vocab) if any(s.top for s in sequences) else 0,
             self._steps(sequences),
         )
 

@@ -16,7 +16,8 @@ def conclude(read: ReadRound, clock: Clock, guide: Guide | None) -> RoundReport:
             continue
         row.trace.accepted.append(count - 1)
         row.trace.undrafted += read.output.nodes == 1 or (levels is not None and levels[i] == 0)
-        kept = row.add(read.tokens[i][:count], None if read.logprobs is None else read.logprobs[i])
+        told = (None if x is None else x[i] for x in (read.logprobs, read.likely, read.likely_logprobs))
+        kept = row.add(read.tokens[i][:count], *told)
         row.trace.emitted.append(len(kept))
         emitted.append(kept)
         accepted.append(min(count - 1, len(kept)))

@@ -118,10 +118,11 @@ class Engine:
         logprobs: bool = False,
         grammar: Grammar | None = None,
         steps: int | None = None,
+        top_logprobs: int = 0,
     ) -> Sequence:
         """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
         context, where the room ends that was reserved. steps: so many levels of every draft tree count for it, 0 for
-        none; its text is the same.
+        none; its text is the same. top_logprobs: so many of the likeliest tokens are told with each.
 
         ValueError for what the target does not take, and for a prompt that leaves no room for a token."""
         if self.loop is None:
@@ -142,6 +143,7 @@ class Engine:
             vocab=config.vocab,
             context=self.room,
             steps=steps,
+            top_logprobs=top_logprobs,
         ).obey(grammar)
         self.added += 1
         self.waiting.append(sequence)

@@ -26,6 +26,8 @@ class ReadRound:
     tokens: list[list[int]]
     counts: list[int]
     logprobs: list[list[float]] | None = None
+    likely: list[list[list[int]]] | None = None
+    likely_logprobs: list[list[list[float]]] | None = None
     levels: list[int] | None = None  # of the tree, by row; None: all of them
 
 
@@ -115,7 +117,7 @@ class Loop:
         output = self.batch.launch(known + self.batch.round.path * len(self.pending), ended)
         rows = _Pending(output, self.batch.sequences, self.batch.settings.sampling, 0)
         if self.lag:
-            rows.copy = self.reader.start(output.to_read())
+            rows.copy = self.reader.start(list(output.to_read().values()))
         self.pending.append(rows)
         return True
 
@@ -124,6 +126,6 @@ class Loop:
 
     def _read(self, pending: _Pending) -> ReadRound:
         output = pending.output
-        read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in output.to_read()]
-        levels = read.pop() if output.levels is not None else None
-        return ReadRound(output, pending.sequences, pending.sampling, *read, levels=levels)
+        made = output.to_read()
+        read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in made.values()]
+        return ReadRound(output, pending.sequences, pending.sampling, **dict(zip(made, read, strict=True)))

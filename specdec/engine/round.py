@@ -22,7 +22,7 @@ from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
-from specdec.sampling.likely import logprobs_of
+from specdec.sampling.likely import logprobs_of, top
 from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
@@ -38,6 +38,7 @@ class RoundSettings:
     penalties: Penalties | None = None
     masks: Masks | None = None  # of grammars
     logprobs: bool = False  # compute those of the emitted tokens
+    likely: int = 0  # and so many of the likeliest tokens in the place of each
     steps: Tensor | None = None  # [B] levels of the tree that count for each row; None: all of them
 
     def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
@@ -45,6 +46,20 @@ class RoundSettings:
         if self.penalties is not None:
             logits = self.penalties(logits, tree)
         return logits if self.masks is None else self.masks(logits, tree)
+
+    def told(self, logits: Tensor, tokens: Tensor, path: Tensor | None = None) -> dict[str, Tensor]:
+        """What is told of tokens [...] by the target's own logits [..., V]: fields of `RoundOutput`. With a path [B,P]
+        they are those of a tree's nodes [B,N,V], and token k follows node path[:, k]."""
+        if not self.logprobs:
+            return {}
+        if path is not None:
+            logits = logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1]))
+        if not self.likely:
+            return {"logprobs": logprobs_of(logits, tokens)}
+        scores = logits.float().log_softmax(-1)
+        values, ids = top(scores, self.likely)
+        own = scores.gather(-1, tokens[..., None]).squeeze(-1)  # the same bits as among the likeliest
+        return {"logprobs": own, "likely": ids, "likely_logprobs": values}
 
 
 @dataclass
@@ -54,6 +69,8 @@ class RoundOutput:
     tokens: Tensor  # [B,P] emitted tokens, as in `Verdict`
     n: Tensor  # [B] how many of them
     logprobs: Tensor | None = None  # [B,P] if asked for
+    likely: Tensor | None = None  # [B,P,k] the likeliest tokens in the place of each, best first, if asked for
+    likely_logprobs: Tensor | None = None  # [B,P,k] theirs
     tree: DraftTree | None = None
     verdict: Verdict | None = None
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
@@ -62,9 +79,11 @@ class RoundOutput:
     nodes: int = 1  # of the tree, the root included
     played: Played | None = None  # what an adaptive policy is told of it
 
-    def to_read(self) -> list[Tensor]:
-        """What the host wants to know."""
-        return [x for x in (self.tokens, self.n, self.logprobs, self.levels) if x is not None]
+    def to_read(self) -> dict[str, Tensor]:
+        """What the host wants to know, by the names of `overlap.ReadRound`."""
+        made = {"tokens": self.tokens, "counts": self.n, "logprobs": self.logprobs, "levels": self.levels}
+        made |= {"likely": self.likely, "likely_logprobs": self.likely_logprobs}
+        return {name: x for name, x in made.items() if x is not None}
 
     def only(self, reads: Reads) -> "RoundOutput":
         """This, without what nobody reads."""
@@ -149,11 +168,11 @@ class Round:
         settings: RoundSettings,
         guide: Guide | None = None,
         read: Read | None = None,
-    ) -> tuple[Tensor, DraftState | None, Tensor | None]:
+    ) -> tuple[Tensor, DraftState | None, dict[str, Tensor]]:
         """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter. read:
         what the target made of the only one before.
 
-        Returns the first token of each [R], the drafter's state, and the tokens' log-probabilities [R] if asked for."""
+        Returns the first token of each [R], the drafter's state, and what is told of the tokens."""
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -165,12 +184,12 @@ class Round:
             part.take(read.cache, longest)
             logits, feats = read.logits, read.feats
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
-        logprobs = logprobs_of(logits[:, 0], root) if settings.logprobs else None
+        told = settings.told(logits[:, 0], root)
         if self.drafter is None:
-            return root, None, logprobs
+            return root, None, told
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root[:, None])
         admit = self.drafter.admit if guide is None else guide.admit
-        return root, admit(row, tokens[:, 0], feats, following, lens), logprobs
+        return root, admit(row, tokens[:, 0], feats, following, lens), told
 
     def play(
         self,
@@ -215,9 +234,7 @@ class Round:
         n = verdict.n * active
         if penalties is not None:
             penalties.add(verdict.tokens, n)
-        if settings.logprobs:
-            at_path = own.gather(1, verdict.path[..., None].expand(-1, -1, own.shape[-1]))
-            verdict.logprobs = logprobs_of(at_path, verdict.tokens)
+        told = settings.told(own, verdict.tokens, verdict.path)
         clock.mark("verify")
         max_len = cache.max_len + tree.steps + 1
         cache.commit(verdict.path, n, max_len)
@@ -227,8 +244,10 @@ class Round:
         state = self.drafter.extend(feats, verdict.tokens, n, max_len)
         root = verdict.tokens.gather(1, verdict.n[:, None] - 1).squeeze(1)
         clock.mark("draft")
-        output = RoundOutput(verdict.tokens, verdict.n, verdict.logprobs, tree, verdict, logits, levels, experts)
-        output.nodes = tree.tokens.shape[1]
+        output = RoundOutput(
+            verdict.tokens, verdict.n, tree=tree, verdict=verdict, logits=logits, levels=levels, **told
+        )
+        output.experts, output.nodes = experts, tree.tokens.shape[1]
         return root, state, output
 
     def _plain(
@@ -248,8 +267,8 @@ class Round:
         token = self._draw(logits, n, settings, cache.lens)
         cache.advance(n, max_len)
         settings.clock.mark("verify")
-        logprobs = logprobs_of(logits[:, 0], token)[:, None] if settings.logprobs else None
-        output = RoundOutput(token[:, None], torch.ones_like(token), logprobs, levels=levels)
+        told = settings.told(logits, token[:, None])
+        output = RoundOutput(token[:, None], torch.ones_like(token), levels=levels, **told)
         if self.drafter is None:
             return token, None, output
         if guide is not None and guide.holds:

@@ -9,6 +9,8 @@ from specdec.sampling.grammar import Grammar, Matcher
 from specdec.sampling.noise import Seed
 from specdec.types import Sampling
 
+MOST_LIKELY = 20  # as OpenAI's interface has it
+
 
 class Stop(Protocol):
     """What ends one sequence before its `eos` or its limit does, such as a string (`specdec.text.StopStrings`)."""
@@ -35,6 +37,8 @@ class Sequence:
     steps: int | None = None  # levels of the draft tree that count for it; 0: none; None: all of them
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
+    top: int = 0  # how many of the likeliest tokens in the place of each are told too
+    likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     finish: str | None = None
     matcher: Matcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)
@@ -54,8 +58,15 @@ class Sequence:
         """Tokens that caches must hold for it, those of the prompt included."""
         return len(self.prompt) + self.limit
 
-    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> list[int]:
-        """Append what still belongs to the text, and return it. logprobs: of the tokens, if the sequence keeps them."""
+    def add(
+        self,
+        tokens: list[int],
+        logprobs: list[float] | None = None,
+        likely: list[list[int]] | None = None,
+        likely_logprobs: list[list[float]] | None = None,
+    ) -> list[int]:
+        """Append what still belongs to the text, and return it. logprobs, likely: of the tokens, if the sequence keeps
+        them."""
         kept = tokens[: self.left]
         for count, token in enumerate(kept, 1):
             self.finish = self._end(token)
@@ -65,6 +76,9 @@ class Sequence:
         self.tokens += kept
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs[: len(kept)]
+            if self.top:
+                places = zip(likely[: len(kept)], likely_logprobs, strict=False)
+                self.likely += [list(zip(ids[: self.top], own, strict=False)) for ids, own in places]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit
         if self.finish is not None:
@@ -104,9 +118,12 @@ def make_sequence(
     vocab: int,
     context: int,
     steps: int | None = None,
+    top_logprobs: int = 0,
 ) -> Sequence:
     """A sequence for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence, for what that
     target does not take."""
+    if not 0 <= top_logprobs <= MOST_LIKELY:
+        raise ValueError(f"top_logprobs must be from 0 to {MOST_LIKELY}, got {top_logprobs}")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if steps is not None and steps < 0:
@@ -122,7 +139,8 @@ def make_sequence(
         stop,
         eos,
         steps,
-        logprobs=[] if logprobs else None,
+        logprobs=[] if logprobs or top_logprobs else None,
+        top=min(top_logprobs, vocab),
     )
 
 

@@ -13,11 +13,12 @@ from specdec.engine.batch import Batch, Progress
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.masks import Masks
 from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.model.cache import KVCache
 from specdec.types import DraftTree, SamplingBatch, Verdict
 
 STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
+EMITTED = ("tokens", "n", "logprobs", "likely", "likely_logprobs")  # of `RoundOutput`, what the host reads of any round
 MOST = 64  # graphs of one engine; the oldest goes first
 
 
@@ -65,8 +66,7 @@ class StaticBatch(Batch):
         self.backend, self.buckets = backend, buckets(room)
         self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
         self.root = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.made = RoundOutput(self.root.new_zeros(rows, round_.path), torch.zeros_like(self.root))
-        self.made_logprobs = torch.zeros(rows, round_.path, device=self.device)
+        self.made = made_of(rows, round_.path, min(MOST_LIKELY, round_.target.vocab), self.device)
         self.progress = Progress(self._vacant(), self.device)
         self.eos: dict[int, Tensor] = {}  # by their number, [B,E]
         self.masks: Masks | None = None
@@ -115,7 +115,8 @@ class StaticBatch(Batch):
         self.progress.eos = self.eos.setdefault(width, progress.eos)
         self.progress.eos.copy_(progress.eos)
         self.kind = (
-            _kind(settings.sampling), settings.penalties is not None, settings.logprobs, settings.steps is not None
+            _kind(settings.sampling), settings.penalties is not None, settings.logprobs, settings.likely,
+            settings.steps is not None,
         )  # fmt: skip
         if self.kind not in self.kinds:
             self.kinds[self.kind] = replace(settings, clock=SilentClock(), masks=None)
@@ -204,12 +205,10 @@ class StaticBatch(Batch):
 
     def _keep(self, output: RoundOutput) -> RoundOutput:
         """What a round made, where it does not move."""
-        self.made.tokens.copy_(output.tokens)
-        self.made.n.copy_(output.n)
-        if output.logprobs is not None:
-            self.made_logprobs.copy_(output.logprobs)
-        logprobs = None if output.logprobs is None else self.made_logprobs
-        return replace(output, tokens=self.made.tokens, n=self.made.n, logprobs=logprobs)
+        kept = {name: getattr(self.made, name) for name in EMITTED if getattr(output, name) is not None}
+        for name, place in kept.items():
+            place.copy_(getattr(output, name))
+        return replace(output, **kept)
 
     def _static(self, settings: RoundSettings) -> list[Tensor]:
         """What a round changes and the next one reads, the slots of caches aside."""
@@ -217,6 +216,13 @@ class StaticBatch(Batch):
         kept += [self.state.hidden, self.state.readout] if self.state else []
         kept += [self.draft_cache.lens] if self.draft_cache else []
         return kept + ([settings.penalties.counts] if settings.penalties else [])
+
+
+def made_of(rows: int, path: int, likely: int, device: torch.device) -> RoundOutput:
+    """Places for what a round emits."""
+    tokens, logprobs = torch.zeros(rows, path, dtype=torch.int64, device=device), torch.zeros(rows, path, device=device)
+    own = tokens.new_zeros(rows, path, likely), logprobs.new_zeros(rows, path, likely)
+    return RoundOutput(tokens, tokens.new_zeros(rows), logprobs, *own)
 
 
 def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ class Delta:
     job: "Job"
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None
+    likely: list[list[tuple[int, float]]] = field(default_factory=list)  # as `Sequence.likely`
     finish: str | None = None
     error: str = ""
     status: int = 500
@@ -48,6 +49,7 @@ class Job:
     stop: Stop | None = None
     logprobs: bool = False
     grammar: Grammar | None = None
+    top_logprobs: int = 0
     steps: int | None = None  # levels of draft trees that count for it
     # The scheduler's own
     sequence: Sequence | None = None  # once it has a row

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from specdec.cli.limits import MOST
+from specdec.engine.sequence import MOST_LIKELY
 from specdec.schema import SHOWN, check_value, ranged, shown
 from specdec.text import check_stops, clean
 from specdec.types import FILTERS, Sampling
@@ -35,7 +36,6 @@ OFF = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "use_beam_search": (False,),
 }
 NO_EFFECT = {
@@ -107,6 +107,11 @@ class Ask:
     def wants_logprobs(self) -> bool:
         raise NotImplementedError
 
+    @property
+    def likely(self) -> int:
+        """How many of the likeliest tokens are told in the place of each."""
+        raise NotImplementedError
+
     def limit(self, prompt: int, room: int) -> int:
         """How many tokens it may get behind a prompt of so many. `Refusal` if both do not fit into the room."""
         raise NotImplementedError
@@ -127,13 +132,15 @@ class Ask:
 @dataclass(kw_only=True)
 class CompletionAsk(Ask):
     prompt: Any = None
-    logprobs: int | None = ranged(0, MOST, None)
+    logprobs: int | None = ranged(0, MOST_LIKELY, None)
 
     @property
     def wants_logprobs(self) -> bool:
-        if self.logprobs:
-            raise Refusal("logprobs of other tokens than the emitted ones are not built: give logprobs=0", "logprobs")
         return self.logprobs is not None
+
+    @property
+    def likely(self) -> int:
+        return self.logprobs or 0
 
     def limit(self, prompt: int, room: int) -> int:
         return _fitting(self.max_tokens or 16, prompt, room, "max_tokens")
@@ -156,10 +163,17 @@ class ChatAsk(Ask):
     messages: list[dict]
     max_completion_tokens: int | None = ranged(1, MOST, None)
     logprobs: bool = False
+    top_logprobs: int | None = ranged(0, MOST_LIKELY, None)
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs
+
+    @property
+    def likely(self) -> int:
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self.top_logprobs or 0
 
     def limit(self, prompt: int, room: int) -> int:
         asked = self.max_completion_tokens or self.max_tokens

@@ -15,6 +15,7 @@ class Piece:
     text: str
     tokens: list[int]
     logprobs: list[float] | None
+    likely: list[list[tuple[int, float]]]  # as `Sequence.likely`
     finish: str | None  # as OpenAI calls it
 
 
@@ -56,7 +57,8 @@ class Choice:
         if delta.finish is not None:
             text += self.stream.end()
         self.count += len(delta.tokens)
-        piece = Piece(text, delta.tokens, delta.logprobs, delta.finish and REASONS.get(delta.finish, delta.finish))
+        finish = delta.finish and REASONS.get(delta.finish, delta.finish)
+        piece = Piece(text, delta.tokens, delta.logprobs, delta.likely, finish)
         self.pieces.append(piece)
         return piece
 
@@ -64,18 +66,23 @@ class Choice:
         """All of it, when it has ended."""
         tokens = [token for piece in self.pieces for token in piece.tokens]
         logprobs = [x for piece in self.pieces for x in piece.logprobs or ()]
+        likely = [x for piece in self.pieces for x in piece.likely]
         kept = logprobs if self.job.logprobs else None
-        return Piece("".join(piece.text for piece in self.pieces), tokens, kept, self.pieces[-1].finish)
+        return Piece("".join(piece.text for piece in self.pieces), tokens, kept, likely, self.pieces[-1].finish)
+
+    def likely(self, piece: Piece, place: int) -> list[tuple[str, float]]:
+        """The likeliest tokens in the place of one, as text, best first, and their log-probabilities."""
+        return [(self.tokenizer.decode([token]), x) for token, x in (piece.likely[place] if piece.likely else ())]
 
 
 def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
     logprobs = None if delta.logprobs is None else delta.logprobs[part]
-    return replace(delta, tokens=delta.tokens[part], logprobs=logprobs, finish=finish)
+    return replace(delta, tokens=delta.tokens[part], logprobs=logprobs, likely=delta.likely[part], finish=finish)
 
 
 def _joined(first: Delta, then: Delta) -> Delta:
     logprobs = None if then.logprobs is None else (first.logprobs or []) + then.logprobs
-    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs)
+    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs, likely=first.likely + then.likely)
 
 
 def speculation(choice: Choice, most: int, detailed: bool) -> dict:
@@ -179,11 +186,23 @@ class ChatReply(Reply):
         if piece.logprobs is not None:
             texts = [choice.tokenizer.decode([token]) for token in piece.tokens]
             content = [
-                {"token": text, "logprob": x, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, x in zip(texts, piece.logprobs, strict=True)
+                _entry(text, x) | {"top_logprobs": [_entry(*other) for other in choice.likely(piece, place)]}
+                for place, (text, x) in enumerate(zip(texts, piece.logprobs, strict=True))
             ]
             logprobs = {"content": content, "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish}
+
+
+def _by_text(tokens: list[tuple[str, float]]) -> dict[str, float]:
+    """In this order; of tokens with the same text the first."""
+    told: dict[str, float] = {}
+    for text, logprob in tokens:
+        told.setdefault(text, logprob)
+    return told
+
+
+def _entry(text: str, logprob: float) -> dict:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class CompletionReply(Reply):
@@ -196,8 +215,12 @@ class CompletionReply(Reply):
             for text in texts:
                 offsets.append(choice.offset)
                 choice.offset += len(text)
+            likely = None
+            if piece.likely:
+                own = zip(texts, piece.logprobs, strict=True)
+                likely = [_by_text([*choice.likely(piece, place), emitted]) for place, emitted in enumerate(own)]
             logprobs = {
-                "tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": None, "text_offset": offsets
+                "tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": likely, "text_offset": offsets
             }  # fmt: skip
         return {"index": choice.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
 

@@ -185,7 +185,17 @@ class Scheduler:
             joining.append(job)
         del self.queue[: len(joining)]
         for job in joining:
-            asked = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar", "steps")
+            asked = (
+                "max_new_tokens",
+                "sampling",
+                "seed",
+                "eos",
+                "stop",
+                "logprobs",
+                "grammar",
+                "steps",
+                "top_logprobs",
+            )
             job.sequence = self.engine.add(job.prompt, **{name: getattr(job, name) for name in asked})
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
@@ -201,8 +211,9 @@ class Scheduler:
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped
                     continue
-                logprobs = sequence.logprobs and sequence.logprobs[len(sequence.logprobs) - len(tokens) :]
-                delta = Delta(job, tokens, logprobs, sequence.finish, drafted=drafted, accepted=accepted)
+                behind = len(sequence.tokens) - len(tokens)
+                logprobs, likely = sequence.logprobs and sequence.logprobs[behind:], sequence.likely[behind:]
+                delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, accepted=accepted)
                 deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")
                 metrics.observe(f"vllm:{name}_seconds", now - since)

@@ -140,6 +140,7 @@ class Service:
             eos=frozenset() if ask.ignore_eos else None,
             stop=StopStrings(self.target.tokenizer, ask.stops) if ask.stops else None,
             logprobs=ask.wants_logprobs,
+            top_logprobs=ask.likely,
             grammar=grammar,
             steps=self.speculation.steps_of(ask.speculative),
         )

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from tape import Tape
 
 from drafters.draft_model import DraftModel
 from scripts import batch_chart
@@ -15,6 +16,7 @@ from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
+from specdec.sampling.likely import top_logprobs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.text import StopStrings, TextStream
@@ -356,3 +358,32 @@ def test_the_chart_of_throughput(target_path, drafter_path, tmp_path, capsys):
     with pytest.raises(SystemExit):
         batch_chart.main([*map(str, flags), "--trials", "0"])
     assert "must be at least 1, got 32 and 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how", [{"overlap": False}, {"overlap": True}, {"graphs": Tape()}], ids=["at once", "overlapped", "recorded"]
+)
+@torch.inference_mode()
+def test_the_likeliest_tokens_in_the_place_of_each(how):
+    """Of the target's own softmax, best first; as many as each row asks for."""
+    target, wanted = tiny_target(), (3, 0, 20)
+    engine = Engine(target, tiny_drafter(target), Chain(3), **how)
+    engine.reserve(3, 20)
+    rows = [
+        engine.add([3, 5, 7][: 1 + i], max_new_tokens=9, sampling=HEAVY, seed=(0, i), eos=frozenset(), top_logprobs=k)
+        for i, k in enumerate(wanted)
+    ]
+    while engine.step() is not None:
+        pass
+    assert rows[1].logprobs is None
+    assert rows[1].likely == []
+    for row, k in ((rows[0], 3), (rows[2], 17)):  # there are 17 tokens
+        logits, _ = target(torch.tensor([row.prompt + row.tokens]), None)
+        values, ids = top_logprobs(logits[0, len(row.prompt) - 1 : -1], k)
+        assert [[token for token, _ in place] for place in row.likely] == ids.tolist()
+        told = torch.tensor([[x for _, x in place] for place in row.likely])
+        torch.testing.assert_close(told, values, rtol=0, atol=1e-5)
+        own = [dict(place)[token] for place, token in zip(row.likely, row.tokens, strict=True) if token in dict(place)]
+        assert own == [x for x, p, t in zip(row.logprobs, row.likely, row.tokens, strict=True) if t in dict(p)]
+    with pytest.raises(ValueError, match="top_logprobs must be from 0 to 20, got 21"):
+        engine.add([1], top_logprobs=21)

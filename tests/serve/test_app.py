@@ -154,6 +154,34 @@ def test_log_probabilities(pair):
     serve(pair, use)
 
 
+def test_the_likeliest_tokens_are_told(pair):
+    """Best first. At temperature 0 the emitted token is the first; of a completion a drawn token comes last, unless it
+    is among them."""
+
+    async def use(server):
+        asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+        whole = (await server.post(CHAT, **asked))["choices"][0]["logprobs"]["content"]
+        streamed = [
+            entry for e in await server.stream(CHAT, **asked) for entry in e["choices"][0]["logprobs"]["content"]
+        ]
+        assert streamed == whole
+        for entry in whole:
+            told = entry["top_logprobs"]
+            assert len(told) == 3
+            assert told[0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
+            assert [x["logprob"] for x in told] == sorted((x["logprob"] for x in told), reverse=True)
+        drawn = {"prompt": "The", "max_tokens": 9, "temperature": 1.5, "seed": 3, "logprobs": 2}
+        told = (await server.post(TEXT, **drawn))["choices"][0]["logprobs"]
+        for token, logprob, likely in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+            assert likely[token] >= logprob
+            assert len(likely) <= 3
+            assert max(likely.values()) == next(iter(likely.values()))
+        streamed = [e["choices"][0]["logprobs"] for e in await server.stream(TEXT, **drawn)]
+        assert [x for part in streamed for x in part["top_logprobs"]] == told["top_logprobs"]
+
+    serve(pair, use)
+
+
 def test_many_at_once_and_the_counters_add_up(pair):
     """50 requests, 30 at once, for 4 rows; malformed ones, ones that are too long, and a full queue among them."""
     target, gate = pair[0], asyncio.Semaphore(30)
@@ -254,7 +282,8 @@ WRONG = [
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages", r"messages\[0\].role must be one of"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of type 'text'"),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 1000}, "max_completion_tokens", "but a text may have 100 here"),
-    (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "is not built"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be at most 20, got 21"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "grammar"}}, "response_format", "must be text, json_object"),
     (TEXT, {"prompt": 3}, "prompt", "prompt must be a text"),
     (TEXT, {"prompt": ""}, "prompt", "the prompt is empty"),
@@ -268,7 +297,7 @@ WRONG = [
     (TEXT, {"prompt": ["x"] * 17}, "n", "got 17 prompts with n 1"),
     (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "at least one character"),
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "16 strings at most"),
-    (TEXT, {"prompt": "x", "logprobs": 2}, "logprobs", "give logprobs=0"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "must be at most 20, got 21"),
     (TEXT, {"prompt": "x", "echo": True}, "echo", "is not built"),
     (TEXT, {"prompt": "x", "min_tokens": 4}, "min_tokens", "is not built"),
     (TEXT, {"prompt": "x", "temprature": 1}, "temprature", "there is no parameter 'temprature'"),

@@ -45,7 +45,13 @@ def test_a_crowd_gets_what_everyone_gets_alone(pair):
 
 def wrong_seed(monkeypatch, kept):
     real = Service._job
-    monkeypatch.setattr(Service, "_job", lambda self, ask, prompt, seed, tell: real(self, ask, prompt, (5, 5), tell))
+
+    def drawn_by_another(self, *given):
+        job = real(self, *given)
+        job.seed = 5, 5
+        return job
+
+    monkeypatch.setattr(Service, "_job", drawn_by_another)
 
 
 def usage_of_a_token_more(monkeypatch, kept):

@@ -45,7 +45,7 @@ def test_a_replayed_policy_accepts_what_the_real_one_does(pair, recorded, name, 
     superset, sampling = recorded
     tree, costs = TREES[tree], curve(0.02)
     drafts = Drafts(superset, tree)
-    made = [assembled(name, costs, sizes_of(tree), [0.5, 0.5, 0.5]) for _ in range(2)]
+    made = [assembled(name, lambda: costs, sizes_of(tree), [0.5, 0.5, 0.5]) for _ in range(2)]
     for policy in made:
         if hasattr(policy, "estimator"):
             policy.estimator.since, policy.seen, policy.drafts = 200, 60, 3  # a fit, and cuts, within the run
@@ -61,7 +61,7 @@ def test_no_policy_beats_the_bound(recorded):
     for node, rows in itertools.product((0.001, 0.05, 0.3), (1, 3)):
         costs = curve(node)
         bound = Bound(drafts, costs, rows)
-        makers = {name: lambda name=name, costs=costs: assembled(name, costs, sizes_of(drafts.tree), [0.5] * 3)
+        makers = {name: lambda name=name, costs=costs: assembled(name, lambda: costs, sizes_of(drafts.tree), [0.5] * 3)
                   for name in ("table", "ema", "survival:told")}  # fmt: skip
         makers |= {f"fixed {k}": lambda k=k: Fixed(k) for k in range(4)}
         for row in loads.compare(drafts, makers, costs, [rows], 12):

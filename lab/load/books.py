@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +91,13 @@ async def settled(scheduler: Scheduler, seconds: float = 60.0) -> bool:
     return False
 
 
+def live_bytes(objects: Iterable) -> int:
+    """Bytes of the tensors among all objects of a process. Packed weights count nothing, nor do a compiler's tensors
+    without contents, which are of classes of their own."""
+    tensors = [x for x in objects if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
+
+
 @dataclass(frozen=True)
 class Left:
     """What a server holds, garbage collected."""
@@ -106,7 +113,5 @@ class Left:
         gc.collect()
         objects = gc.get_objects()
         jobs, rows = (sum(type(x) is kind for x in objects) for kind in (Job, Row))
-        tensors = [x for x in objects if issubclass(type(x), torch.Tensor) and x.layout == torch.strided]
-        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         waiting = len(scheduler.queue) + len(scheduler.engine.waiting)
-        return cls(scheduler.engine.loop.batch.free(), waiting, jobs, rows, sum(storages.values()))
+        return cls(scheduler.engine.loop.batch.free(), waiting, jobs, rows, live_bytes(objects))

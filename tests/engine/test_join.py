@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from tape import Tape
 from test_conf_matrix import DRAFTED, fresh_drafter, load
 
+from lab.load.books import live_bytes
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
@@ -114,18 +115,6 @@ def test_a_trace_of_rows_that_join():
     ]
 
 
-def live_bytes() -> int:
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in gc.get_objects() if is_tensor(x)}
-    return sum(storages.values())
-
-
-def is_tensor(x) -> bool:
-    try:
-        return isinstance(x, torch.Tensor) and x.layout is torch.strided
-    except ReferenceError:  # a proxy of something that is gone
-        return False
-
-
 @pytest.mark.parametrize(
     ("drafter", "overlap"),
     [("eagle3", False), ("eagle3", True), ("suffix", True), ("draft-model", False)],
@@ -146,7 +135,9 @@ def test_memory_does_not_grow(drafter, overlap):
             while engine.step() is not None:
                 pass
             gc.collect()
-            seen.append((live_bytes(), len(gc.get_objects())))
+            objects = gc.get_objects()
+            seen.append((live_bytes(objects), len(objects)))
+            del objects
     assert [kv.data_ptr() for kv in engine.loop.batch.cache.memory] == place
     sizes, objects = zip(*seen[1:], strict=True)
     assert max(sizes) - min(sizes) <= 4096  # tensors of as many entries as there happened to be rows

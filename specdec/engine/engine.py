@@ -181,7 +181,11 @@ class Engine:
             return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
         self.read_part = False
         read = loop.next()
-        return None if read is None else conclude(read, batch.clock, batch.guide)
+        if read is not None:
+            return conclude(read, batch.clock, batch.guide)
+        if batch.guide is not None:
+            batch.guide.forget()
+        return None
 
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading

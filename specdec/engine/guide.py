@@ -130,6 +130,10 @@ class Guide:
         if self.held is not None:
             self.held.compact(index)
 
+    def forget(self) -> None:
+        """No row goes on, so nobody will ask for what was held."""
+        self.held = None
+
 
 class Held:
     """Committed positions that the drafter has not absorbed: features [B,K,F] (None without taps), tokens [B,K], of
@@ -179,9 +183,13 @@ class Held:
         return Held(feats, tokens, n, max(self.most, other.most))
 
     def compact(self, index: Tensor) -> None:
+        """Go on with the rows index [B'], and with no more places than they take: else a server that never drafts would
+        hold more and more. This waits for the device."""
         self.gather()
-        self.tokens, self.n = self.tokens[index], self.n[index]
-        self.feats = None if self.feats is None else self.feats[index]
+        self.n = self.n[index]
+        self.most = int(self.n.max()) if len(index) else 0
+        self.tokens = self.tokens[index, : self.most]
+        self.feats = None if self.feats is None else self.feats[index, : self.most]
 
     def absorb(self, drafter: Drafter, state: DraftState, max_len: int) -> DraftState:
         """The drafter's state behind all of it, HOLD positions at a time. A row's state is that of its last part."""

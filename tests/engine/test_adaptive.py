@@ -6,7 +6,7 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 
 from specdec import calibrate
-from specdec.adaptive import Calibrated, Curve, Draft, Ema, Outcome, Policy, Survival, Table, Told
+from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Policy, Survival, Table, Told
 from specdec.adaptive.survival import BEGIN, FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -106,6 +106,28 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
         traces.append([row.trace for row in rows])
     assert traces[0] == traces[1]
     assert set(held) == {True, False}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
+def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap):
+    """Nor anything when nothing runs."""
+    engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
+    engine.reserve(3, 16)
+    guide, widest = engine.loop.batch.guide, 0
+    for number in range(40):
+        engine.add([1 + number % 7, 3], max_new_tokens=4 + number % 9, eos=frozenset())
+        for _ in range(4):
+            engine.step()
+        if guide.held is not None:
+            widest = max(widest, guide.held.most + len(guide.held.new))
+    assert 8 < widest <= 2 * 16  # what came since rows were dropped last stands behind the rest
+    while engine.step() is not None:
+        pass
+    assert guide.held is None
+    row = engine.add([1, 3], max_new_tokens=9, eos=frozenset())
+    while engine.step() is not None:
+        pass
+    assert row.tokens == Engine(target).generate([[1, 3]], max_new_tokens=9, eos=frozenset()).rows[0].tokens
 
 
 # What policies choose

@@ -131,8 +131,8 @@ class Guide:
             self.held.compact(index)
 
     def forget(self) -> None:
-        """No row goes on, so nobody will ask for what was held."""
-        self.held = None
+        """No row goes on, so nobody will ask for what was held, nor for the last round."""
+        self.held = self.played = None
 
 
 class Held:

@@ -17,6 +17,7 @@ from specdec.types import Sampling
 from trees import DynamicTree
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "What is 12 + 30?"}]
 
 
 @dataclass

@@ -10,21 +10,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-from clients import CHAT, TEXT, serve, solo
+from clients import CHAT, HELLO, TEXT, serve, solo
 
-from drafters.formats import load_drafter
-from specdec.model.loader import load_target
 from specdec.serve.jobs import Delta
 from specdec.serve.replies import Choice
 from specdec.serve.service import Limits
-
-HELLO = [{"role": "user", "content": "What is 12 + 30?"}]
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
 
 
 def content(events: list[dict]) -> str:

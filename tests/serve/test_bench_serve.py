@@ -16,15 +16,8 @@ from clients import serve
 from lab.load.bench_serve import main, measure, parser, print_loads
 from lab.load.client import Answer, Asked, ask
 from lab.load.drive import figures_of, spread
-from specdec.api import load_drafter, load_target
 
 PROMPTS = ["one", "another one", "x"] * 4
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
 
 
 def run(pair, *words: str, **how) -> dict:

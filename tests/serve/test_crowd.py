@@ -10,7 +10,6 @@ pytest.importorskip("httpx2")
 
 from lab.load.crowd import Alone, Sizes
 from lab.load.crowd_run import Crowd, run
-from specdec.api import load_drafter, load_target
 from specdec.engine.engine import Engine
 from specdec.serve.replies import Reply
 from specdec.serve.scheduler import Scheduler
@@ -19,12 +18,6 @@ from trees import DynamicTree
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * 3, "What is 12 + 30? It is 42.", "Ein Café, 日本語."]
 SIZES, WARM_UP = Sizes(characters=60, tokens=14, room=120, body=4000), 4
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
 
 
 def wrong_of(pair, count: int) -> tuple[dict, list[str]]:

@@ -13,9 +13,6 @@ pytest.importorskip("httpx2")
 import serve_clients
 from clients import CHAT, TEXT, serve
 
-from drafters.formats import load_drafter
-from specdec.model.loader import load_target
-
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 VLLM_CHAT = {"model": "tiny", "messages": PARTS, "max_completion_tokens": 24, **USAGE, "ignore_eos": True}
@@ -36,12 +33,6 @@ GUIDELLM = {
     "temperature": 0,
     "messages": PARTS,
 }
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
 
 
 def vllm_reads(text: str) -> dict[str, int]:

@@ -7,17 +7,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from clients import CHAT, TEXT, serve, solo
-
-from specdec.api import load_drafter, load_target
-
-HELLO = [{"role": "user", "content": "What is 12 + 30?"}]
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
+from clients import CHAT, HELLO, TEXT, serve, solo
 
 
 def test_none_fewer_levels_and_all_of_them_side_by_side(pair):

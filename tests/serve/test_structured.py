@@ -29,12 +29,6 @@ def schema(of, **more) -> dict:
     return {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True} | more}
 
 
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
-
-
 def test_answers_are_of_their_form_and_those_beside_them_are_free(pair):
     async def use(server):
         free = {**ASKED, "seed": 7}

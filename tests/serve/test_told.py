@@ -8,24 +8,15 @@ from helpers import run_here
 
 pytest.importorskip("fastapi")
 
-from clients import CHAT, TEXT, serve, solo
+from clients import CHAT, HELLO, TEXT, serve, solo
 
 from lab.trace.metrics_command import main as metrics_main
 from specdec.adaptive import Curve, Fixed
-from specdec.api import load_drafter, load_target
 from specdec.calibrate import assembled, sizes_of
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.serve.scheduler import Scheduler
 from trees import DynamicTree
-
-HELLO = [{"role": "user", "content": "What is 12 + 30?"}]
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    target = load_target(target_path)
-    return target, load_drafter(drafter_path, target)
 
 
 def test_acceptance_is_told_as_vllm_does(pair):

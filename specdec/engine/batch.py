@@ -179,6 +179,12 @@ class Batch:
             going = [s.finish is None for s in self.sequences]
             self.progress.active &= torch.tensor(going, dtype=torch.bool, device=self.device)
 
+    def rest(self) -> None:
+        """Drop all rows, none of which decodes, and what was kept for them."""
+        self._drop([True] * len(self.sequences))
+        if self.guide is not None:
+            self.guide.forget()
+
     # Rounds
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:

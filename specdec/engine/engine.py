@@ -169,7 +169,10 @@ class Engine:
         long prompt may take several steps to join (`reserve`); all but the last of them report no rows.
 
         A sequence joins between rounds that are all read, so with `overlap` the last one is read first."""
-        return self._step()
+        report = self._step()
+        if report is None and self.loop is not None:
+            self.loop.rest()
+        return report
 
     def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
         if self.loop is None:
@@ -181,11 +184,7 @@ class Engine:
             return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
         self.read_part = False
         read = loop.next()
-        if read is not None:
-            return conclude(read, batch.clock, batch.guide)
-        if batch.guide is not None:
-            batch.guide.forget()
-        return None
+        return None if read is None else conclude(read, batch.clock, batch.guide)
 
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading

@@ -105,6 +105,11 @@ class Loop:
         """Read the oldest round without launching another."""
         return self._read(self.pending.pop(0)) if self.pending else None
 
+    def rest(self) -> None:
+        """Nothing decodes any more, and nobody waits: hold nothing of what has ended."""
+        self.ended = set()
+        self.batch.rest()
+
     def _launch(self, going: list[Sequence]) -> bool:
         """Start a round for those that still decode, if it can give any of them a token."""
         # Every round under way gives each row a token at least.

@@ -98,6 +98,9 @@ class StaticBatch(Batch):
         if self.backend.any_bound:  # which graph comes next is known, and to make it may take long
             self._graph(self.room)
 
+    def rest(self) -> None:
+        """Rows stay where graphs read them."""
+
     def _place(self, state: DraftState, rows: slice) -> None:
         if self.state is None:
             hidden, readout = (x.new_zeros(self.rows, *x.shape[1:]) for x in (state.hidden, state.readout))

@@ -36,7 +36,7 @@ from lab.models import check_counts
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
-from specdec.model.checkpoint import DTYPES
+from specdec.model.checkpoint import DRAFT_DTYPES, DTYPES
 from specdec.text import encode_prompt, read_prompts
 from trees.spec import TreeSpec
 
@@ -162,7 +162,7 @@ def read_arguments() -> argparse.Namespace:
     p.add_argument("--target", default=DEMO_TARGET)
     p.add_argument("--draft", default=None, help="default: the demo's, or none for a target of your own")
     p.add_argument("--token-map", help="tokens that the drafter may propose (FR-Spec)")
-    p.add_argument("--draft-dtype", choices=sorted(DTYPES), help="default: the target's")
+    p.add_argument("--draft-dtype", choices=sorted(DRAFT_DTYPES), help="default: the target's")
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=16, help="prompts")
     p.add_argument("--max-new-tokens", type=int, default=64)
@@ -211,7 +211,7 @@ def main() -> None:
     if args.draft:
         how = {"token_map": args.token_map} if args.token_map else {}
         if args.draft_dtype:
-            how["dtype"] = DTYPES[args.draft_dtype]
+            how["dtype"] = DRAFT_DTYPES[args.draft_dtype]
         drafter = load_drafter(args.draft, target, **how)
         runs["speculative"] = GreedyEngine(
             target, drafter, TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build()

@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine, Result
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
-from specdec.model.checkpoint import DTYPES
+from specdec.model.checkpoint import DRAFT_DTYPES
 from specdec.model.loader import load_target
 from specdec.model.names import bundled
 from specdec.model.target import Target
@@ -54,9 +54,9 @@ class ModelSettings:
     draft_dtype: str | None = field(
         default=None,
         metadata={
-            "choices": tuple(sorted(DTYPES)),
+            "choices": tuple(sorted(DRAFT_DTYPES)),
             "metavar": "NAME",
-            "help": "of the drafter (default: the target's)",
+            "help": "of the drafter (default: the target's), or int8",
         },
     )
     allow_nonfinite: bool = field(default=False, metadata={"help": "load weights that hold NaN or Inf"})
@@ -86,7 +86,7 @@ class ModelSettings:
         return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
 
     def load_drafter(self, target: Target) -> Drafter:
-        dtype = DTYPES[self.draft_dtype] if self.draft_dtype else None
+        dtype = DRAFT_DTYPES[self.draft_dtype] if self.draft_dtype else None
         return load_drafter(
             self.draft or DEMO_DRAFTER,
             target,

@@ -38,6 +38,7 @@ from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import read_headers, read_json, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
+from specdec.model.layers import round_weights
 from specdec.model.names import bundled, resolve
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
@@ -170,7 +171,8 @@ def load_drafter(
     independent draft model. All others tell in `conventions` how their checkpoint was read.
     token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
     feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
-    dtype: None is the target's; a narrower one costs some acceptance, but no exactness.
+    dtype: None is the target's; a narrower one costs some acceptance, but no exactness. torch.int8 on a CPU: that of
+    the target, with weights rounded to int8 in products.
     allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
 
     Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
@@ -196,7 +198,12 @@ def load_drafter(
         restrict(drafter, read_token_map(Path(bundled(token_map)), target.vocab).ids)
         drafter.acceptance = None  # it was measured with all tokens
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    drafter.to(device=target.device, dtype=dtype or target.dtype).eval().requires_grad_(False)
+    rounds = dtype == torch.int8
+    drafter.to(device=target.device, dtype=target.dtype if rounds else dtype or target.dtype)
+    drafter.eval().requires_grad_(False)
+    if rounds:
+        round_weights(drafter)
+        drafter.conventions["products"] = "with weights rounded to int8"
     return drafter
 
 

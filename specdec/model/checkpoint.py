@@ -23,6 +23,7 @@ from specdec.model.finite import ALLOWED, nonfinite
 from specdec.schema import shown
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DRAFT_DTYPES = DTYPES | {"int8": torch.int8}
 
 
 def read_json(path: Path) -> dict:

@@ -12,11 +12,16 @@ weights (docs/log.md).
 
 In the first two ways, a row of the result has the same bits whatever rows are beside it. No other product of torch
 promises that.
+
+A drafter need not be exact, so its weights may be rounded to int8, a scale for each of their rows. FBGEMM then reads a
+quarter of the bytes, and rounds the rows that it multiplies to 8 bits of the range of all of them: what a row gives
+depends a little on those beside it.
 """
 
 import math
+import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +44,14 @@ class Fp16Weight(NamedTuple):
 
 # Packed weights by storage, so that a head which target and drafter share is packed once. They are freed with it.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_packed_int8: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> Product:
+def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
-    the fastest way that this processor has."""
+    the fastest way that this processor has. int8: of those that may round the weight."""
+    if int8 and (rounded := _kept(_packed_int8, weight, _pack_int8)) is not None:
+        return _int8_linear(rounded, bias, weight.dtype)
     packed = pack(weight)
     if isinstance(packed, Fp16Weight):
         return _fp16_linear(packed, bias)
@@ -73,6 +81,17 @@ def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
     return lambda x: product(x, packed).mul_(scale)
 
 
+def _int8_linear(packed: torch.ScriptObject, bias: Tensor | None, dtype: torch.dtype) -> Product:
+    # Without VNNI sums of products of 8 bits overflow.
+    product, fewer = torch.ops.quantized.linear_dynamic.default._op, not torch.cpu._is_vnni_supported()
+
+    def multiply(x: Tensor) -> Tensor:
+        y = product(x.float(), packed, fewer).to(dtype)
+        return y if bias is None else y + bias
+
+    return multiply
+
+
 def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:
     """x [1,in] -> [1,out]. A batch runs on all threads, and MKL has a faster kernel for it than for one product."""
     (rows, size), blocks = weight.shape, weight.unflatten(0, (BLOCKS, -1))
@@ -97,12 +116,17 @@ def pack(weight: Tensor) -> Tensor | Fp16Weight | None:
     still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
     the same memory.
     """
+    return _kept(_packed, weight, lambda weight: _pack_fp16(weight) or _pack_onednn(weight))
+
+
+def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], Any]) -> Any:
+    """What `make` packs the weight into, made once for each version of its values; None where it may not be packed."""
     if not _can_be_packed(weight):
         return None
-    known, view = _packed.setdefault(weight.untyped_storage(), {}), _view_of(weight)
+    known, view = kept.setdefault(weight.untyped_storage(), {}), _view_of(weight)
     version, packed = known.get(view, (None, None))
     if version != weight._version:
-        packed = _pack_fp16(weight.detach()) or _pack_onednn(weight.detach())
+        packed = make(weight.detach())
         known[view] = weight._version, packed
     return packed
 
@@ -128,6 +152,22 @@ def _can_be_packed(weight: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and not weight.is_inference()  # inference tensors have no version counter
     )
+
+
+def check_int8(device: torch.device) -> None:
+    """Raise ValueError where there is no product with weights in int8."""
+    there = torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
+    if device.type != "cpu" or not there:
+        raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
+
+
+def _pack_int8(weight: Tensor) -> torch.ScriptObject:
+    scales = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch 2.13 calls it deprecated, and has nothing else for FBGEMM
+        rounded = torch.quantize_per_channel(weight.float(), scales.double(), zeros, 0, torch.qint8)
+    return torch.ops.quantized.linear_prepack(rounded, None)
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
-from specdec.model.cpu_linear import linear
+from specdec.model.cpu_linear import check_int8, linear
 
 
 class Freezable(nn.Module):
@@ -49,6 +49,14 @@ def unfreeze(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Freezable):
             module.frozen = None
+
+
+def round_weights(drafter: nn.Module) -> None:
+    """Let a drafter's products take weights in int8. ValueError where there is no such product."""
+    for module in drafter.modules():
+        if isinstance(module, LinearMap):
+            check_int8(module.weight.device)
+            module.int8 = True
 
 
 @functools.cache
@@ -150,13 +158,15 @@ class OffsetRMSNorm(RMSNorm):
 class LinearMap(Freezable):
     """x weight.T + bias. Its bound function takes rows x [R,in] to [R,out] by the fastest product for few rows."""
 
+    int8 = False  # bound, it may take its weight rounded (`round_weights`)
+
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The matrices [out,.] whose products with the parts of x are added; here one."""
         return (self.weight,)
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        return linear(self.weight, self.bias)
+        return linear(self.weight, self.bias, self.int8)
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():

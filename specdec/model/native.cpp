@@ -10,7 +10,7 @@
 namespace {
 
 using at::Tensor;
-using Fp16Weight = c10::intrusive_ptr<LinearPackedParamsBase>;
+using PackedWeight = c10::intrusive_ptr<LinearPackedParamsBase>;
 
 template <typename Held>
 Tensor hold(const Held& held) {
@@ -23,7 +23,7 @@ const Held& held_by(const Tensor& handle) {
   return *static_cast<const Held*>(handle.const_data_ptr());
 }
 
-Tensor hold_fp16(const Fp16Weight& weight) {
+Tensor hold_fbgemm(const PackedWeight& weight) {
   return hold(weight);
 }
 
@@ -32,8 +32,8 @@ Tensor hold_onednn(const Tensor& weight) {
 }
 
 // `size`, the columns of the result, is for those who cannot look behind the handle.
-Tensor fp16_linear(const Tensor& x, const Tensor& handle, int64_t /*size*/) {
-  return held_by<Fp16Weight>(handle)->apply_dynamic(x, /*reduce_range=*/false);
+Tensor fbgemm_linear(const Tensor& x, const Tensor& handle, bool fewer_bits, int64_t /*size*/) {
+  return held_by<PackedWeight>(handle)->apply_dynamic(x, fewer_bits);
 }
 
 Tensor onednn_linear(
@@ -50,13 +50,13 @@ Tensor onednn_linear(
 }  // namespace
 
 TORCH_LIBRARY(specdec, m) {
-  m.def("hold_fp16(__torch__.torch.classes.quantized.LinearPackedParamsBase weight) -> Tensor", &hold_fp16);
+  m.def("hold_fbgemm(__torch__.torch.classes.quantized.LinearPackedParamsBase weight) -> Tensor", &hold_fbgemm);
   m.def("hold_onednn(Tensor weight) -> Tensor", &hold_onednn);
-  m.def("fp16_linear(Tensor x, Tensor handle, int size) -> Tensor");
+  m.def("fbgemm_linear(Tensor x, Tensor handle, bool fewer_bits, int size) -> Tensor");
   m.def("onednn_linear(Tensor x, Tensor handle, Tensor? bias, int size) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(specdec, CPU, m) {
-  m.impl("fp16_linear", &fp16_linear);
+  m.impl("fbgemm_linear", &fbgemm_linear);
   m.impl("onednn_linear", &onednn_linear);
 }

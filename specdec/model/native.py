@@ -4,9 +4,9 @@ FBGEMM and oneDNN take a packed weight as an object of their own kind, and Induc
 `native.cpp` puts the object behind a tensor, its handle, and calls the same product with it. It is compiled once for
 each version of torch and of itself, and kept in the user's cache.
 
-    torch.ops.specdec.hold_fp16(packed)                             the handle of a weight that FBGEMM has packed
+    torch.ops.specdec.hold_fbgemm(packed)                           the handle of a weight that FBGEMM has packed
     torch.ops.specdec.hold_onednn(packed)                           ... that oneDNN has packed
-    torch.ops.specdec.fp16_linear(x, handle, size)                  x [R,in] -> [R,size]
+    torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
     torch.ops.specdec.onednn_linear(x, handle, bias, size)
 """
 
@@ -45,7 +45,7 @@ def load() -> None:
     if not library.is_file():
         keep(library, _compile)
     torch.ops.load_library(library)
-    for name in ("fp16_linear", "onednn_linear"):
+    for name in ("fbgemm_linear", "onednn_linear"):
         torch.library.register_fake(f"specdec::{name}", _like)
 
 

@@ -64,10 +64,14 @@ def test_a_token_map_narrows_what_is_proposed_and_changes_no_text(run, tmp_path)
     assert "tokens to propose" in last_json(out)["drafter"]["token map"]
 
 
-def test_a_drafter_in_bf16_changes_no_text(run):
-    code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json", "--draft-dtype", "bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_a_drafter_of_another_dtype_changes_no_text(run, dtype):
+    code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json", "--draft-dtype", dtype)
     assert code == 0
     assert last_json(out)["identical"] is True
+
+
+def test_drafters_that_learn_have_a_dtype(run):
     code, _, err = run("--prompt", "x", "--draft", "ngram", "--draft-dtype", "bf16")
     assert code == 2
     assert "dtype are for drafters that learn" in err

@@ -123,7 +123,8 @@ def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap)
     assert 8 < widest <= 2 * 16  # what came since rows were dropped last stands behind the rest
     while engine.step() is not None:
         pass
-    assert guide.held is guide.played is None and not engine.loop.batch.sequences
+    assert guide.held is guide.played is None
+    assert not engine.loop.batch.sequences
     row = engine.add([1, 3], max_new_tokens=9, eos=frozenset())
     while engine.step() is not None:
         pass

@@ -58,13 +58,14 @@ def test_a_compiled_round(tmp_path, monkeypatch, capfd):
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("int8", [False, True])
 @torch.inference_mode()
-def test_products_with_packed_weights(dtype):
+def test_products_with_packed_weights(dtype, int8):
     """The same numbers to the last bit, with and without bias, from a graph that holds handles."""
     native.load()
     with torch.inference_mode(False), torch.no_grad():
         weight, bias = (torch.randn(size).bfloat16().to(dtype) for size in ((24, 16), (24,)))
-        products = cpu_linear.linear(weight, None), cpu_linear.linear(weight, bias)
+        products = cpu_linear.linear(weight, None, int8), cpu_linear.linear(weight, bias, int8)
     x, out = torch.randn(3, 16).to(dtype), torch.empty(2, 3, 24, dtype=dtype)
 
     def multiply(bound: int) -> None:

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 from helpers import DRAFTERS, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
+from specdec.engine.engine import Engine
 from specdec.model import cpu_linear
 from specdec.model.cpu_linear import Fp16Weight, bytes_read, linear, pack
-from specdec.model.layers import Linear
+from specdec.model.layers import Linear, round_weights
+from trees import DynamicTree
 
 with torch.no_grad():
     PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
@@ -141,6 +143,54 @@ def test_autograd_and_other_dtypes_are_left_alone():
             assert pack(random_weight(torch.float32)) is None
     with torch.inference_mode():
         assert pack(torch.zeros(16, 16)) is None  # nothing counts its changes
+
+
+@needs_fp16
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@torch.no_grad()
+def test_a_product_with_a_rounded_weight(dtype, biased):
+    """As near as the roundings allow: a weight to half a step of its row, an input to one step of all inputs' range."""
+    weight = random_weight(dtype)
+    weight[3] *= 100
+    weight[5] = 0
+    bias = torch.linspace(-1, 1, 96).to(dtype) if biased else None
+    product = linear(weight, bias, int8=True)
+    for rows in (1, 2, 5, 33):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        steps = weight.double().abs().amax(1) / 127
+        step = (x.max() - x.min()).double() / (255 if torch.cpu._is_vnni_supported() else 127)
+        bound = x.double().abs().sum(1, keepdim=True) * steps / 2 + (weight.double().abs().sum(1) + 48 * steps) * step
+        got = product(x)
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= bound + exact.abs() * torch.finfo(dtype).eps + 1e-5).all()
+        assert not torch.equal(got, linear(weight, bias)(x))
+
+
+@needs_fp16
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash"])
+@torch.no_grad()
+def test_a_drafter_with_rounded_weights_is_as_lossless(name):
+    """Its products differ, the target's with a head that both share do not, and it sees new weights too."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target).eval().requires_grad_(False)
+
+    def text(*how) -> list[int]:
+        return Engine(target, *how).generate([[1, 2, 3]], max_new_tokens=24).rows[0].tokens
+
+    plain = text()
+    assert text(drafter, DynamicTree(2, 2, 5)) == plain
+    round_weights(drafter)
+    assert text(drafter, DynamicTree(2, 2, 5)) == plain
+    layer = next(module for module in drafter.modules() if isinstance(module, Linear))
+    x = torch.linspace(-1, 1, layer.in_features)[None]
+    before = layer.bind()(x)
+    assert not torch.equal(before, F.linear(x, layer.weight, layer.bias))
+    layer.weight.mul_(2)
+    assert not torch.equal(layer.bind()(x), before)
+    with pytest.raises(ValueError, match="needs a CPU of the x86 family"):
+        round_weights(torch.nn.Sequential(Linear(2, 2, device="meta")))
 
 
 @pytest.mark.parametrize("learns", [True, False])

@@ -66,7 +66,7 @@ class GraphBuilder:
             self._place(x)
         for call in self.one.calls:
             for packed in (x for x in call.args if isinstance(x, torch.ScriptObject)):
-                self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fp16(packed))
+                self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fbgemm(packed))
         for x in found:
             self.nodes.setdefault(id(x), self._view(x))
         self.bound = self.emit(aten.sym_size.int, (ruler, 0))

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 # By name, as not every build of torch has both.
-FP16_LINEAR, ONEDNN_LINEAR = "quantized.linear_dynamic_fp16.default", "mkldnn._linear_pointwise.default"
+FP16_LINEAR, INT8_LINEAR = "quantized.linear_dynamic_fp16.default", "quantized.linear_dynamic.default"
+ONEDNN_LINEAR = "mkldnn._linear_pointwise.default"
 MANY = 512  # elements among which the largest is looked for in two loops
 
 
@@ -28,7 +29,7 @@ def rewritten(builder: "GraphBuilder", call: Call) -> bool:
     """Put something else in the place of the call, if there is something for it."""
     if call.op is aten.index_copy_.default:
         return _write_rows(builder, call)
-    if str(call.op) in (FP16_LINEAR, ONEDNN_LINEAR):
+    if str(call.op) in (FP16_LINEAR, INT8_LINEAR, ONEDNN_LINEAR):
         return _multiply(builder, call)
     if call.op is aten.max.dim and call.args[0].device.type == "cpu":
         return _largest(builder, call)
@@ -72,8 +73,9 @@ def _write_rows(builder: "GraphBuilder", call: Call) -> bool:
 
 def _multiply(builder: "GraphBuilder", call: Call) -> bool:
     x, packed, size = builder.nodes[id(call.args[0])], builder.nodes[id(call.args[1])], call.out.shape[-1]
-    if str(call.op) == FP16_LINEAR:
-        node = builder.emit(torch.ops.specdec.fp16_linear.default, (x, packed, size))
+    if str(call.op) in (FP16_LINEAR, INT8_LINEAR):
+        fewer_bits = bool(call.args[2:] and call.args[2])
+        node = builder.emit(torch.ops.specdec.fbgemm_linear.default, (x, packed, fewer_bits, size))
     else:
         bias = call.args[2] if call.args[2] is None else builder.nodes[id(call.args[2])]
         node = builder.emit(torch.ops.specdec.onednn_linear.default, (x, packed, bias, size))

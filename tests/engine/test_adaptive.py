@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
+from policies import Restless
 
 from specdec import calibrate
-from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Policy, Survival, Table, Told
+from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
 from specdec.adaptive.survival import BEGIN, FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -20,27 +21,6 @@ TREES = {"dynamic": DynamicTree(3, 3, 9), "chain": Chain(3), "static": STATIC, "
 
 
 CASES = [*((kind, "dynamic") for kind in KINDS), *(("eagle3", tree) for tree in TREES if tree != "dynamic")]
-
-
-class Restless(Policy):
-    """Every depth and every width in turn, plain rounds among them."""
-
-    cuts = True
-
-    def __init__(self, steps: int):
-        self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, 2, 0], 0, []
-
-    def plan(self, rows):
-        self.rounds += 1
-        return self.depths[self.rounds % len(self.depths)]
-
-    def keep(self, draft):
-        width = min([1, 2, 4, 99][self.rounds % 4], draft.nodes)
-        scores = (draft.ancestors * draft.edges[:, None]).sum(-1)
-        return np.sort(np.argsort(-scores, 1, kind="stable")[:, :width], 1)
-
-    def learn(self, outcome):
-        self.outcomes.append(outcome)
 
 
 @pytest.fixture(scope="module")

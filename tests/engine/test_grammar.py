@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("llguidance")
 
+from policies import Restless
 from tape import Tape
 
 from drafters.formats import load_drafter
@@ -144,6 +145,13 @@ def test_texts_of_a_model_that_was_trained(demo):
 @pytest.mark.parametrize(("sampling", "tree"), [(GREEDY, "tree"), (DRAWN, "chain"), (DRAWN, "tree")])
 def test_speculation_changes_no_text_of_a_grammar_nor_of_the_row_beside(pair, grammars, plain, sampling, tree):
     assert texts(pair, grammars, Engine(*pair, TREES[tree]), sampling) == plain[sampling]
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+def test_nor_does_an_adaptive_policy(pair, grammars, plain, tree):
+    policy = Restless(3)
+    assert texts(pair, grammars, Engine(*pair, TREES[tree], adaptive=policy), DRAWN) == plain[DRAWN]
+    assert any(any(outcome.accepted) for outcome in policy.outcomes)
 
 
 def test_rounds_that_are_read_late_or_recorded_give_the_same(pair, grammars, plain):

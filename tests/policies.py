@@ -1,0 +1,26 @@
+"""Adaptive policies that no user would want."""
+
+import numpy as np
+
+from specdec.adaptive import Policy
+
+
+class Restless(Policy):
+    """Every depth and every width in turn, plain rounds among them."""
+
+    cuts = True
+
+    def __init__(self, steps: int):
+        self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, 2, 0], 0, []
+
+    def plan(self, rows):
+        self.rounds += 1
+        return self.depths[self.rounds % len(self.depths)]
+
+    def keep(self, draft):
+        width = min([1, 2, 4, 99][self.rounds % 4], draft.nodes)
+        scores = (draft.ancestors * draft.edges[:, None]).sum(-1)
+        return np.sort(np.argsort(-scores, 1, kind="stable")[:, :width], 1)
+
+    def learn(self, outcome):
+        self.outcomes.append(outcome)

@@ -9,12 +9,21 @@ import torch
 
 def processor() -> str:
     """The processor's name as Linux tells it; elsewhere what Python knows."""
+    return _told("model name") or platform.processor() or platform.machine()
+
+
+def features() -> str:
+    """What a processor that bears this name can do here: the same code runs where this is the same."""
+    return _told("flags") or _told("Features") or processor()
+
+
+def _told(name: str) -> str:
+    """What Linux says of the first processor; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
     except OSError:
-        lines = []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
 def machine(device: torch.device) -> dict:

@@ -1,21 +1,21 @@
 """Linear layers of few rows on the CPU, with weights packed once into faster layouts beside the parameters themselves.
 
 A round multiplies 1 to 60 rows, a token or a tree, with every weight of the target. Its time is the time of reading
-these weights. There are three ways, tried in this order; the shares are of the time of torch's `mm` over the demo's
-weights (docs/log.md).
+these weights. There are four ways, tried in this order (docs/log.md has their times).
 
-- FBGEMM multiplies fp32 rows with a weight in fp16, in fp32. It reads half as many bytes. It serves fp32 weights that
-  fp16 holds exactly after scaling by a power of two; weights from a checkpoint in bf16 or fp16 mostly are such. 0.2 to
-  0.4.
-- oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16. 0.3 to 0.6.
-- A single row of fp32 is multiplied with blocks of the weight as a batch. 0.4.
+- Our own product (`rows.cpp`) multiplies fp32 rows with a weight in bf16, in fp32, and reads half as many bytes. It
+  serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX-512, where a C++
+  compiler is at hand the first time. Four rows take the time of one.
+- FBGEMM does so with a weight in fp16, for weights that fp16 holds exactly after scaling by a power of two.
+- oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16.
+- A single row of fp32 is multiplied with blocks of the weight as a batch.
 
-In the first two ways, a row of the result has the same bits whatever rows are beside it. No other product of torch
-promises that.
+In the first three ways, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
+single row. No other product of torch promises that.
 
-A drafter need not be exact, so its weights may be rounded to int8, a scale for each of their rows. FBGEMM then reads a
-quarter of the bytes, and rounds the rows that it multiplies to 8 bits of the range of all of them: what a row gives
-depends a little on those beside it.
+A drafter need not be exact, so its large weights may be rounded to int8, a scale for each of their rows. FBGEMM then
+reads half as many bytes again, and rounds the rows that it multiplies to 8 bits of the range of all of them: what a row
+gives depends a little on those beside it.
 """
 
 import math
@@ -24,15 +24,28 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from specdec.model import native
 
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row
 MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
 
+GROUP = 64  # outputs that lie side by side in a weight packed for `rows.cpp`
+LARGE = 2**20  # values of a weight that is worth rounding: for smaller ones the call itself takes most of the time
+
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
+
+
+class Bf16Weight(NamedTuple):
+    """A weight of fp32 values, packed in bf16 for `rows.cpp`."""
+
+    packed: Tensor  # [groups, in / 2, GROUP, 2]; the last group is filled up with zeros
+    size: int  # outputs
 
 
 class Fp16Weight(NamedTuple):
@@ -50,9 +63,11 @@ _packed_int8: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
     the fastest way that this processor has. int8: of those that may round the weight."""
-    if int8 and (rounded := _kept(_packed_int8, weight, _pack_int8)) is not None:
+    if int8 and weight.numel() >= LARGE and (rounded := _kept(_packed_int8, weight, _pack_int8)) is not None:
         return _int8_linear(rounded, bias, weight.dtype)
     packed = pack(weight)
+    if isinstance(packed, Bf16Weight):
+        return _bf16_linear(packed, bias)
     if isinstance(packed, Fp16Weight):
         return _fp16_linear(packed, bias)
     many = _plain_linear(weight, bias) if packed is None else _onednn_linear(packed, bias)
@@ -70,6 +85,13 @@ def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
 def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
     product = torch.ops.mkldnn._linear_pointwise.default._op  # the bare operator takes 1 us less than its wrapper
     return lambda x: product(x, packed, bias, "none", [], "")
+
+
+def _bf16_linear(weight: Bf16Weight, bias: Tensor | None) -> Product:
+    (packed, size), product = weight, torch.ops.specdec_rows.bf16_linear.default._op
+    if bias is not None:
+        return lambda x: product(x, packed, size).add_(bias)
+    return lambda x: product(x, packed, size)
 
 
 def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
@@ -109,14 +131,14 @@ def _can_be_blocked(weight: Tensor) -> bool:
     return on_cpu and weight.is_contiguous() and weight.shape[0] % BLOCKS == 0 and not torch.is_autocast_enabled("cpu")
 
 
-def pack(weight: Tensor) -> Tensor | Fp16Weight | None:
-    """The weight [out,in] in fp16 or in oneDNN's layout, packed once for each version of its values.
+def pack(weight: Tensor) -> Tensor | Bf16Weight | Fp16Weight | None:
+    """The weight [out,in] in bf16, fp16 or oneDNN's layout, packed once for each version of its values.
 
     None where packing has no use: on other devices, on processors without a fast product, and for weights that may
     still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
     the same memory.
     """
-    return _kept(_packed, weight, lambda weight: _pack_fp16(weight) or _pack_onednn(weight))
+    return _kept(_packed, weight, _pack)
 
 
 def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], Any]) -> Any:
@@ -134,7 +156,7 @@ def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], An
 def bytes_read(weight: Tensor) -> int:
     """Bytes that a product with the weight reads, in the layout that it is packed in so far."""
     _, packed = _packed.get(weight.untyped_storage(), {}).get(_view_of(weight), (None, None))
-    return 2 * weight.numel() if isinstance(packed, Fp16Weight) else weight.nbytes
+    return 2 * weight.numel() if isinstance(packed, Bf16Weight | Fp16Weight) else weight.nbytes
 
 
 def _view_of(weight: Tensor) -> tuple:
@@ -168,6 +190,22 @@ def _pack_int8(weight: Tensor) -> torch.ScriptObject:
         warnings.simplefilter("ignore", UserWarning)  # torch 2.13 calls it deprecated, and has nothing else for FBGEMM
         rounded = torch.quantize_per_channel(weight.float(), scales.double(), zeros, 0, torch.qint8)
     return torch.ops.quantized.linear_prepack(rounded, None)
+
+
+def _pack(weight: Tensor) -> Tensor | Bf16Weight | Fp16Weight | None:
+    return _pack_bf16(weight) or _pack_fp16(weight) or _pack_onednn(weight)
+
+
+def _pack_bf16(weight: Tensor) -> Bf16Weight | None:
+    """None unless bf16 holds all values exactly, and there is a product for them."""
+    size, inputs = weight.shape
+    if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
+        return None
+    narrow = weight.bfloat16()
+    if not torch.equal(narrow.float(), weight):
+        return None
+    groups = F.pad(narrow, (0, 0, 0, -size % GROUP)).view(-1, GROUP, inputs // 2, 2)
+    return Bf16Weight(groups.transpose(1, 2).contiguous(), size)
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:

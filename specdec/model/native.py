@@ -1,13 +1,19 @@
-"""Products with packed weights as operators over tensors, which compiled rounds can hold (docs/compile.md).
+"""Operators in C++ for products of few rows, compiled where they run.
 
-FBGEMM and oneDNN take a packed weight as an object of their own kind, and Inductor's graphs hold none of those.
-`native.cpp` puts the object behind a tensor, its handle, and calls the same product with it. It is compiled once for
-each version of torch and of itself, and kept in the user's cache.
+`native.cpp`: products with packed weights as operators over tensors, which compiled rounds can hold (docs/compile.md).
+FBGEMM and oneDNN take a packed weight as an object of their own kind, and Inductor's graphs hold none of those. It puts
+the object behind a tensor, its handle, and calls the same product with it.
 
     torch.ops.specdec.hold_fbgemm(packed)                           the handle of a weight that FBGEMM has packed
     torch.ops.specdec.hold_onednn(packed)                           ... that oneDNN has packed
     torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
     torch.ops.specdec.onednn_linear(x, handle, bias, size)
+
+`rows.cpp`: a product of its own, for processors with AVX-512.
+
+    torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
+
+Each is compiled once for each version of torch, of itself and of the processor, and kept in the user's cache.
 """
 
 import functools
@@ -22,8 +28,12 @@ import torch
 from torch import Tensor
 
 from specdec.cli.files import keep, kept_folder
+from specdec.machine import features
 
-SOURCE = Path(__file__).with_name("native.cpp")
+FOLDER = Path(__file__).parent
+ROOT = Path(torch.__file__).parent
+SIMPLE = ("-O1",)
+FAST = ("-O3", "-march=native", "-fopenmp")
 
 
 def compiler() -> str:
@@ -38,27 +48,51 @@ def compiler() -> str:
 
 @functools.cache
 def load() -> None:
-    """Make the operators known to torch. Raises ValueError, one sentence, if they cannot be compiled."""
-    text = SOURCE.read_bytes()
-    key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
-    library = kept_folder("compiled") / f"native-{key}.so"
-    if not library.is_file():
-        keep(library, _compile)
-    torch.ops.load_library(library)
+    """Make the operators of `native.cpp` known to torch. ValueError, one sentence, if they cannot be compiled."""
+    torch.ops.load_library(_library("native.cpp", SIMPLE))
     for name in ("fbgemm_linear", "onednn_linear"):
         torch.library.register_fake(f"specdec::{name}", _like)
+
+
+@functools.cache
+def has_rows() -> bool:
+    """Whether there are the operators of `rows.cpp`, now known to torch: with AVX-512 and a C++ compiler."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    try:
+        torch.ops.load_library(_library("rows.cpp", FAST))
+    except (ValueError, OSError):
+        return False
+    torch.library.register_fake("specdec_rows::bf16_linear", _like)
+    return True
 
 
 def _like(x: Tensor, *rest) -> Tensor:
     return x.new_empty(x.shape[0], rest[-1])
 
 
-def _compile(library: Path) -> None:
-    root = Path(torch.__file__).parent
-    include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    how = ["-O1", "-std=c++20", "-shared", "-fPIC", "-w", *include, str(SOURCE), "-o", str(library)]
-    linked = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
-    done = subprocess.run([compiler(), *how, *linked], capture_output=True, text=True, check=False)
+def _library(source: str, how: tuple[str, ...]) -> Path:
+    """The library of a source, compiled unless it is kept."""
+    text = (FOLDER / source).read_bytes()
+    key = hashlib.sha256(b" ".join([text, *map(str.encode, (torch.__version__, *how, features()))])).hexdigest()[:16]
+    library = kept_folder("compiled") / f"{Path(source).stem}-{key}.so"
+    if not library.is_file():
+        keep(library, lambda library: _compile(FOLDER / source, how, library))
+    return library
+
+
+def _compile(source: Path, how: tuple[str, ...], library: Path) -> None:
+    include = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    made = library.with_suffix(".o")
+    _run(source, *how, "-std=c++20", "-fPIC", "-w", *include, "-c", source, "-o", made)
+    # With torch's own threads, if it brings them along: two sorts of them would wait for each other.
+    threads = sorted((ROOT / "lib").glob("libgomp*.so*")) or [word for word in how if word == "-fopenmp"]
+    _run(source, "-shared", made, "-o", library, f"-L{ROOT / 'lib'}", "-ltorch_cpu", "-lc10", *threads)
+    made.unlink()
+
+
+def _run(source: Path, *words: object) -> None:
+    done = subprocess.run([compiler(), *map(str, words)], capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
-        raise ValueError(f"the C++ compiler refuses {SOURCE.name}: {errors[0]}")
+        raise ValueError(f"the C++ compiler refuses {source.name}: {errors[0]}")

@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,16 +11,24 @@ from helpers import DRAFTERS, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.engine.engine import Engine
-from specdec.model import cpu_linear
-from specdec.model.cpu_linear import Fp16Weight, bytes_read, linear, pack
+from specdec.model import cpu_linear, native
+from specdec.model.cpu_linear import Bf16Weight, Fp16Weight, bytes_read, linear, pack
 from specdec.model.layers import Linear, round_weights
 from trees import DynamicTree
 
-with torch.no_grad():
+ROWS = native.has_rows()
+with torch.no_grad(), mock.patch.object(native, "has_rows", return_value=False):
     PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
     FP16 = isinstance(pack(torch.zeros(16, 16)), Fp16Weight)
+needs_rows = pytest.mark.skipif(not ROWS, reason="needs AVX-512 and a C++ compiler")
 needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
 needs_fp16 = pytest.mark.skipif(not FP16, reason="this torch has no FBGEMM")
+
+
+@pytest.fixture
+def without_rows(monkeypatch):
+    """As where there is no product of our own."""
+    monkeypatch.setattr(native, "has_rows", lambda: False)
 
 
 def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dtype | None = None) -> torch.Tensor:
@@ -32,8 +41,10 @@ def random_weight(dtype: torch.dtype, *, input_major: bool = False, of: torch.dt
 @pytest.mark.parametrize("of", [None, torch.bfloat16])
 @pytest.mark.parametrize("input_major", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("own", [False, True])
 @torch.no_grad()
-def test_linear_is_the_product(dtype, of, input_major, biased):
+def test_linear_is_the_product(dtype, of, input_major, biased, own, monkeypatch):
+    monkeypatch.setattr(native, "has_rows", lambda: own and ROWS)
     weight = random_weight(dtype, input_major=input_major, of=of)
     bias = torch.linspace(-1, 1, 96).to(dtype) if biased else None
     product = linear(weight, bias)
@@ -56,8 +67,50 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
         assert torch.equal(product(x[:rows]), whole[:rows])
 
 
+@needs_rows
+@pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640)])
+@torch.no_grad()
+def test_what_bf16_holds_is_read_in_bf16_and_multiplied_in_fp32(size, inputs):
+    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, inputs, generator=draw).bfloat16().float()
+    weight[0, :2] = torch.tensor([1e-38, -3e38]).bfloat16()
+    product = linear(weight, None)
+    assert isinstance(pack(weight), Bf16Weight)
+    assert bytes_read(weight) == weight.nbytes // 2
+    assert torch.equal(product(torch.eye(inputs)), weight.t())
+    weight[0, :2] = 0.0
+    x, product, threads = torch.randn(33, inputs, generator=draw), linear(weight, None), torch.get_num_threads()
+    whole = product(x)
+    exact, size_of_sums = x.double() @ weight.double().t(), x.double().abs() @ weight.double().abs().t()
+    assert ((whole - exact).abs() <= size_of_sums * inputs * torch.finfo(torch.float32).eps).all()
+    try:
+        for torch_threads in (1, 2):
+            torch.set_num_threads(torch_threads)
+            assert all(torch.equal(product(x[at : at + rows]), whole[at : at + rows])
+                       for rows in (*range(1, 15), 24) for at in (0, 5))  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(product(x.t().contiguous().t()), whole)
+    assert product(x[:0]).shape == (0, size)
+
+
+@needs_rows
+@torch.no_grad()
+def test_what_bf16_does_not_hold_is_not_packed_in_bf16():
+    weight = random_weight(torch.float32, of=torch.bfloat16)
+    assert isinstance(pack(weight), Bf16Weight)
+    for spoil in (1 / 3, float("nan")):
+        weight[5, 7] = spoil
+        assert not isinstance(pack(weight), Bf16Weight)
+    assert not isinstance(pack(torch.ones(96, 47)), Bf16Weight)  # an odd number of inputs
+    with pytest.raises(RuntimeError, match="packed for other sizes"):
+        torch.ops.specdec_rows.bf16_linear(torch.ones(1, 46), pack(torch.ones(96, 48)).packed, 96)
+
+
 @needs_fp16
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("without_rows")
 @torch.no_grad()
 def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
     """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
@@ -80,6 +133,7 @@ def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
 
 
 @pytest.mark.parametrize("spoil", [1 / 3, float("inf"), float("nan"), 2.0**40])
+@pytest.mark.usefixtures("without_rows")
 @torch.no_grad()
 def test_what_fp16_does_not_hold_is_not_packed_in_fp16(spoil):
     """One value that has too many digits, none at all, or is too large to be scaled together with the others."""
@@ -91,16 +145,20 @@ def test_what_fp16_does_not_hold_is_not_packed_in_fp16(spoil):
     torch.testing.assert_close(got(x), F.linear(x, weight), equal_nan=True)
 
 
-@needs_fp16
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Bf16Weight, marks=needs_rows), pytest.param(Fp16Weight, marks=needs_fp16)]
+)
 @torch.no_grad()
-def test_changed_weights_are_packed_in_fp16_anew():
+def test_changed_weights_are_packed_anew(kind, monkeypatch):
+    monkeypatch.setattr(native, "has_rows", lambda: kind is Bf16Weight)
     weight = random_weight(torch.float32, of=torch.bfloat16)
     x = torch.ones(4, 48)
     before = linear(weight, None)(x)
     weight.mul_(2)
     assert torch.equal(linear(weight, None)(x), 2 * before)
+    assert isinstance(pack(weight), kind)
     weight.div_(3)
-    assert not isinstance(pack(weight), Fp16Weight)
+    assert not isinstance(pack(weight), kind)
     torch.testing.assert_close(linear(weight, None)(x), 2 / 3 * before)
     assert torch.equal(linear(weight.zero_(), None)(x), torch.zeros(4, 96))
 
@@ -149,8 +207,9 @@ def test_autograd_and_other_dtypes_are_left_alone():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @torch.no_grad()
-def test_a_product_with_a_rounded_weight(dtype, biased):
+def test_a_product_with_a_rounded_weight(dtype, biased, monkeypatch):
     """As near as the roundings allow: a weight to half a step of its row, an input to one step of all inputs' range."""
+    monkeypatch.setattr(cpu_linear, "LARGE", 96 * 48)
     weight = random_weight(dtype)
     weight[3] *= 100
     weight[5] = 0
@@ -171,8 +230,9 @@ def test_a_product_with_a_rounded_weight(dtype, biased):
 @needs_fp16
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash"])
 @torch.no_grad()
-def test_a_drafter_with_rounded_weights_is_as_lossless(name):
+def test_a_drafter_with_rounded_weights_is_as_lossless(name, monkeypatch):
     """Its products differ, the target's with a head that both share do not, and it sees new weights too."""
+    monkeypatch.setattr(cpu_linear, "LARGE", 0)
     target = tiny_target()
     drafter = DRAFTERS[name](target).eval().requires_grad_(False)
 

@@ -4,12 +4,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 # Rounds are compiled where there is a C++ compiler: half a minute the first time.
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
+INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 
 .PHONY: demo test lint wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
-		--draft demo/mtp --topk 1 --steps 3 $(COMPILE)
+		--draft demo/mtp --token-map demo/frspec_4096.json --topk 1 --steps 4 $(INT8) $(COMPILE)
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specdec.kernels import kernel_for
 from specdec.model.cache import KVCache
+from specdec.model.cpu_attention import own_attention
 
 
 def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
@@ -178,6 +179,9 @@ class CacheView:
                 scale=scale,
                 slots=cache.max_len,
             )
+            return
+        if self.window is None and (own := own_attention(cache, n, offset + n, ancestors, scale)):
+            self.kernel = own
             return
         if n == 1 and ancestors is None and cache.batch == 1:
             self.first = self.visible - (self.window or self.visible)

@@ -36,6 +36,7 @@ MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
 
 GROUP = 64  # outputs that lie side by side in a weight packed for `rows.cpp`
+WIDE = 8 * GROUP  # fewer outputs of gate and up are divided badly among threads
 LARGE = 2**20  # values of a weight that is worth rounding: for smaller ones the call itself takes most of the time
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
@@ -75,6 +76,20 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
         return many
     single = _single_row_linear(weight, bias)
     return lambda x: single(x) if x.shape[0] == 1 else many(x)
+
+
+def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool = False) -> Product | None:
+    """x [R,H] -> down(silu(gate(x)) * up(x)) in one call, where our own products serve both; else None."""
+    inner = down.in_features
+    if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % GROUP or inner < WIDE:
+        return None
+    if int8 and gate_up.weight.numel() >= LARGE:
+        return None
+    wide, narrow = pack(gate_up.weight), pack(down.weight)
+    if not isinstance(wide, Bf16Weight) or not isinstance(narrow, Bf16Weight):
+        return None
+    product = torch.ops.specdec_rows.bf16_mlp.default._op
+    return lambda x: product(x, wide.packed, narrow.packed, narrow.size)
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:

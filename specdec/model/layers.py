@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
-from specdec.model.cpu_linear import check_int8, linear
+from specdec.model.cpu_linear import check_int8, gated_mlp, linear
 
 
 class Freezable(nn.Module):
@@ -199,6 +199,8 @@ class GatedMLP(Freezable):
             name = self.activation
             return lambda x: down(kernel(gate_up(x), name))
 
+        if own := gated_mlp(self.gate_up, self.down, self.activation, self.gate_up.int8):
+            return own
         halves = [self.down.in_features] * 2
 
         def mlp(x: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ the object behind a tensor, its handle, and calls the same product with it.
     torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
     torch.ops.specdec.onednn_linear(x, handle, bias, size)
 
-`rows.cpp`: a product of its own, for processors with AVX-512.
+`rows.cpp`: operators of its own, for processors with AVX-512.
 
     torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
+    torch.ops.specdec_rows.bf16_mlp(x, gate_up, down, size)
+    torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)
 
 Each is compiled once for each version of torch, of itself and of the processor, and kept in the user's cache.
 """
@@ -63,7 +65,12 @@ def has_rows() -> bool:
         torch.ops.load_library(_library("rows.cpp", FAST))
     except (ValueError, OSError):
         return False
-    torch.library.register_fake("specdec_rows::bf16_linear", _like)
+    for name, like in (
+        ("bf16_linear", _like),
+        ("bf16_mlp", _like),
+        ("tree_attention", lambda q, *rest: q.new_empty(*q.shape[:2], q.shape[2:].numel())),
+    ):
+        torch.library.register_fake(f"specdec_rows::{name}", like)
     return True
 
 
@@ -73,7 +80,7 @@ def _like(x: Tensor, *rest) -> Tensor:
 
 def _library(source: str, how: tuple[str, ...]) -> Path:
     """The library of a source, compiled unless it is kept."""
-    text = (FOLDER / source).read_bytes()
+    text = b"".join(path.read_bytes() for path in (FOLDER / source, *sorted(FOLDER.glob("*.h"))))
     key = hashlib.sha256(b" ".join([text, *map(str.encode, (torch.__version__, *how, features()))])).hexdigest()[:16]
     library = kept_folder("compiled") / f"{Path(source).stem}-{key}.so"
     if not library.is_file():

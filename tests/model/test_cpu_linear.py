@@ -12,8 +12,8 @@ from helpers import DRAFTERS, tiny_target
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
-from specdec.model.cpu_linear import Bf16Weight, Fp16Weight, bytes_read, linear, pack
-from specdec.model.layers import Linear, round_weights
+from specdec.model.cpu_linear import Bf16Weight, Fp16Weight, bytes_read, gated_mlp, linear, pack
+from specdec.model.layers import GatedMLP, Linear, round_weights
 from trees import DynamicTree
 
 ROWS = native.has_rows()
@@ -106,6 +106,39 @@ def test_what_bf16_does_not_hold_is_not_packed_in_bf16():
     assert not isinstance(pack(torch.ones(96, 47)), Bf16Weight)  # an odd number of inputs
     with pytest.raises(RuntimeError, match="packed for other sizes"):
         torch.ops.specdec_rows.bf16_linear(torch.ones(1, 46), pack(torch.ones(96, 48)).packed, 96)
+
+
+@needs_rows
+@torch.no_grad()
+def test_the_gated_mlp_is_one_call():
+    torch.manual_seed(0)
+    mlp = GatedMLP(96, 576).requires_grad_(False)
+    for parameter in mlp.parameters():
+        parameter.copy_(parameter.bfloat16())
+    product, x = gated_mlp(mlp.gate_up, mlp.down, "silu"), 3 * torch.randn(20, 96)
+    gate, up = F.linear(x.double(), mlp.gate_up.weight.double()).chunk(2, -1)
+    exact = F.linear(F.silu(gate) * up, mlp.down.weight.double())
+    torch.testing.assert_close(product(x).double(), exact, rtol=0, atol=1e-5)  # of values of up to 1.5
+    assert torch.equal(mlp.bind()(x), product(x))
+    assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in (1, 4, 7, 13))
+    assert product(1e4 * x).isfinite().all()  # where e^-gate is none
+
+
+@needs_rows
+@pytest.mark.parametrize(
+    ("sizes", "bias", "activation", "int8"),
+    [
+        ((96, 576), False, "gelu_tanh", False),
+        ((96, 576), True, "silu", False),
+        ((96, 600), False, "silu", False),
+        ((96, 448), False, "silu", False),
+        ((1024, 576), False, "silu", True),
+    ],
+)
+@torch.no_grad()
+def test_other_mlps_are_several_calls(sizes, bias, activation, int8):
+    mlp = GatedMLP(*sizes, bias, activation).bfloat16().float().requires_grad_(False)
+    assert gated_mlp(mlp.gate_up, mlp.down, activation, int8) is None
 
 
 @needs_fp16

@@ -1,0 +1,127 @@
+"""Our own attention on the CPU: the formula, unseen slots, and bits that do not depend on what is beside a position."""
+
+import pytest
+import torch
+
+from specdec.model import attention, native
+from specdec.model.archs import ModelConfig
+from specdec.model.attention import CacheView, packed_mask, tree_mask
+from specdec.model.cache import KVCache
+from specdec.model.cpu_attention import DIMS, FEW, own_attention
+from specdec.model.layers import Rope
+from specdec.model.target import Target
+from trees.ancestors import ancestors_of
+
+pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX-512 and a C++ compiler")
+SLOTS = 70
+
+
+def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCache:
+    """Rows of these lengths; slots that nothing may see hold NaN."""
+    cache = KVCache(1, len(lens), SLOTS, kv_heads, dim, like=torch.zeros(0))
+    cache.lens.copy_(torch.tensor(lens))
+    cache.max_len = max(lens)
+    cache.memory[0].normal_()
+    for row, length in enumerate(lens):
+        cache.memory[0][:, row, length + nodes :] = torch.nan
+    return cache
+
+
+def random_tree(batch: int, n: int, nodes: int) -> torch.Tensor:
+    """ancestors [B,n,nodes]: each of the last n of `nodes` sees itself and some before it."""
+    seen = torch.rand(batch, n, nodes) < 0.5
+    itself = torch.arange(nodes - n, nodes)
+    return (seen & (torch.arange(nodes) < itself[:, None])) | (torch.arange(nodes) == itself[:, None])
+
+
+def by_formula(q, cache, ancestors, scale) -> torch.Tensor:
+    """In fp64. NaN of unseen slots must not reach the sums, so these slots are emptied."""
+    keys, values = (x.double().nan_to_num() for x in cache.heads[0])
+    mask = packed_mask(tree_mask(cache.lens, ancestors, SLOTS), q.shape[2] // keys.shape[1], torch.float64)
+    return attention.attend(q.double(), keys, values, mask, scale)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (8, 2), (14, 2)])
+@pytest.mark.parametrize(("n", "nodes"), [(1, 1), (3, 7), (16, 16)])
+def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
+    torch.manual_seed(0)
+    cache = filled_cache([0, 17, 37], kv_heads, dim, nodes)
+    q, tree = torch.randn(3, n, heads, dim), random_tree(3, n, nodes)
+    for scale in (None, 0.3):
+        got = own_attention(cache, n, nodes, tree, scale)(q, *cache.heads[0])
+        # Weights are right to a few units in the last place of their exponents, of which the largest is below 64 here.
+        torch.testing.assert_close(got.double(), by_formula(q, cache, tree, scale), rtol=0, atol=3e-5)
+    causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()[-n:].expand(3, n, nodes)
+    got = own_attention(cache, n, nodes, None, None)(q, *cache.heads[0])
+    assert torch.equal(got, own_attention(cache, n, nodes, causal, None)(q, *cache.heads[0]))
+
+
+def test_a_position_has_the_same_bits_in_a_tree_and_alone():
+    """Node 5 of a tree sees nodes 0, 2 and itself; decoded one after the other these lie in slots of their own."""
+    torch.manual_seed(0)
+    path, lens = [0, 2, 5], [40, 3]
+    cache = filled_cache(lens, 2, 64, 6)
+    q = torch.randn(2, 6, 10, 64)
+    seen = torch.zeros(6, 6, dtype=torch.bool)
+    seen[5, path] = True
+    whole = own_attention(cache, 6, 6, seen.expand(2, 6, 6), None)(q, *cache.heads[0])
+    for row, length in enumerate(lens):
+        alone = KVCache(1, 1, SLOTS, 2, 64, like=torch.zeros(0))
+        alone.memory[0][:, 0, :length] = cache.memory[0][:, row, :length]
+        alone.memory[0][:, 0, length : length + 3] = cache.memory[0][:, row, [length + node for node in path]]
+        alone.lens.fill_(length + 2)
+        one = own_attention(alone, 1, 1, None, None)(q[row : row + 1, 5:], *alone.heads[0])
+        assert torch.equal(one[0, 0], whole[row, 5])
+
+
+def test_a_row_that_has_ended_may_lie_behind_all_slots():
+    cache = filled_cache([SLOTS - 2, SLOTS + 9], 2, 32, 2)
+    out = own_attention(cache, 2, 2, None, None)(torch.randn(2, 2, 4, 32), *cache.heads[0])
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("n", "shape", "dtype", "window"),
+    [
+        (FEW + 1, (2, 32), torch.float32, None),
+        (1, (2, 24), torch.float32, None),
+        (1, (2, 32), torch.bfloat16, None),
+        (1, (2, 32), torch.float32, 4),
+    ],
+)
+def test_what_it_does_not_know_goes_to_torch(n, shape, dtype, window):
+    cache = KVCache(1, 1, SLOTS, *shape, like=torch.zeros(0, dtype=dtype))
+    cache.lens.fill_(20)
+    cache.max_len = 20
+    depth = torch.arange(n)[None]
+    assert CacheView(cache, n, None, 2, depth=depth, window=window).kernel is None
+
+
+@torch.no_grad()
+def test_a_tree_and_plain_decoding_see_the_same_logits():
+    """Bit for bit, as products (`rows.cpp`) and norms do not depend on the rows beside them either."""
+    torch.manual_seed(0)
+    config = ModelConfig(
+        layers=2, hidden=128, intermediate=512, heads=8, kv_heads=2, head_dim=16, vocab=200, eps=1e-5, rope=Rope(),
+        context=SLOTS, tied=False,
+    )  # fmt: skip
+    target = Target(config).eval()
+    for parameter in target.parameters():
+        if parameter.ndim == 2:
+            parameter.copy_(torch.randn_like(parameter).mul(0.2).bfloat16())
+    prompt, path, other = torch.arange(40)[None], [7, 99, 3], [50, 51]
+    in_tree, alone = (target.new_cache(1, SLOTS) for _ in range(2))
+    for cache in (in_tree, alone):
+        target(prompt, cache, prefill=True)
+        cache.lens += prompt.shape[1]
+        cache.max_len = prompt.shape[1]
+    tokens = torch.tensor([[path[0], other[0], path[1], other[1], path[2]]])  # slots 1 and 3 are of another branch
+    parents = torch.tensor([[0, 0, 0, 1, 2]])
+    ancestors, depth = ancestors_of(parents, 2), torch.tensor([[0, 1, 1, 2, 2]])
+    logits, _ = target(tokens, in_tree, ancestors=ancestors, depth=depth)
+    for node, token in zip((0, 2, 4), path, strict=True):
+        one, _ = target(torch.tensor([[token]]), alone)
+        alone.lens += 1
+        alone.max_len += 1
+        assert torch.equal(one[0, 0], logits[0, node])

@@ -74,9 +74,9 @@ def compiled_run(
 
 def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:
     """The round as a function of the bound."""
-    ruler, *inputs = graph.inputs
+    (ruler, *inputs), returned = graph.inputs, graph.returner()
 
     def replay(bound: int) -> Any:
-        return graph.returned(compiled([ruler[: max(bound, LEAST)], *inputs]))
+        return returned(compiled([ruler[: max(bound, LEAST)], *inputs]))
 
     return replay

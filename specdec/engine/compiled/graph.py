@@ -6,8 +6,8 @@ The graph takes the bound from the length of its first input, and so one graph s
 """
 
 import operator
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ class RoundGraph:
     new: list[Tensor]  # what was made in the record and returned, one for each output
     made: Any  # all that the record returned
 
-    def returned(self, outputs: list[Tensor]) -> Any:
-        """What the record returned, with these in the place of what was new."""
-        return with_tensors(self.made, {id(old): x for old, x in zip(self.new, outputs, strict=True)})
+    def returner(self) -> Callable[[list[Tensor]], Any]:
+        """outputs -> what the record returned, with these in the place of what was new."""
+        return filler(self.made, {id(old): i for i, old in enumerate(self.new)})
 
 
 def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
@@ -182,11 +182,21 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(vars(value).get(field.name))
 
 
-def with_tensors(value: Any, new: dict[int, Tensor]) -> Any:
-    """Nested dataclasses with other tensors in the place of those whose identity is a key."""
-    if isinstance(value, Tensor):
-        return new.get(id(value), value)
-    if not is_dataclass(value):
-        return value
-    parts = {field.name: vars(value)[field.name] for field in fields(value)}
-    return replace(value, **{name: with_tensors(part, new) for name, part in parts.items()})
+def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
+    """A function of tensors that gives copies of nested dataclasses. There tensor i is in the place of the tensor whose
+    identity `places` maps to i; what holds none of these is not copied. A round asks it once, so it looks for them once."""
+    if isinstance(value, Tensor) and id(value) in places:
+        return operator.itemgetter(places[id(value)])
+    if not is_dataclass(value) or all(id(x) not in places for x in tensors_in(value)):
+        return lambda tensors: value
+    names = [field.name for field in fields(value)]
+    changing = [name for name in names if any(id(x) in places for x in tensors_in(vars(value).get(name)))]
+    parts = [(name, filler(vars(value)[name], places)) for name in changing]
+
+    def fill(tensors: list[Tensor]) -> Any:
+        made = object.__new__(type(value))
+        vars(made).update(vars(value))
+        vars(made).update((name, part(tensors)) for name, part in parts)
+        return made
+
+    return fill

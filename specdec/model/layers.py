@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
+from specdec.model import native
 from specdec.model.cpu_linear import check_int8, gated_mlp, linear
 
 
@@ -90,16 +91,19 @@ class RMSNorm(Freezable):
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
-        if kernel := kernel_for("rms_norm", x):
-            return kernel(x, self.weight, self.eps, self.offset, residual=y)
-        x = x + y
-        return x, self(x)
+        return self.bind_add()(x, y)
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
+        if native.serves(self.weight):
+            norm, weight, eps = torch.ops.specdec_rows.rms_norm.default._op, self.weight, self.eps
+            return lambda x: norm(x, weight, eps)
         weight, normalise = self.weight, self.bind_normalise()
         return lambda x: normalise(x).to(x.dtype) * weight
 
     def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if native.serves(self.weight):
+            add, scale, eps = torch.ops.specdec_rows.add_norm.default._op, self.weight, self.eps
+            return lambda x, y: add(x, y, scale, eps)
         weight, normalise = self.weight, self.bind_normalise()
 
         def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,4 +295,6 @@ class RopeTable(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
+    if native.serves(x) and x.stride(-1) == 1:
+        return torch.ops.specdec_rows.rotate.default._op(x, cos, sin)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

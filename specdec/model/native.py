@@ -14,6 +14,8 @@ the object behind a tensor, its handle, and calls the same product with it.
     torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
     torch.ops.specdec_rows.bf16_mlp(x, gate_up, down, size)
     torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)
+    torch.ops.specdec_rows.rms_norm(x, weight, eps)                 x [...,H], and add_norm(x, y, weight, eps)
+    torch.ops.specdec_rows.rotate(x, cos, sin)                      x [B,N,heads,Dh]
 
 Each is compiled once for each version of torch, of itself and of the processor, and kept in the user's cache.
 """
@@ -54,6 +56,17 @@ def load() -> None:
     torch.ops.load_library(_library("native.cpp", SIMPLE))
     for name in ("fbgemm_linear", "onednn_linear"):
         torch.library.register_fake(f"specdec::{name}", _like)
+
+
+def serves(x: Tensor) -> bool:
+    """Whether the operators of `rows.cpp` may take tensors such as x: in fp32, where nothing learns."""
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and has_rows()
+    )
 
 
 @functools.cache

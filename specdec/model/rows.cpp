@@ -1,6 +1,6 @@
 // Products of a few rows with a weight in bf16, in fp32, which read the weight once; the gated MLP, made of two
-// of them; and attention of a few positions (attention.h). `native.py` compiles this file for the processor at hand, and
-// `cpu_linear.py` and `cpu_attention.py` say when it is used.
+// of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h). `native.py` compiles this file
+// for the processor at hand. `cpu_linear.py`, `cpu_attention.py` and `layers.py` say when it is used.
 //
 // A round multiplies 1 to 60 rows with every weight. Of one row the time is that of reading the weight, and of several
 // it should be the same, as long as there is less arithmetic than reading. So a tile of outputs keeps all of its sums in
@@ -11,6 +11,7 @@
 // whatever rows are beside it.
 
 #include "attention.h"
+#include "norm_rope.h"
 #include "vectors.h"
 
 #include <ATen/Parallel.h>
@@ -165,10 +166,16 @@ TORCH_LIBRARY(specdec_rows, m) {
   m.def(
       "tree_attention(Tensor q, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors, int nodes, float scale)"
       " -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("add_norm(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(specdec_rows, CPU, m) {
   m.impl("bf16_linear", &bf16_linear);
   m.impl("bf16_mlp", &bf16_mlp);
   m.impl("tree_attention", &attention::tree_attention);
+  m.impl("rms_norm", &norm_rope::rms_norm);
+  m.impl("add_norm", &norm_rope::add_norm);
+  m.impl("rotate", &norm_rope::rotate);
 }

@@ -184,7 +184,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
     """A function of tensors that gives copies of nested dataclasses. There tensor i is in the place of the tensor whose
-    identity `places` maps to i; what holds none of these is not copied. A round asks it once, so it looks for them once."""
+    identity `places` maps to i; what holds none of these is not copied. Rounds call it, so places are found before."""
     if isinstance(value, Tensor) and id(value) in places:
         return operator.itemgetter(places[id(value)])
     if not is_dataclass(value) or all(id(x) not in places for x in tensors_in(value)):

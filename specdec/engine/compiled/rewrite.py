@@ -4,6 +4,8 @@
   views Inductor copies the whole cache, there and back. Written into the memory itself, as one tensor of rows, nothing
   is copied but the rows.
 - **Products with packed weights** (`cpu_linear`), whose weights are no tensors that Inductor knows: `native`.
+- **Norms and rotations of our own** (`norm_rope.h`), which launched rounds call instead of several operators. Inductor
+  makes of those several a part of the loops around them.
 - **The largest of many and its place**, `max` over the vocabulary. Inductor's loop carries the place along and is ten
   times slower than one over the values, and another that looks for the first that equals the largest.
 """
@@ -16,6 +18,8 @@ import torch
 from specdec.engine.compiled.record import Call
 
 if TYPE_CHECKING:
+    from torch.fx import Node
+
     from specdec.engine.compiled.graph import GraphBuilder
 
 aten = torch.ops.aten
@@ -31,6 +35,8 @@ def rewritten(builder: "GraphBuilder", call: Call) -> bool:
         return _write_rows(builder, call)
     if str(call.op) in (FP16_LINEAR, INT8_LINEAR, ONEDNN_LINEAR):
         return _multiply(builder, call)
+    if str(call.op) in OWN:
+        return OWN[str(call.op)](builder, call)
     if call.op is aten.max.dim and call.args[0].device.type == "cpu":
         return _largest(builder, call)
     return False
@@ -97,3 +103,45 @@ def _largest(builder: "GraphBuilder", call: Call) -> bool:
     for out, result in zip(call.out, (value, place), strict=True):
         builder.put(out, result if keepdim else emit(aten.squeeze.dim, (result, -1)))
     return True
+
+
+def _norm(builder: "GraphBuilder", call: Call) -> bool:
+    x, weight = (builder.nodes[id(arg)] for arg in call.args[:2])
+    builder.put(call.out, _normed(builder, x, weight, *_size_and_eps(call)))
+    return True
+
+
+def _add_norm(builder: "GraphBuilder", call: Call) -> bool:
+    x, y, weight = (builder.nodes[id(arg)] for arg in call.args[:3])
+    total = builder.emit(aten.add.Tensor, (x, y))
+    builder.put(call.out[0], total)
+    builder.put(call.out[1], _normed(builder, total, weight, *_size_and_eps(call)))
+    return True
+
+
+def _size_and_eps(call: Call) -> tuple[int, float]:
+    return call.args[0].shape[-1], call.args[-1]
+
+
+def _normed(builder: "GraphBuilder", x: "Node", weight: "Node", size: int, eps: float) -> "Node":
+    emit = builder.emit
+    length = emit(aten.linalg_vector_norm.default, (x, 2, [-1], True))
+    mean = emit(aten.mul.Tensor, (emit(aten.mul.Tensor, (length, length)), 1 / size))
+    scale = emit(aten.rsqrt.default, (emit(aten.add.Tensor, (mean, eps)),))
+    return emit(aten.mul.Tensor, (emit(aten.mul.Tensor, (x, scale)), weight))
+
+
+def _rotate(builder: "GraphBuilder", call: Call) -> bool:
+    x, cos, sin = (builder.nodes[id(arg)] for arg in call.args)
+    exchanged = builder.emit(aten.roll.default, (x, [call.args[0].shape[-1] // 2], [-1]))
+    turned = builder.emit(aten.addcmul.default, (builder.emit(aten.mul.Tensor, (x, cos)), exchanged, sin))
+    builder.put(call.out, turned)
+    return True
+
+
+# By name, as they are there only where they could be compiled.
+OWN = {
+    "specdec_rows.rms_norm.default": _norm,
+    "specdec_rows.add_norm.default": _add_norm,
+    "specdec_rows.rotate.default": _rotate,
+}

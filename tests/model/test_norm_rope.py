@@ -1,0 +1,66 @@
+"""Norms and rotations of our own on the CPU: the formula, and bits that do not depend on the rows beside a row."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from specdec.model import native
+from specdec.model.layers import RMSNorm, Rope, rotate
+
+pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX-512 and a C++ compiler")
+EPS = torch.finfo(torch.float32).eps
+
+
+def norm_of(size: int) -> RMSNorm:
+    norm = RMSNorm(size, 1e-5)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2)
+    return norm
+
+
+def calls(function, *inputs) -> set[str]:
+    """The names of the operators that a function calls."""
+    with torch.profiler.profile() as profile:
+        function(*inputs)
+    return {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("size", [1, 5, 16, 640, 650])
+@pytest.mark.parametrize("rows", [1, 3, 200])
+@torch.no_grad()
+def test_norms_are_the_formula(size, rows):
+    torch.manual_seed(0)
+    norm, x, y = norm_of(size), torch.randn(rows, size), torch.randn(rows, size)
+    exact = F.rms_norm((x + y).double(), (size,), norm.weight.double(), norm.eps)
+    total, normed = norm.bind_add()(x, y)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, norm(total))
+    # A sum of `size` squares, a root, a division and two products are rounded.
+    assert ((normed - exact).abs() <= exact.abs() * (size / 2 + 4) * EPS).all()
+    assert all(torch.equal(norm(total[row]), normed[row]) for row in range(0, rows, 50))
+    heads = torch.randn(rows, 9, size)[:, 2:7]  # which do not lie together
+    assert torch.equal(norm(heads), norm(heads.contiguous()))
+
+
+@pytest.mark.parametrize("dim", [2, 64, 96])
+@torch.no_grad()
+def test_a_rotation_is_the_formula(dim):
+    torch.manual_seed(0)
+    cos, sin = (x[:30].view(2, 15, 1, dim) for x in Rope().tables(dim, 40))
+    heads = torch.randn(2, 15, 7, dim)[:, :, 1:6]
+    x, y = heads.double().chunk(2, -1)
+    c, s = cos.double()[..., : dim // 2], sin.double()[..., dim // 2 :]
+    exact = torch.cat([x * c - y * s, y * c + x * s], -1)
+    # Two products of values of up to 5 are rounded, and their sum.
+    torch.testing.assert_close(rotate(heads, cos, sin).double(), exact, rtol=0, atol=3 * 5 * EPS)
+    assert torch.equal(rotate(heads[1:, 3:5], cos[1:, 3:5], sin[1:, 3:5]), rotate(heads, cos, sin)[1:, 3:5])
+
+
+def test_only_what_does_not_learn_is_our_own():
+    norm, x = norm_of(8), torch.randn(2, 8)
+    assert not any(name.startswith("specdec_rows") for name in calls(norm, x))
+    norm(x).sum().backward()
+    assert norm.weight.grad.abs().min() > 0
+    with torch.no_grad():
+        assert "specdec_rows::rms_norm" in calls(norm, x)
+        assert not any(name.startswith("specdec_rows") for name in calls(norm.bfloat16(), x.bfloat16()))

@@ -98,7 +98,7 @@ def _library(source: str, how: tuple[str, ...]) -> Path:
     library = kept_folder("compiled") / f"{Path(source).stem}-{key}.so"
     if not library.is_file():
         if sys.stderr.isatty():  # whoever waits at a terminal is told why
-            print(f"note: compiling {source} for this processor, once, about 6 s", file=sys.stderr)
+            print(f"note: compiling {source} for this processor, once, about 10 s", file=sys.stderr)
         keep(library, lambda library: _compile(FOLDER / source, how, library))
     return library
 

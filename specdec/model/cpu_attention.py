@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.model import native
 from specdec.model.cache import KVCache
 
-FEW = 32  # positions of a row; for more torch's matrix products are faster
+FEW = 32  # positions of a row; from about so many on torch's matrix products are faster
 DIMS = (16, 32, 64, 80, 96, 128, 256)  # of a head
 
 
@@ -25,7 +25,7 @@ def own_attention(
     [B,n,heads*Dh]; None where there is none. ancestors [B,n,nodes] bool: the scratch slots that each of them sees;
     None: all up to itself."""
     keys, dim = cache.layers[0], cache.shape[1]
-    if n > FEW or dim not in DIMS or keys.device.type != "cpu" or keys.dtype != torch.float32 or not native.has_rows():
+    if n > FEW or dim not in DIMS or not native.serves(keys):
         return None
     operator = torch.ops.specdec_rows.tree_attention.default._op
     scale = dim**-0.5 if scale is None else scale

@@ -91,19 +91,20 @@ class RMSNorm(Freezable):
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
-        return self.bind_add()(x, y)
+        if kernel_for("rms_norm", x) or native.serves(x):
+            return self.bind_add()(x, y)
+        x = x + y
+        return x, self(x)
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        if native.serves(self.weight):
-            norm, weight, eps = torch.ops.specdec_rows.rms_norm.default._op, self.weight, self.eps
-            return lambda x: norm(x, weight, eps)
+        if own := native.rms_norm(self.weight, self.eps):
+            return own
         weight, normalise = self.weight, self.bind_normalise()
         return lambda x: normalise(x).to(x.dtype) * weight
 
     def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        if native.serves(self.weight):
-            add, scale, eps = torch.ops.specdec_rows.add_norm.default._op, self.weight, self.eps
-            return lambda x, y: add(x, y, scale, eps)
+        if own := native.add_norm(self.weight, self.eps):
+            return own
         weight, normalise = self.weight, self.bind_normalise()
 
         def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,8 +123,7 @@ class RMSNorm(Freezable):
 
         def normalise(x: Tensor) -> Tensor:
             x = x.to(wide)
-            # On the CPU `F.rms_norm` is made of more operators than these.
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer operators than `F.rms_norm` on the CPU
             return x * torch.addcmul(epsilon, length, length, value=share).rsqrt_()
 
         return normalise

@@ -26,6 +26,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,6 +68,22 @@ def serves(x: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and has_rows()
     )
+
+
+def rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
+    """x [...,H] -> its norm, by our own operator; None where that does not serve."""
+    if not serves(weight):
+        return None
+    norm = torch.ops.specdec_rows.rms_norm.default._op
+    return lambda x: norm(x, weight, eps)
+
+
+def add_norm(weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """(x, y) -> x + y, and its norm; None as for `rms_norm`."""
+    if not serves(weight):
+        return None
+    add = torch.ops.specdec_rows.add_norm.default._op
+    return lambda x, y: add(x, y, weight, eps)
 
 
 @functools.cache

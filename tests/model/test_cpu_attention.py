@@ -16,6 +16,12 @@ pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX-512 and
 SLOTS = 70
 
 
+@pytest.fixture(autouse=True)
+def as_in_decoding():
+    with torch.no_grad():
+        yield
+
+
 def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCache:
     """Rows of these lengths; slots that nothing may see hold NaN."""
     cache = KVCache(1, len(lens), SLOTS, kv_heads, dim, like=torch.zeros(0))

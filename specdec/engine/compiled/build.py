@@ -1,7 +1,6 @@
 """Inductor makes a library of a graph, and the library is kept: the next process loads it without Inductor."""
 
 import hashlib
-import platform
 import shutil
 import warnings
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from specdec.cli.files import keep, kept_folder, output_folder
 from specdec.engine.compiled.graph import RoundGraph
+from specdec.machine import features
 from specdec.model import native
 
 LIBRARY = "round.so"
@@ -30,17 +30,8 @@ def kept_library(graph: RoundGraph) -> Path:
 def key_of(graph: RoundGraph) -> str:
     """Tells graphs, processors, versions and settings apart that need libraries of their own."""
     shapes = [(x.dtype, x.device, tuple(x.shape), x.stride()) for x in graph.inputs]
-    settings = sorted(OPTIONS.items()), torch.get_num_threads(), torch.__version__, processor()
+    settings = sorted(OPTIONS.items()), torch.get_num_threads(), torch.__version__, features()
     return hashlib.sha256(repr((str(graph.module.graph), shapes, settings)).encode()).hexdigest()[:24]
-
-
-def processor() -> str:
-    """What the processor can do, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def load(library: Path) -> Compiled:

@@ -187,11 +187,11 @@ def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
     identity `places` maps to i; what holds none of these is not copied. Rounds call it, so places are found before."""
     if isinstance(value, Tensor) and id(value) in places:
         return operator.itemgetter(places[id(value)])
-    if not is_dataclass(value) or all(id(x) not in places for x in tensors_in(value)):
+    held = {field.name: vars(value)[field.name] for field in fields(value)} if is_dataclass(value) else {}
+    changing = {name: part for name, part in held.items() if any(id(x) in places for x in tensors_in(part))}
+    if not changing:
         return lambda tensors: value
-    names = [field.name for field in fields(value)]
-    changing = [name for name in names if any(id(x) in places for x in tensors_in(vars(value).get(name)))]
-    parts = [(name, filler(vars(value)[name], places)) for name in changing]
+    parts = [(name, filler(part, places)) for name, part in changing.items()]
 
     def fill(tensors: list[Tensor]) -> Any:
         made = object.__new__(type(value))

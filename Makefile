@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-# Rounds are compiled where there is a C++ compiler: half a minute the first time.
+# Rounds are compiled where there is a C++ compiler: up to a minute the first time.
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 

@@ -1,11 +1,12 @@
-"""The data of the demo's target: a tokenizer, and packed rows of conversations and of books.
+"""The data of the demo's target: packed rows of conversations and of books.
 
-    python scripts/demo_data.py --conversations conversations.jsonl.xz --books books.jsonl.xz --out build/data
+    python scripts/demo_data.py --tokenizer build/grown --conversations conversations.jsonl.xz \
+        --books books.jsonl.xz --out build/data
 
---conversations: ShareGPT form, with an `id` that begins with the source's name (`KEEP`). --books: objects with `title`,
-`year` and `text`. Both are filtered for answers in whole sentences: what a target of this size reads, it repeats.
-Writes OUT/tokenizer, chat.npy, books.npy, held_chat.npy, held_books.npy ([rows, 1024] uint16), heldout.jsonl, and
-data.json, which says what was kept.
+--tokenizer: that of the target which will learn them. --conversations: ShareGPT form, with an `id` that begins with the
+source's name (`KEEP`). --books: objects with `title`, `year` and `text`. Both are filtered for answers in whole
+sentences: what a target of this size reads, it repeats. Writes OUT/chat.npy, books.npy, held_chat.npy, held_books.npy
+([rows, 1024] uint16), heldout.jsonl, and data.json, which says what was kept.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 import numpy as np
+from transformers import AutoTokenizer
 
 from lab.bench.from_scratch import held_out
 from lab.output import write_json
@@ -28,9 +30,8 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.text import clean
 from training.data import Message
-from training.pretrain import train_tokenizer
 
-LENGTH, VOCAB = 1024, 8192
+LENGTH = 1024
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u2026": "..."})
 # Of OASST's model outputs: weak models, and base models sampled with a bare prompt; and those that come first.
@@ -202,16 +203,6 @@ def rows_of(tokenizer, texts: Sequence[str]) -> np.ndarray:
     return flat[: count * LENGTH].reshape(count, LENGTH)
 
 
-def samples(train: list[list[Message]], read: list[tuple[str, str]]) -> Iterator[str]:
-    """What the tokenizer learns from."""
-    for conversation in train[:14_000]:
-        for message in conversation:
-            yield message["content"]
-    for _, text in read:
-        for i in range(0, len(text), 200_000):
-            yield text[i : i + 10_000]
-
-
 def write_rows(path: Path, rows: np.ndarray) -> None:
     def fill(aside: Path) -> None:
         with aside.open("wb") as file:  # by a name numpy would add a suffix
@@ -223,6 +214,7 @@ def write_rows(path: Path, rows: np.ndarray) -> None:
 @one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--conversations", type=Path, required=True, help=".jsonl or .jsonl.xz")
     parser.add_argument("--books", type=Path, required=True, help=".jsonl or .jsonl.xz")
     parser.add_argument("--out", type=Path, required=True)
@@ -230,8 +222,7 @@ def main() -> None:
     out = output_folder(args.out)
     train, heldout, counts = conversations(args.conversations)
     read, unread = books(args.books)
-    tokenizer = train_tokenizer(samples(train, read), VOCAB)
-    tokenizer.save_pretrained(out / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     sizes = {}
     for name, texts in (

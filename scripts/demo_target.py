@@ -1,14 +1,16 @@
-"""Pretraining of the demo's target on one thread, for as long as the machine allows.
+"""Pretraining of the demo's target, for as long as the machine allows.
 
-    python scripts/demo_target.py --data build/data --work build           # constant rate, until SIGTERM or --until
-    python scripts/demo_target.py --data build/data --work build --decay 400 --out build/target
+    python scripts/demo_target.py --start build/grown --data build/data --work build    # until SIGTERM or --until
+    python scripts/demo_target.py --start build/grown --data build/data --work build --decay 400 --out build/target
 
---data: what scripts/demo_data.py wrote. The first form goes on from WORK/pretrain.pt, or begins. A signal drops the
-step under way and saves. The second goes on from there for so many steps, in which the rate falls to 0, and writes the
-target; WORK/decay.pt is its own state, so pretrain.pt can go on afterwards. WORK/pretrain.jsonl is the log of both.
+--start: the weights to begin with (scripts/grow.py). --data: what scripts/demo_data.py wrote with that tokenizer. The
+first form, of a constant rate, goes on from WORK/pretrain.pt, or begins. A signal drops the step under way and saves.
+The second goes on from there for so many steps, in which the rate falls to 0, and writes the target; WORK/decay.pt is
+its own state, so pretrain.pt can go on afterwards. WORK/pretrain.jsonl is the log of both.
 
-fp32, compiled: without AMX a processor has no faster products here. The batch is 8 rows of 1024 tokens. Muon takes the
-layers' matrices, AdamW the embedding and the norms.
+fp32, compiled: without AMX a processor has no faster products here. A step takes 8 rows of 1024 tokens, at the constant
+rate as 16 of 512, as attention is a fifth of the time otherwise. Muon takes the layers' matrices, AdamW the embedding
+and the norms.
 """
 
 import argparse
@@ -20,13 +22,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import checkout  # noqa: F401
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_whole
@@ -34,12 +36,10 @@ from specdec.cli.signals import StopSignals
 from training.loop.checkpoint import save_state
 from training.pretrain import save_target
 
-MICRO, PER_STEP = 2, 8  # rows of a forward, and of a step
-MUON_LR, LR, WARMUP, WEIGHT_DECAY = 0.02, 1.5e-3, 60, 0.05
-SHAPE = {
-    "hidden_size": 640, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 10,
-    "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024, "tie_word_embeddings": True,
-}  # fmt: skip
+MICRO, PER_STEP = 4, 8  # rows of a forward, and of a step
+PIECE = 512  # tokens that attend to each other at the constant rate
+MUON_LR, LR, WARMUP, WEIGHT_DECAY = 0.01, 7e-4, 60, 0.05
+BOOKS, BOOKS_DECAYING = 0.2, 0.05  # of the rows
 SAVE_SECONDS, LOG_STEPS, HELD_STEPS = 300, 5, 100
 HELD_ROWS = {"chat": 24, "books": 8}
 # The first four steps of Polar Express (Amsel et al. 2025, arXiv 2505.16932), in fp32. torch's Muon takes five of
@@ -63,11 +63,6 @@ class Progress:
     owed: float = 0.0  # of the next row of books
     train_seconds: float = 0.0
     from_step: int = 0  # at which the decay began
-
-
-def book_share(tokens: int, decaying: bool) -> float:
-    """Books first, then more and more conversations."""
-    return 0.05 if decaying else max(0.15, 0.6 - 0.45 * tokens / 5e6)
 
 
 # Optimisers
@@ -100,11 +95,10 @@ class Muon(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1])))
 
 
-def build(tokenizer) -> tuple[LlamaForCausalLM, list[tuple[torch.optim.Optimizer, float]]]:
+def build(start: Path) -> tuple[LlamaForCausalLM, list[tuple[torch.optim.Optimizer, float]]]:
     """The model, and its optimisers with their rates."""
     torch.manual_seed(0)
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    model = LlamaForCausalLM(LlamaConfig(**SHAPE, **ids, bos_token_id=None))
+    model = LlamaForCausalLM.from_pretrained(start, dtype=torch.float32)
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.ndim == 2 and "layers" in name]
     rest = [p for name, p in named if not (p.ndim == 2 and "layers" in name)]
@@ -137,8 +131,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, stop: StopSignals):
         self.args, self.stop, self.progress = args, stop, Progress()
-        self.tokenizer = AutoTokenizer.from_pretrained(args.data / "tokenizer")
-        self.model, self.optimizers = build(self.tokenizer)
+        self.tokenizer = AutoTokenizer.from_pretrained(args.start)
+        self.model, self.optimizers = build(args.start)
         self.parameters = list(self.model.parameters())
         self.loss_of = torch.compile(self._loss)
         self.chat, self.books = Rows(args.data / "chat.npy"), Rows(args.data / "books.npy")
@@ -184,14 +178,14 @@ class Run:
     def step(self) -> float:
         """One step; returns its loss. Raises Stopped, with nothing changed, if a signal comes before its end."""
         began, now = time.monotonic(), self.progress
-        owed = now.owed + PER_STEP * book_share(now.tokens, bool(self.args.decay))
+        owed = now.owed + PER_STEP * (BOOKS_DECAYING if self.args.decay else BOOKS)
         books = int(owed)
         chat = PER_STEP - books
         rows = [self.books[now.books + i] for i in range(books)] + [self.chat[now.chat + i] for i in range(chat)]
         ids = torch.from_numpy(np.stack(rows).astype(np.int64))
         total = 0.0
         for part in ids.split(MICRO):
-            loss = self.loss_of(part) * (MICRO / PER_STEP)
+            loss = self.loss_of(part if self.args.decay else part.view(-1, PIECE)) * (MICRO / PER_STEP)
             loss.backward()
             total += loss.item()
             if self.stop.asked:
@@ -249,16 +243,18 @@ class Run:
 @one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", type=Path, required=True, help="a target folder")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--until", type=float, default=math.inf, help="end at so many tokens")
     parser.add_argument("--decay", type=int, default=0, help="steps in which the rate falls to 0")
     parser.add_argument("--out", type=Path, help="where the target goes, with --decay")
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     if bool(args.decay) != bool(args.out):
         raise ValueError("--decay and --out go together")
     output_folder(args.work)
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     with StopSignals("saving") as stop:
         run = Run(args, stop)
         run.train()

@@ -20,7 +20,7 @@ namespace attention {
 
 using at::Tensor;
 
-constexpr int64_t REGISTERS = 24; // for the sums of the query heads that share a key head
+constexpr int64_t REGISTERS = LANES == 16 ? 24 : 10; // for the sums of the query heads that share a key head
 constexpr int64_t SHARE = 1 << 17; // multiplications that are worth a thread
 
 // The slots that a position sees: those before `committed`, and those listed.
@@ -56,21 +56,21 @@ void attend_heads(const float* q, const float* keys, const float* values, int64_
       for (int g = 0; g < G; g++) dots[g] += sums[g][v] * part;
     }
 #pragma GCC unroll 8
-    for (int g = 0; g < G; g++) scores[g * stride + i] = _mm512_reduce_add_ps(dots[g]);
+    for (int g = 0; g < G; g++) scores[g * stride + i] = sum_of(dots[g]);
   }
   float shares[G];
   for (int g = 0; g < G; g++) {
     float* own = scores + g * stride;
     std::fill(own + count, own + stride, -std::numeric_limits<float>::infinity());
     Floats largest = load(own), total = {};
-    for (int64_t i = LANES; i < stride; i += LANES) largest = _mm512_max_ps(largest, load(own + i));
-    const float most = _mm512_reduce_max_ps(largest);
+    for (int64_t i = LANES; i < stride; i += LANES) largest = larger(largest, load(own + i));
+    const float most = largest_of(largest);
     for (int64_t i = 0; i < stride; i += LANES) {
       const Floats weight = exponential(load(own + i) - most);
       store(own + i, weight);
       total += weight;
     }
-    shares[g] = 1 / _mm512_reduce_add_ps(total);
+    shares[g] = 1 / sum_of(total);
   }
 #pragma GCC unroll 8
   for (int g = 0; g < G; g++)
@@ -92,7 +92,7 @@ void attend_heads(const float* q, const float* keys, const float* values, int64_
 }
 
 // As many of the heads at once as the registers hold.
-template <int V, int G = std::max<int64_t>(1, REGISTERS / V)>
+template <int V, int G = std::clamp<int64_t>(REGISTERS / V, 1, 8)>
 void attend_group(int64_t groups, const float* q, const float* keys, const float* values, int64_t row, const Seen& seen,
                   float scale, float* scores, int64_t stride, float* out) {
   constexpr int64_t STEP = G * V * LANES;
@@ -107,13 +107,13 @@ using Attend = void (*)(int64_t, const float*, const float*, const float*, int64
 
 inline Attend attend_of(int64_t dim) {
   switch (dim) {
-    case 16: return attend_group<1, 8>;
-    case 32: return attend_group<2, 8>;
-    case 64: return attend_group<4>;
-    case 80: return attend_group<5>;
-    case 96: return attend_group<6>;
-    case 128: return attend_group<8>;
-    case 256: return attend_group<16>;
+    case 16: return attend_group<16 / LANES>;
+    case 32: return attend_group<32 / LANES>;
+    case 64: return attend_group<64 / LANES>;
+    case 80: return attend_group<80 / LANES>;
+    case 96: return attend_group<96 / LANES>;
+    case 128: return attend_group<128 / LANES>;
+    case 256: return attend_group<256 / LANES>;
     default: TORCH_CHECK(false, "there is no attention for heads of ", dim);
   }
 }

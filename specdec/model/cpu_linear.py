@@ -4,14 +4,14 @@ A round multiplies 1 to 60 rows, a token or a tree, with every weight of the tar
 these weights. There are four ways, tried in this order (docs/log.md has their times).
 
 - Our own product (`rows.cpp`) multiplies fp32 rows with a weight in bf16, in fp32, and reads half as many bytes. It
-  serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX-512, where a C++
-  compiler is at hand the first time. Four rows take the time of one.
+  serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX2 or AVX-512,
+  where a C++ compiler is at hand the first time. With AVX-512 four rows take the time of one.
 - FBGEMM does so with a weight in fp16, for weights that fp16 holds exactly after scaling by a power of two.
 - oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16.
 - A single row of fp32 is multiplied with blocks of the weight as a batch.
 
 In the first three ways, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
-single row. No other product of torch promises that.
+single row, and in FBGEMM's, with AVX2, not those of one row and of two. No other product of torch promises that.
 
 A drafter need not be exact, so its large weights may be rounded to int8, a scale for each of their rows. FBGEMM then
 reads half as many bytes again, and rounds the rows that it multiplies to 8 bits of the range of all of them: what a row
@@ -35,8 +35,8 @@ BLOCKS = 4  # of a weight that is multiplied with a single row
 MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
 
-GROUP = 64  # outputs that lie side by side in a weight packed for `rows.cpp`
-WIDE = 8 * GROUP  # fewer outputs of gate and up are divided badly among threads
+UNIT = 64  # outputs that `rows.cpp` divides among threads together
+WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
 LARGE = 2**20  # values of a weight that is worth rounding: for smaller ones the call itself takes most of the time
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
@@ -45,7 +45,7 @@ Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
 class Bf16Weight(NamedTuple):
     """A weight of fp32 values, packed in bf16 for `rows.cpp`."""
 
-    packed: Tensor  # [groups, in / 2, GROUP, 2]; the last group is filled up with zeros
+    packed: Tensor  # [groups, in / 2, outputs of a group, 2]; the last unit is filled up with zeros
     size: int  # outputs
 
 
@@ -81,7 +81,7 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
 def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool = False) -> Product | None:
     """x [R,H] -> down(silu(gate(x)) * up(x)) in one call, where our own products serve both; else None."""
     inner = down.in_features
-    if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % GROUP or inner < WIDE:
+    if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % UNIT or inner < WIDE:
         return None
     if int8 and gate_up.weight.numel() >= LARGE:
         return None
@@ -219,7 +219,7 @@ def _pack_bf16(weight: Tensor) -> Bf16Weight | None:
     narrow = weight.bfloat16()
     if not torch.equal(narrow.float(), weight):
         return None
-    groups = F.pad(narrow, (0, 0, 0, -size % GROUP)).view(-1, GROUP, inputs // 2, 2)
+    groups = F.pad(narrow, (0, 0, 0, -size % UNIT)).view(-1, torch.ops.specdec_rows.group(), inputs // 2, 2)
     return Bf16Weight(groups.transpose(1, 2).contiguous(), size)
 
 

@@ -9,7 +9,7 @@ the object behind a tensor, its handle, and calls the same product with it.
     torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
     torch.ops.specdec.onednn_linear(x, handle, bias, size)
 
-`rows.cpp`: operators of its own, for processors with AVX-512.
+`rows.cpp`: operators of its own, for processors with AVX2 or AVX-512.
 
     torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
     torch.ops.specdec_rows.bf16_mlp(x, gate_up, down, size)
@@ -88,8 +88,8 @@ def add_norm(weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], tuple[Ten
 
 @functools.cache
 def has_rows() -> bool:
-    """Whether there are the operators of `rows.cpp`, now known to torch: with AVX-512 and a C++ compiler."""
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Whether there are the operators of `rows.cpp`, now known to torch: with AVX2 or AVX-512, and a C++ compiler."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return False
     try:
         torch.ops.load_library(_library("rows.cpp", FAST))

@@ -35,7 +35,7 @@ inline void norm_rows(const float* x, const float* y, const float* weight, float
         const Floats part = load(from + i);
         squares += part * part;
       }
-      float total = _mm512_reduce_add_ps(squares);
+      float total = sum_of(squares);
       for (int64_t i = whole; i < size; i++) total += from[i] * from[i];
       const float scale = 1 / std::sqrt(total / size + eps);
       for (int64_t i = 0; i < size; i++) out[r * size + i] = from[i] * scale * weight[i];

@@ -28,99 +28,125 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t BLOCKS = 4; // vectors of outputs that lie side by side in the packed weight
-constexpr int64_t GROUP = LANES * BLOCKS;
-constexpr int64_t FEW = 6, MANY = 8; // rows whose sums of 4 and of 2 blocks fit the 32 registers
+constexpr int64_t UNIT = 64; // outputs that are divided among threads together
+constexpr int64_t GROUP = LANES == 16 ? 64 : 16; // outputs that lie side by side in the packed weight
+constexpr int64_t BLOCKS = UNIT / LANES, BESIDE = GROUP / LANES; // vectors of outputs of a unit, and of a group
+constexpr int64_t MANY = LANES == 16 ? 8 : 6; // rows that are multiplied at once
+constexpr int64_t PART = 6; // of more rows
 constexpr int64_t AHEAD = 2048; // bytes that are fetched before they are needed
 constexpr int64_t SHARE = 1 << 16; // bytes of weight that are worth a thread
 
-using Pairs = Words; // of an input and, in the upper half, the next, for 16 outputs
+using Pairs = Words; // of an input and, in the upper half, the next, for as many outputs as a vector holds
 
-// R rows of x [R,size] times B of the blocks at `weight`, into y [R,..].
+// Blocks of outputs whose sums fit the registers for so many rows: there are 32 with AVX-512, and else 16. Below 8 sums a
+// product waits for the one before.
+constexpr int64_t width_for(int64_t rows) {
+  if (LANES == 16) return rows <= 6 ? 4 : 2;
+  return rows == 1 ? 8 : rows == 2 ? 4 : 2;
+}
+
+// Block b of a unit, whose groups lie `apart`.
+inline const Pairs* block(const Pairs* unit, int64_t apart, int64_t b) {
+  return unit + b / BESIDE * apart + b % BESIDE;
+}
+
+// Every row's x[at], x [R,size], times the weights of B blocks, onto the sums. A number is spread over a vector and used
+// up before the next one, so that it holds one register only.
 template <int R, int B>
-void multiply(const float* x, int64_t size, const Pairs* weight, float* y, int64_t stride) {
-  Floats sums[R][B] = {};
-  for (int64_t i = 0; i < size; i += 2, weight += BLOCKS) {
-#pragma GCC unroll 4
+inline void add_products(const float* x, int64_t size, int64_t at, const Floats (&weights)[B], Floats (&sums)[R][B]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    const Floats input = spread(x[r * size + at]);
+#pragma GCC unroll 8
+    for (int b = 0; b < B; b++) sums[r][b] += weights[b] * input;
+  }
+}
+
+// R rows of x [R,size] times the blocks from `weight` on, as many as fit, into y [R,..].
+template <int R>
+void multiply(const float* x, int64_t size, const Pairs* weight, int64_t apart, float* y, int64_t stride) {
+  constexpr int B = width_for(R);
+  Floats sums[R][B] = {}, weights[B];
+  for (int64_t i = 0; i < size; i += 2, weight += BESIDE) {
+#pragma GCC unroll 8
     for (int b = 0; b < B; b++) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weight + b) + AHEAD);
-      const Pairs pairs = weight[b];
-      const Floats even = reinterpret_cast<Floats>(pairs << 16), odd = reinterpret_cast<Floats>(pairs & 0xffff0000u);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][b] += even * x[r * size + i];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][b] += odd * x[r * size + i + 1];
+      const Pairs* pairs = block(weight, apart, b);
+      if (b * LANES % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(pairs) + AHEAD); // a line each
+      weights[b] = reinterpret_cast<Floats>(*pairs << 16);
     }
+    add_products(x, size, i, weights, sums);
+#pragma GCC unroll 8
+    for (int b = 0; b < B; b++) weights[b] = reinterpret_cast<Floats>(*block(weight, apart, b) & 0xffff0000u);
+    add_products(x, size, i + 1, weights, sums);
   }
   for (int r = 0; r < R; r++) std::memcpy(y + r * stride, sums[r], sizeof(sums[r]));
 }
 
-template <int R>
-void multiply_group(const float* x, int64_t size, const Pairs* weight, float* y, int64_t stride) {
-  if constexpr (R <= FEW) {
-    multiply<R, BLOCKS>(x, size, weight, y, stride);
-  } else {
-    multiply<R, BLOCKS / 2>(x, size, weight, y, stride);
-    multiply<R, BLOCKS / 2>(x, size, weight + BLOCKS / 2, y + GROUP / 2, stride);
-  }
-}
-
-using Product = void (*)(const float*, int64_t, const Pairs*, float*, int64_t);
+using Product = void (*)(const float*, int64_t, const Pairs*, int64_t, float*, int64_t);
 
 template <size_t... R>
 constexpr std::array<Product, MANY> products(std::index_sequence<R...>) {
-  return {multiply_group<R + 1>...};
+  return {multiply<R + 1>...};
 }
 
 constexpr auto PRODUCTS = products(std::make_index_sequence<MANY>());
 
-// x [rows,in] times the group of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts,
+// x [rows,in] times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts,
 // of which all but the first find the weight in the cache.
 void multiply_rows(const float* x, int64_t rows, int64_t in, const Pairs* weight, float* y, int64_t stride) {
-  const int64_t most = rows <= MANY ? MANY : FEW;
-  for (int64_t parts = (rows + most - 1) / most; parts; parts--) {
-    const int64_t count = (rows + parts - 1) / parts;
-    PRODUCTS[count - 1](x, in, weight, y, stride);
-    rows -= count, x += count * in, y += count * stride;
-  }
+  if (rows == 0) return;
+  const int64_t most = rows <= MANY ? MANY : PART, parts = (rows + most - 1) / most;
+  const int64_t width = width_for((rows + parts - 1) / parts), apart = in / 2 * BESIDE;
+  for (int64_t b = 0; b < BLOCKS; b += width)
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
+      PRODUCTS[count - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES, stride);
+    }
 }
 
-// The groups of a packed weight [groups, in / 2, 64, 2], and how many of them are worth a thread.
+// The units of a packed weight [groups, in / 2, GROUP, 2], and how many of them are worth a thread.
 struct Packed {
   const Pairs* at;
-  int64_t groups, in, grain;
+  int64_t units, in, grain;
 
   explicit Packed(const Tensor& weight)
-      : at(static_cast<const Pairs*>(weight.const_data_ptr())), groups(weight.size(0)), in(weight.size(1) * 2),
-        grain(std::max<int64_t>(1, SHARE / (in * GROUP * 2))) {}
-  const Pairs* group(int64_t g) const {
-    return at + g * (in / 2) * BLOCKS;
+      : at(static_cast<const Pairs*>(weight.const_data_ptr())), units(weight.size(0) * GROUP / UNIT),
+        in(weight.size(1) * 2), grain(std::max<int64_t>(1, SHARE / (in * UNIT * 2))) {}
+  const Pairs* unit(int64_t u) const {
+    return at + u * (in / 2) * BLOCKS;
   }
 };
 
 // x [rows,in] times a weight of `size` outputs -> y [rows,size].
 void multiply_all(const float* x, int64_t rows, const Packed& weight, int64_t size, float* y) {
-  at::parallel_for(0, weight.groups, weight.grain, [&](int64_t first, int64_t last) {
-    std::vector<float> aside; // for the last group, which may go beyond the outputs
-    for (int64_t g = first; g < last; g++) {
-      const int64_t width = std::min(GROUP, size - g * GROUP);
-      float* place = y + g * GROUP;
-      if (width == GROUP) {
-        multiply_rows(x, rows, weight.in, weight.group(g), place, size);
+  at::parallel_for(0, weight.units, weight.grain, [&](int64_t first, int64_t last) {
+    std::vector<float> aside; // for the last unit, which may go beyond the outputs
+    for (int64_t u = first; u < last; u++) {
+      const int64_t width = std::min(UNIT, size - u * UNIT);
+      float* place = y + u * UNIT;
+      if (width == UNIT) {
+        multiply_rows(x, rows, weight.in, weight.unit(u), place, size);
         continue;
       }
-      aside.resize(rows * GROUP);
-      multiply_rows(x, rows, weight.in, weight.group(g), aside.data(), GROUP);
-      for (int64_t r = 0; r < rows; r++) std::copy_n(aside.data() + r * GROUP, width, place + r * size);
+      aside.resize(rows * UNIT);
+      multiply_rows(x, rows, weight.in, weight.unit(u), aside.data(), UNIT);
+      for (int64_t r = 0; r < rows; r++) std::copy_n(aside.data() + r * UNIT, width, place + r * size);
     }
   });
 }
 
 void check(const Tensor& x, const Tensor& weight, int64_t size) {
-  TORCH_CHECK(weight.size(1) * 2 == x.size(1) && size <= weight.size(0) * GROUP, "the weight was packed for other sizes");
+  const bool whole = weight.size(0) * GROUP % UNIT == 0 && weight.size(2) == GROUP;
+  TORCH_CHECK(whole && weight.size(1) * 2 == x.size(1) && size <= weight.size(0) * GROUP,
+              "the weight was packed for other sizes");
 }
 
-// x [R,in] fp32, weight [groups, in / 2, 64, 2] bf16 as `cpu_linear` packs it, `size` outputs -> [R,size].
+// How many outputs lie side by side in a packed weight.
+int64_t group() {
+  return GROUP;
+}
+
+// x [R,in] fp32, weight [groups, in / 2, GROUP, 2] bf16 as `cpu_linear` packs it, `size` outputs -> [R,size].
 Tensor bf16_linear(const Tensor& x, const Tensor& weight, int64_t size) {
   check(x, weight, size);
   const Tensor inputs = x.contiguous();
@@ -132,23 +158,24 @@ Tensor bf16_linear(const Tensor& x, const Tensor& weight, int64_t size) {
 // down(silu(gate(x)) * up(x)) of x [R,H] -> [R,size]. The weights are packed as for `bf16_linear`: gate_up the rows of
 // gate and then as many of up, a multiple of 64.
 Tensor bf16_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t size) {
-  const int64_t rows = x.size(0), inner = down.size(1) * 2, groups = gate_up.size(0) / 2;
+  const int64_t rows = x.size(0), inner = down.size(1) * 2, units = inner / UNIT;
   check(x, gate_up, 2 * inner);
-  TORCH_CHECK(inner == groups * GROUP && size <= down.size(0) * GROUP, "the weights were packed for other sizes");
+  TORCH_CHECK(inner % UNIT == 0 && gate_up.size(0) * GROUP == 2 * inner && size <= down.size(0) * GROUP,
+              "the weights were packed for other sizes");
   const Tensor inputs = x.contiguous();
   const float* from = inputs.const_data_ptr<float>();
   Tensor between = at::empty({rows, inner}, x.options()), out = at::empty({rows, size}, x.options());
   float* acts = between.mutable_data_ptr<float>();
   const Packed weight(gate_up);
-  at::parallel_for(0, groups, (weight.grain + 1) / 2, [&](int64_t first, int64_t last) {
-    std::vector<float> gates(rows * GROUP);
-    for (int64_t g = first; g < last; g++) {
-      float* place = acts + g * GROUP;
-      multiply_rows(from, rows, weight.in, weight.group(g), gates.data(), GROUP);
-      multiply_rows(from, rows, weight.in, weight.group(groups + g), place, inner);
+  at::parallel_for(0, units, (weight.grain + 1) / 2, [&](int64_t first, int64_t last) {
+    std::vector<float> gates(rows * UNIT);
+    for (int64_t u = first; u < last; u++) {
+      float* place = acts + u * UNIT;
+      multiply_rows(from, rows, weight.in, weight.unit(u), gates.data(), UNIT);
+      multiply_rows(from, rows, weight.in, weight.unit(units + u), place, inner);
       for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < GROUP; i += LANES) {
-          const Floats gate = load(gates.data() + r * GROUP + i);
+        for (int64_t i = 0; i < UNIT; i += LANES) {
+          const Floats gate = load(gates.data() + r * UNIT + i);
           float* at = place + r * inner + i;
           store(at, gate / (1.0f + exponential(-gate)) * load(at));
         }
@@ -161,6 +188,7 @@ Tensor bf16_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int6
 } // namespace
 
 TORCH_LIBRARY(specdec_rows, m) {
+  m.def("group() -> int", &group);
   m.def("bf16_linear(Tensor x, Tensor weight, int size) -> Tensor");
   m.def("bf16_mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor");
   m.def(

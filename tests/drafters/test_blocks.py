@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads
+from helpers import assert_close_in_fp32
 from safetensors.torch import load_file
 
 from drafters.block_forward import BlockForward
@@ -16,8 +17,6 @@ from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
 from specdec.model.layers import Linear
 from trees.chain import Chain
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # logits are sums of 64 products, up to 5 in size
 
 
 def absorb(drafter: BlockDrafter, reference: dict, prefix: str, number: int, seen: int) -> DraftState:
@@ -57,7 +56,7 @@ def test_rounds_match(case):
         state = absorb(drafter, reference, prefix, number, seen)
         seen += reference[f"{prefix}.round{number}.target_hidden"].shape[1]
         at = f"{prefix}.round{number}"
-        torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, drafter.switches.unused :], **CLOSE)
+        assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, drafter.switches.unused :])
         drafts = reference[f"{at}.{'sampled' if prefix == 'deepspec' else 'draft'}_tokens"]
         tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
         assert tree.tokens[:, 1:].tolist() == drafts.tolist()
@@ -65,7 +64,7 @@ def test_rounds_match(case):
     for name, kept in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
         kind, layer = name.split("_")[-1].split(".")
         ours = drafter.cache.layers[int(layer)]["kv".index(kind), :, :seen].transpose(1, 2)
-        torch.testing.assert_close(ours, kept, **CLOSE)
+        assert_close_in_fp32(ours, kept)
 
 
 @pytest.mark.parametrize("prefix", ["full", "sliding_causal", "sliding_noncausal"])
@@ -84,14 +83,14 @@ def test_dflash2_rounds_match(prefix):
             at = f"{prefix}.round{number}"
             if number not in compared:
                 continue
-            torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, 1:], **CLOSE)
+            assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, 1:])
             drafted = reference[f"{at}.draft_tokens"]
             tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
             assert tree.tokens[:, 1:].tolist() == drafted.tolist()
             node = drafter.root(state)
             for slot, ids in enumerate(reference.get(f"{at}.candidate_ids", torch.empty(1, 0))[0]):
                 scores = reference[f"{at}.candidate_scores"][0, slot]
-                torch.testing.assert_close(node.logits[0, 0, ids], scores, **CLOSE)
+                assert_close_in_fp32(node.logits[0, 0, ids], scores)
                 assert node.logits.isfinite().sum() == len(ids) == 16
                 if slot + 1 < drafter.block:
                     node = drafter.expand(state, drafted[:, slot : slot + 1], node.hidden, slot + 1, None)
@@ -115,7 +114,7 @@ def test_causal_blocks_match():
             else:
                 state = drafter.extend(feats, tokens, n, anchor)
             seen = anchor
-            torch.testing.assert_close(state.logits[:, :5], reference[f"{prefix}round{number}.logits"], **CLOSE)
+            assert_close_in_fp32(state.logits[:, :5], reference[f"{prefix}round{number}.logits"])
 
 
 @pytest.mark.parametrize("kind", MARKOV)
@@ -141,10 +140,10 @@ def test_markov_and_confidence_heads_match(kind):
         first = DraftState(carried, reference[f"round{number}.hidden"], drafter.head)
         state = drafter.root(first)
         for slot in range(5):
-            torch.testing.assert_close(state.logits, reference[f"{at}.logits"][:, slot : slot + 1], **CLOSE)
+            assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, slot : slot + 1])
             if slot < 4:
                 state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
-        torch.testing.assert_close(drafter.confidences(first, tokens), reference[f"{at}.confidence_logits"], **CLOSE)
+        assert_close_in_fp32(drafter.confidences(first, tokens), reference[f"{at}.confidence_logits"])
         tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
         assert tree.tokens[:, 1:].tolist() == tokens.tolist()
         for cut in (0.3, 0.5, 0.7):
@@ -181,7 +180,7 @@ def test_domino_head_matches(label, prefix):
         state = drafter.root(first)
         for slot in range(drafter.block):
             at = how.unused + slot
-            torch.testing.assert_close(state.logits, expected[:, at : at + 1], **CLOSE)
+            assert_close_in_fp32(state.logits, expected[:, at : at + 1])
             if slot + 1 < drafter.block:
                 state = drafter.expand(first, drafted[:, slot : slot + 1], state.hidden, slot + 1, None)
         tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)

@@ -3,15 +3,13 @@
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_parallel
-from helpers import PARALLEL, save_hf, tiny_parallel, tiny_target
+from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
 from drafters import pard, peagle, unroll_chains
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from trees import BlockTree, Chain
-
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle_speculators"])
@@ -29,7 +27,7 @@ def test_rounds_of_peagle_match(layout):
         piece = taps[:, seen : seen + n], tokens, torch.tensor([n])
         state = drafter.extend(*piece, seen + n) if seen else drafter.admit(0, tokens[:, 0], *piece)
         seen += n
-        torch.testing.assert_close(state.logits[0], reference[f"{at}.logits"], **CLOSE)
+        assert_close_in_fp32(state.logits[0], reference[f"{at}.logits"])
         tree = Chain(4).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
         assert tree.tokens[0, 1:].tolist() == reference[f"{at}.draft_tokens"].tolist()
 
@@ -57,7 +55,7 @@ def test_rounds_of_pard_match(kind):
         else:
             state = drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
         seen += n
-        torch.testing.assert_close(state.logits, reference[f"{at}.logits"], **CLOSE)
+        assert_close_in_fp32(state.logits, reference[f"{at}.logits"])
         tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
         assert tree.tokens[:, 1:].tolist() == reference[f"{at}.draft_tokens"].tolist()
 
@@ -79,13 +77,13 @@ def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
     for place, wanted in enumerate((6, 4, 1)):
         logits = blocks.head(blocks.readout[:, place])
         expected = unrolled[torch.arange(2), rows[:, place]]
-        torch.testing.assert_close(logits[:, :wanted], expected[:, :wanted], **CLOSE)
+        assert_close_in_fp32(logits[:, :wanted], expected[:, :wanted])
     for first, counts in ((0, (3, 8)), (9, (6, 2))):
         drafter.reset(2, 64)
         n, part = torch.tensor(counts), slice(first, first + max(counts))
         state = drafter.admit(0, texts[:, first], feats[:, part], tokens[:, part], n)
         expected = unrolled[torch.arange(2), first + n - 1]
-        torch.testing.assert_close(state.logits, expected, **CLOSE)
+        assert_close_in_fp32(state.logits, expected)
 
 
 @pytest.mark.parametrize("kind", PARALLEL)
@@ -122,7 +120,7 @@ def test_extending_in_pieces_equals_extending_at_once(kind):
         state, done = drafter.extend(*piece, 13), done + n
         for row in range(2):
             if n[row] and done[row] == 9:
-                torch.testing.assert_close(state.logits[row], whole[row], **CLOSE)
+                assert_close_in_fp32(state.logits[row], whole[row])
     assert done.tolist() == [9, 9]
 
 

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_parallel, golden_target
-from helpers import PARALLEL, save_hf, tiny_parallel, tiny_target
+from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
 from drafters import pard as pard_drafter
@@ -58,7 +58,7 @@ def test_taps_in_another_order_take_mask_hidden_with_them(target):
     for ours, theirs in zip(
         drafter.unroll(feats, tokens, 4), again.unroll(torch.cat([second, third, first], -1), tokens, 4), strict=True
     ):
-        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-5)
+        assert_close_in_fp32(ours.logits, theirs.logits)
 
 
 def test_an_embedding_that_is_not_there_is_the_targets(target):

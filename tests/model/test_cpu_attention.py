@@ -12,7 +12,7 @@ from specdec.model.layers import Rope
 from specdec.model.target import Target
 from trees.ancestors import ancestors_of
 
-pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX-512 and a C++ compiler")
+pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 SLOTS = 70
 
 

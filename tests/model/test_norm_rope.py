@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from specdec.model import native
 from specdec.model.layers import RMSNorm, Rope, rotate
 
-pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX-512 and a C++ compiler")
+pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 EPS = torch.finfo(torch.float32).eps
 
 

@@ -1,0 +1,48 @@
+"""scripts/grow.py: a wider target has the logits of the smaller one, and all of it learns."""
+
+import pytest
+import torch
+from helpers import SMALL
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from scripts.grow import grow, grown_config
+
+
+@pytest.fixture
+def small():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, head_dim=8, tie_word_embeddings=True, rms_norm_eps=1e-12))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # norms too, so that none is forgotten
+            weight.copy_(torch.rand_like(weight) + 0.5 if "norm" in name else torch.randn_like(weight) * 0.2)
+    return model
+
+
+def test_a_wider_target_has_the_same_logits(small):
+    wide = grow(small, grown_config(small.config, 96, 100))
+    ids = torch.randint(small.config.vocab_size, (2, 20))
+    with torch.no_grad():
+        torch.testing.assert_close(wide(ids).logits, small(ids).logits, atol=1e-4, rtol=1e-4)
+    assert sum(p.numel() for p in wide.parameters()) > 2 * sum(p.numel() for p in small.parameters())
+    assert wide.config.num_attention_heads == 12
+    assert wide.config.num_key_value_heads == 4
+
+
+def test_all_of_it_learns(small):
+    """Of two steps, since what is 0 at first hides what stands before it."""
+    wide = grow(small, grown_config(small.config, 96, 100))
+    before = {name: weight.clone() for name, weight in wide.named_parameters()}
+    optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
+    for _ in range(2):
+        ids = torch.arange(small.config.vocab_size).view(1, -1)
+        wide(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, weight in wide.named_parameters():
+        assert (weight != before[name]).any(-1).all(), f"a row of {name} stayed what it was"
+
+
+@pytest.mark.parametrize("sizes", [(100, 100), (40, 100), (96, 60)])
+def test_a_size_that_does_not_fit_is_refused_by_name(small, sizes):
+    with pytest.raises(ValueError, match=f"{sizes[0]} and {sizes[1]}"):
+        grown_config(small.config, *sizes)

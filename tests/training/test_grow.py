@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from helpers import SMALL
+from helpers import SMALL, tiny_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from scripts.grow import grow, grown_config
+from drafters.formats import save_drafter
+from scripts.grow import grow, grow_drafter, grown_config
+from specdec.api import load_drafter, load_target
 
 
 @pytest.fixture
@@ -46,3 +48,24 @@ def test_all_of_it_learns(small):
 def test_a_size_that_does_not_fit_is_refused_by_name(small, sizes):
     with pytest.raises(ValueError, match=f"{sizes[0]} and {sizes[1]}"):
         grown_config(small.config, *sizes)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "medusa"])
+@torch.no_grad()
+def test_a_grown_drafter_drafts_the_same(small, kind, tmp_path):
+    wide = grow(small, grown_config(small.config, 96, 100))
+    small.save_pretrained(tmp_path / "small")
+    wide.save_pretrained(tmp_path / "wide")
+    target, larger = (load_target(tmp_path / name, tokenizer=False) for name in ("small", "wide"))
+    drafter = tiny_drafter(target, kind=kind)
+    save_drafter(drafter, tmp_path / "draft", target)
+    grow_drafter(tmp_path / "draft", wide.config, tmp_path / "grown")
+    grown = load_drafter(tmp_path / "grown", larger)
+    tokens = torch.randint(small.config.vocab_size, (2, 12))
+    steps = []
+    for model, head in ((target, drafter), (larger, grown)):
+        _, feats = model(tokens, None, taps=head.taps, logits=False)
+        steps.append([state.logits for state in head.unroll(feats, tokens.roll(-1, 1), 3)])
+    assert sum(p.numel() for p in grown.parameters()) > sum(p.numel() for p in drafter.parameters())
+    for ours, theirs in zip(*steps, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)

@@ -11,6 +11,7 @@ the object behind a tensor, its handle, and calls the same product with it.
 
 `rows.cpp`: operators of its own, for processors with AVX2 or AVX-512.
 
+    torch.ops.specdec_rows.group()                                  outputs that lie side by side in a packed weight
     torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
     torch.ops.specdec_rows.bf16_mlp(x, gate_up, down, size)
     torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)

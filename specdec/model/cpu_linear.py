@@ -37,7 +37,9 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 UNIT = 64  # outputs that `rows.cpp` divides among threads together
 WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
-LARGE = 2**20  # values of a weight that is worth rounding: for smaller ones the call itself takes most of the time
+# Values of a weight that is worth rounding: for smaller ones the call itself takes most of the time, and without VNNI
+# the products.
+LARGE = 2**20 if torch.cpu._is_vnni_supported() else 2**22
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
 

@@ -136,7 +136,8 @@ def test_the_gated_mlp_is_one_call():
     ],
 )
 @torch.no_grad()
-def test_other_mlps_are_several_calls(sizes, bias, activation, int8):
+def test_other_mlps_are_several_calls(sizes, bias, activation, int8, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "LARGE", 2**20)  # as with VNNI
     mlp = GatedMLP(*sizes, bias, activation).bfloat16().float().requires_grad_(False)
     assert gated_mlp(mlp.gate_up, mlp.down, activation, int8) is None
 

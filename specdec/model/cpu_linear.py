@@ -1,16 +1,17 @@
 """Linear layers of few rows on the CPU, with weights packed once into faster layouts beside the parameters themselves.
 
 A round multiplies 1 to 60 rows, a token or a tree, with every weight of the target. Its time is the time of reading
-these weights. There are four ways, tried in this order (docs/log.md has their times).
+these weights. There are five ways, tried in this order (docs/log.md has their times).
 
 - Our own product (`rows.cpp`) multiplies fp32 rows with a weight in bf16, in fp32, and reads half as many bytes. It
   serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX2 or AVX-512,
   where a C++ compiler is at hand the first time. With AVX-512 four rows take the time of one.
 - FBGEMM does so with a weight in fp16, for weights that fp16 holds exactly after scaling by a power of two.
-- oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16.
+- oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16, with AVX-512.
+- Our own product takes weights in fp32 too.
 - A single row of fp32 is multiplied with blocks of the weight as a batch.
 
-In the first three ways, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
+In all ways but the last, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
 single row, and in FBGEMM's, with AVX2, not those of one row and of two. No other product of torch promises that.
 
 A drafter need not be exact, so its large weights may be rounded to int8, a scale for each of their rows. FBGEMM then
@@ -44,10 +45,10 @@ LARGE = 2**20 if torch.cpu._is_vnni_supported() else 2**22
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
 
 
-class Bf16Weight(NamedTuple):
-    """A weight of fp32 values, packed in bf16 for `rows.cpp`."""
+class RowsWeight(NamedTuple):
+    """A weight of fp32 values, packed for `rows.cpp` in bf16 or fp32."""
 
-    packed: Tensor  # [groups, in / 2, outputs of a group, 2]; the last unit is filled up with zeros
+    packed: Tensor  # [groups, in / n, outputs of a group, n], n 2 in bf16; the last unit is filled up with zeros
     size: int  # outputs
 
 
@@ -69,8 +70,8 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     if int8 and weight.numel() >= LARGE and (rounded := _kept(_packed_int8, weight, _pack_int8)) is not None:
         return _int8_linear(rounded, bias, weight.dtype)
     packed = pack(weight)
-    if isinstance(packed, Bf16Weight):
-        return _bf16_linear(packed, bias)
+    if isinstance(packed, RowsWeight):
+        return _rows_linear(packed, bias)
     if isinstance(packed, Fp16Weight):
         return _fp16_linear(packed, bias)
     many = _plain_linear(weight, bias) if packed is None else _onednn_linear(packed, bias)
@@ -88,9 +89,9 @@ def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool =
     if int8 and gate_up.weight.numel() >= LARGE:
         return None
     wide, narrow = pack(gate_up.weight), pack(down.weight)
-    if not isinstance(wide, Bf16Weight) or not isinstance(narrow, Bf16Weight):
+    if not isinstance(wide, RowsWeight) or not isinstance(narrow, RowsWeight):
         return None
-    product = torch.ops.specdec_rows.bf16_mlp.default._op
+    product = torch.ops.specdec_rows.mlp.default._op
     return lambda x: product(x, wide.packed, narrow.packed, narrow.size)
 
 
@@ -104,8 +105,8 @@ def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
     return lambda x: product(x, packed, bias, "none", [], "")
 
 
-def _bf16_linear(weight: Bf16Weight, bias: Tensor | None) -> Product:
-    (packed, size), product = weight, torch.ops.specdec_rows.bf16_linear.default._op
+def _rows_linear(weight: RowsWeight, bias: Tensor | None) -> Product:
+    (packed, size), product = weight, torch.ops.specdec_rows.linear.default._op
     if bias is not None:
         return lambda x: product(x, packed, size).add_(bias)
     return lambda x: product(x, packed, size)
@@ -148,8 +149,8 @@ def _can_be_blocked(weight: Tensor) -> bool:
     return on_cpu and weight.is_contiguous() and weight.shape[0] % BLOCKS == 0 and not torch.is_autocast_enabled("cpu")
 
 
-def pack(weight: Tensor) -> Tensor | Bf16Weight | Fp16Weight | None:
-    """The weight [out,in] in bf16, fp16 or oneDNN's layout, packed once for each version of its values.
+def pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
+    """The weight [out,in] in our own layout, fp16 or oneDNN's layout, packed once for each version of its values.
 
     None where packing has no use: on other devices, on processors without a fast product, and for weights that may
     still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
@@ -173,7 +174,9 @@ def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], An
 def bytes_read(weight: Tensor) -> int:
     """Bytes that a product with the weight reads, in the layout that it is packed in so far."""
     _, packed = _packed.get(weight.untyped_storage(), {}).get(_view_of(weight), (None, None))
-    return 2 * weight.numel() if isinstance(packed, Bf16Weight | Fp16Weight) else weight.nbytes
+    if isinstance(packed, RowsWeight):
+        return packed.packed.element_size() * weight.numel()
+    return 2 * weight.numel() if isinstance(packed, Fp16Weight) else weight.nbytes
 
 
 def _view_of(weight: Tensor) -> tuple:
@@ -209,20 +212,31 @@ def _pack_int8(weight: Tensor) -> torch.ScriptObject:
     return torch.ops.quantized.linear_prepack(rounded, None)
 
 
-def _pack(weight: Tensor) -> Tensor | Bf16Weight | Fp16Weight | None:
-    return _pack_bf16(weight) or _pack_fp16(weight) or _pack_onednn(weight)
+def _pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
+    for pack in (_pack_bf16, _pack_fp16, _pack_onednn, _pack_fp32):
+        if (packed := pack(weight)) is not None:
+            return packed
+    return None
 
 
-def _pack_bf16(weight: Tensor) -> Bf16Weight | None:
+def _pack_bf16(weight: Tensor) -> RowsWeight | None:
     """None unless bf16 holds all values exactly, and there is a product for them."""
-    size, inputs = weight.shape
-    if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
+    if weight.dtype != torch.float32 or weight.shape[1] % 2 or not native.has_rows():
         return None
     narrow = weight.bfloat16()
-    if not torch.equal(narrow.float(), weight):
-        return None
-    groups = F.pad(narrow, (0, 0, 0, -size % UNIT)).view(-1, torch.ops.specdec_rows.group(), inputs // 2, 2)
-    return Bf16Weight(groups.transpose(1, 2).contiguous(), size)
+    return _pack_rows(narrow, 2) if torch.equal(narrow.float(), weight) else None
+
+
+def _pack_fp32(weight: Tensor) -> RowsWeight | None:
+    return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
+
+
+def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
+    """beside: how many inputs of an output lie side by side."""
+    size, inputs = weight.shape
+    filled = F.pad(weight, (0, 0, 0, -size % UNIT))
+    groups = filled.view(-1, torch.ops.specdec_rows.group(), inputs // beside, beside)
+    return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:

@@ -12,8 +12,8 @@ the object behind a tensor, its handle, and calls the same product with it.
 `rows.cpp`: operators of its own, for processors with AVX2 or AVX-512.
 
     torch.ops.specdec_rows.group()                                  outputs that lie side by side in a packed weight
-    torch.ops.specdec_rows.bf16_linear(x, weight, size)             x [R,in] -> [R,size]
-    torch.ops.specdec_rows.bf16_mlp(x, gate_up, down, size)
+    torch.ops.specdec_rows.linear(x, weight, size)                  x [R,in] -> [R,size]
+    torch.ops.specdec_rows.mlp(x, gate_up, down, size)
     torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)
     torch.ops.specdec_rows.rms_norm(x, weight, eps)                 x [...,H], and add_norm(x, y, weight, eps)
     torch.ops.specdec_rows.rotate(x, cos, sin)                      x [B,N,heads,Dh]
@@ -97,8 +97,8 @@ def has_rows() -> bool:
     except (ValueError, OSError):
         return False
     for name, like in (
-        ("bf16_linear", _like),
-        ("bf16_mlp", _like),
+        ("linear", _like),
+        ("mlp", _like),
         ("tree_attention", lambda q, *rest: q.new_empty(*q.shape[:2], q.shape[2:].numel())),
     ):
         torch.library.register_fake(f"specdec_rows::{name}", like)

@@ -1,4 +1,4 @@
-// Products of a few rows with a weight in bf16, in fp32, which read the weight once; the gated MLP, made of two
+// Products of a few rows with a weight in bf16 or fp32, in fp32, which read the weight once; the gated MLP, made of two
 // of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h). `native.py` compiles this file
 // for the processor at hand. `cpu_linear.py`, `cpu_attention.py` and `layers.py` say when it is used.
 //
@@ -36,7 +36,23 @@ constexpr int64_t PART = 6; // of more rows
 constexpr int64_t AHEAD = 2048; // bytes that are fetched before they are needed
 constexpr int64_t SHARE = 1 << 16; // bytes of weight that are worth a thread
 
-using Pairs = Words; // of an input and, in the upper half, the next, for as many outputs as a vector holds
+// A packed weight is a row of vectors, each of one output a lane. In bf16 it holds two inputs of each, the later one in
+// the upper half.
+struct Bf16 {
+  using Vector = Words;
+  static constexpr int INPUTS = 2;
+  static Floats input(Vector pairs, int which) {
+    return reinterpret_cast<Floats>(which == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  }
+};
+
+struct Fp32 {
+  using Vector = Floats;
+  static constexpr int INPUTS = 1;
+  static Floats input(Vector values, int) {
+    return values;
+  }
+};
 
 // Blocks of outputs whose sums fit the registers for so many rows: there are 32 with AVX-512, and else 16. Below 8 sums a
 // product waits for the one before.
@@ -46,7 +62,8 @@ constexpr int64_t width_for(int64_t rows) {
 }
 
 // Block b of a unit, whose groups lie `apart`.
-inline const Pairs* block(const Pairs* unit, int64_t apart, int64_t b) {
+template <class Vector>
+inline const Vector* block(const Vector* unit, int64_t apart, int64_t b) {
   return unit + b / BESIDE * apart + b % BESIDE;
 }
 
@@ -63,81 +80,100 @@ inline void add_products(const float* x, int64_t size, int64_t at, const Floats 
 }
 
 // R rows of x [R,size] times the blocks from `weight` on, as many as fit, into y [R,..].
-template <int R>
-void multiply(const float* x, int64_t size, const Pairs* weight, int64_t apart, float* y, int64_t stride) {
+template <class Kind, int R>
+void multiply(const float* x, int64_t size, const typename Kind::Vector* weight, int64_t apart, float* y,
+              int64_t stride) {
   constexpr int B = width_for(R);
   Floats sums[R][B] = {}, weights[B];
-  for (int64_t i = 0; i < size; i += 2, weight += BESIDE) {
+  for (int64_t i = 0; i < size; i += Kind::INPUTS, weight += BESIDE) {
 #pragma GCC unroll 8
-    for (int b = 0; b < B; b++) {
-      const Pairs* pairs = block(weight, apart, b);
-      if (b * LANES % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(pairs) + AHEAD); // a line each
-      weights[b] = reinterpret_cast<Floats>(*pairs << 16);
+    for (int b = 0; b < B; b++) // a line each
+      if (b * LANES % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(block(weight, apart, b)) + AHEAD);
+#pragma GCC unroll 2
+    for (int which = 0; which < Kind::INPUTS; which++) {
+#pragma GCC unroll 8
+      for (int b = 0; b < B; b++) weights[b] = Kind::input(*block(weight, apart, b), which);
+      add_products(x, size, i + which, weights, sums);
     }
-    add_products(x, size, i, weights, sums);
-#pragma GCC unroll 8
-    for (int b = 0; b < B; b++) weights[b] = reinterpret_cast<Floats>(*block(weight, apart, b) & 0xffff0000u);
-    add_products(x, size, i + 1, weights, sums);
   }
   for (int r = 0; r < R; r++) std::memcpy(y + r * stride, sums[r], sizeof(sums[r]));
 }
 
-using Product = void (*)(const float*, int64_t, const Pairs*, int64_t, float*, int64_t);
+template <class Kind>
+using Product = void (*)(const float*, int64_t, const typename Kind::Vector*, int64_t, float*, int64_t);
 
-template <size_t... R>
-constexpr std::array<Product, MANY> products(std::index_sequence<R...>) {
-  return {multiply<R + 1>...};
+template <class Kind, size_t... R>
+constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
+  return {multiply<Kind, R + 1>...};
 }
 
-constexpr auto PRODUCTS = products(std::make_index_sequence<MANY>());
+template <class Kind>
+constexpr auto PRODUCTS = products<Kind>(std::make_index_sequence<MANY>());
 
 // x [rows,in] times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts,
 // of which all but the first find the weight in the cache.
-void multiply_rows(const float* x, int64_t rows, int64_t in, const Pairs* weight, float* y, int64_t stride) {
+template <class Kind>
+void multiply_rows(const float* x, int64_t rows, int64_t in, const typename Kind::Vector* weight, float* y,
+                   int64_t stride) {
   if (rows == 0) return;
   const int64_t most = rows <= MANY ? MANY : PART, parts = (rows + most - 1) / most;
-  const int64_t width = width_for((rows + parts - 1) / parts), apart = in / 2 * BESIDE;
+  const int64_t width = width_for((rows + parts - 1) / parts), apart = in / Kind::INPUTS * BESIDE;
   for (int64_t b = 0; b < BLOCKS; b += width)
     for (int64_t part = 0; part < parts; part++) {
       const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
-      PRODUCTS[count - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES, stride);
+      PRODUCTS<Kind>[count - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES,
+                                stride);
     }
 }
 
-// The units of a packed weight [groups, in / 2, GROUP, 2], and how many of them are worth a thread.
+// The units of a packed weight [groups, in / INPUTS, GROUP, INPUTS], and how many of them are worth a thread.
+template <class Kind>
 struct Packed {
-  const Pairs* at;
+  const typename Kind::Vector* at;
   int64_t units, in, grain;
 
   explicit Packed(const Tensor& weight)
-      : at(static_cast<const Pairs*>(weight.const_data_ptr())), units(weight.size(0) * GROUP / UNIT),
-        in(weight.size(1) * 2), grain(std::max<int64_t>(1, SHARE / (in * UNIT * 2))) {}
-  const Pairs* unit(int64_t u) const {
-    return at + u * (in / 2) * BLOCKS;
+      : at(static_cast<const typename Kind::Vector*>(weight.const_data_ptr())), units(weight.size(0) * GROUP / UNIT),
+        in(weight.size(1) * Kind::INPUTS),
+        grain(std::max<int64_t>(1, SHARE / (in * UNIT * int64_t(sizeof(float)) / Kind::INPUTS))) {}
+  const typename Kind::Vector* unit(int64_t u) const {
+    return at + u * (in / Kind::INPUTS) * BLOCKS;
   }
 };
 
+// body(kind) of what the weight is packed in.
+template <class Body>
+void with_kind(const Tensor& weight, Body body) {
+  weight.scalar_type() == at::kFloat ? body(Fp32()) : body(Bf16());
+}
+
 // x [rows,in] times a weight of `size` outputs -> y [rows,size].
-void multiply_all(const float* x, int64_t rows, const Packed& weight, int64_t size, float* y) {
+template <class Kind>
+void multiply_all(const float* x, int64_t rows, const Packed<Kind>& weight, int64_t size, float* y) {
   at::parallel_for(0, weight.units, weight.grain, [&](int64_t first, int64_t last) {
     std::vector<float> aside; // for the last unit, which may go beyond the outputs
     for (int64_t u = first; u < last; u++) {
       const int64_t width = std::min(UNIT, size - u * UNIT);
       float* place = y + u * UNIT;
       if (width == UNIT) {
-        multiply_rows(x, rows, weight.in, weight.unit(u), place, size);
+        multiply_rows<Kind>(x, rows, weight.in, weight.unit(u), place, size);
         continue;
       }
       aside.resize(rows * UNIT);
-      multiply_rows(x, rows, weight.in, weight.unit(u), aside.data(), UNIT);
+      multiply_rows<Kind>(x, rows, weight.in, weight.unit(u), aside.data(), UNIT);
       for (int64_t r = 0; r < rows; r++) std::copy_n(aside.data() + r * UNIT, width, place + r * size);
     }
   });
 }
 
+int64_t inputs_of(const Tensor& weight) {
+  return weight.size(1) * weight.size(3);
+}
+
 void check(const Tensor& x, const Tensor& weight, int64_t size) {
   const bool whole = weight.size(0) * GROUP % UNIT == 0 && weight.size(2) == GROUP;
-  TORCH_CHECK(whole && weight.size(1) * 2 == x.size(1) && size <= weight.size(0) * GROUP,
+  const bool known = weight.scalar_type() == (weight.size(3) == 1 ? at::kFloat : at::kBFloat16);
+  TORCH_CHECK(whole && known && inputs_of(weight) == x.size(1) && size <= weight.size(0) * GROUP,
               "the weight was packed for other sizes");
 }
 
@@ -146,33 +182,28 @@ int64_t group() {
   return GROUP;
 }
 
-// x [R,in] fp32, weight [groups, in / 2, GROUP, 2] bf16 as `cpu_linear` packs it, `size` outputs -> [R,size].
-Tensor bf16_linear(const Tensor& x, const Tensor& weight, int64_t size) {
+// x [R,in] fp32, weight as `cpu_linear` packs it, [groups, in / 2, GROUP, 2] in bf16 or [groups, in, GROUP, 1] in fp32,
+// of `size` outputs -> [R,size].
+Tensor linear(const Tensor& x, const Tensor& weight, int64_t size) {
   check(x, weight, size);
   const Tensor inputs = x.contiguous();
   Tensor out = at::empty({x.size(0), size}, x.options());
-  multiply_all(inputs.const_data_ptr<float>(), x.size(0), Packed(weight), size, out.mutable_data_ptr<float>());
+  with_kind(weight, [&]<class Kind>(Kind) {
+    multiply_all(inputs.const_data_ptr<float>(), x.size(0), Packed<Kind>(weight), size, out.mutable_data_ptr<float>());
+  });
   return out;
 }
 
-// down(silu(gate(x)) * up(x)) of x [R,H] -> [R,size]. The weights are packed as for `bf16_linear`: gate_up the rows of
-// gate and then as many of up, a multiple of 64.
-Tensor bf16_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t size) {
-  const int64_t rows = x.size(0), inner = down.size(1) * 2, units = inner / UNIT;
-  check(x, gate_up, 2 * inner);
-  TORCH_CHECK(inner % UNIT == 0 && gate_up.size(0) * GROUP == 2 * inner && size <= down.size(0) * GROUP,
-              "the weights were packed for other sizes");
-  const Tensor inputs = x.contiguous();
-  const float* from = inputs.const_data_ptr<float>();
-  Tensor between = at::empty({rows, inner}, x.options()), out = at::empty({rows, size}, x.options());
-  float* acts = between.mutable_data_ptr<float>();
-  const Packed weight(gate_up);
-  at::parallel_for(0, units, (weight.grain + 1) / 2, [&](int64_t first, int64_t last) {
+// silu(gate(x)) * up(x) of x [rows,in], gate_up being the rows of gate and then as many of up -> acts [rows,inner].
+template <class Kind>
+void gated(const float* x, int64_t rows, const Packed<Kind>& gate_up, int64_t inner, float* acts) {
+  const int64_t units = inner / UNIT;
+  at::parallel_for(0, units, (gate_up.grain + 1) / 2, [&](int64_t first, int64_t last) {
     std::vector<float> gates(rows * UNIT);
     for (int64_t u = first; u < last; u++) {
       float* place = acts + u * UNIT;
-      multiply_rows(from, rows, weight.in, weight.unit(u), gates.data(), UNIT);
-      multiply_rows(from, rows, weight.in, weight.unit(units + u), place, inner);
+      multiply_rows<Kind>(x, rows, gate_up.in, gate_up.unit(u), gates.data(), UNIT);
+      multiply_rows<Kind>(x, rows, gate_up.in, gate_up.unit(units + u), place, inner);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < UNIT; i += LANES) {
           const Floats gate = load(gates.data() + r * UNIT + i);
@@ -181,7 +212,24 @@ Tensor bf16_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int6
         }
     }
   });
-  multiply_all(acts, rows, Packed(down), size, out.mutable_data_ptr<float>());
+}
+
+// down(silu(gate(x)) * up(x)) of x [R,H] -> [R,size]. The weights are packed as for `linear`: gate_up the rows of gate and
+// then as many of up, a multiple of 64.
+Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t size) {
+  const int64_t rows = x.size(0), inner = inputs_of(down);
+  check(x, gate_up, 2 * inner);
+  TORCH_CHECK(inner % UNIT == 0 && gate_up.size(0) * GROUP == 2 * inner && size <= down.size(0) * GROUP,
+              "the weights were packed for other sizes");
+  const Tensor inputs = x.contiguous();
+  Tensor between = at::empty({rows, inner}, x.options()), out = at::empty({rows, size}, x.options());
+  float* acts = between.mutable_data_ptr<float>();
+  with_kind(gate_up, [&]<class Kind>(Kind) {
+    gated(inputs.const_data_ptr<float>(), rows, Packed<Kind>(gate_up), inner, acts);
+  });
+  with_kind(down, [&]<class Kind>(Kind) {
+    multiply_all(acts, rows, Packed<Kind>(down), size, out.mutable_data_ptr<float>());
+  });
   return out;
 }
 
@@ -189,8 +237,8 @@ Tensor bf16_mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int6
 
 TORCH_LIBRARY(specdec_rows, m) {
   m.def("group() -> int", &group);
-  m.def("bf16_linear(Tensor x, Tensor weight, int size) -> Tensor");
-  m.def("bf16_mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, int size) -> Tensor");
+  m.def("mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor");
   m.def(
       "tree_attention(Tensor q, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors, int nodes, float scale)"
       " -> Tensor");
@@ -200,8 +248,8 @@ TORCH_LIBRARY(specdec_rows, m) {
 }
 
 TORCH_LIBRARY_IMPL(specdec_rows, CPU, m) {
-  m.impl("bf16_linear", &bf16_linear);
-  m.impl("bf16_mlp", &bf16_mlp);
+  m.impl("linear", &linear);
+  m.impl("mlp", &mlp);
   m.impl("tree_attention", &attention::tree_attention);
   m.impl("rms_norm", &norm_rope::rms_norm);
   m.impl("add_norm", &norm_rope::add_norm);

@@ -12,7 +12,7 @@ from helpers import DRAFTERS, tiny_target
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
-from specdec.model.cpu_linear import Bf16Weight, Fp16Weight, bytes_read, gated_mlp, linear, pack
+from specdec.model.cpu_linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
 from specdec.model.layers import GatedMLP, Linear, round_weights
 from trees import DynamicTree
 
@@ -23,6 +23,20 @@ with torch.no_grad(), mock.patch.object(native, "has_rows", return_value=False):
 needs_rows = pytest.mark.skipif(not ROWS, reason="needs AVX2 or AVX-512, and a C++ compiler")
 needs_packing = pytest.mark.skipif(not PACKS, reason="oneDNN has no fast product on this processor")
 needs_fp16 = pytest.mark.skipif(not FP16, reason="this torch has no FBGEMM")
+
+
+def held_in(weight: torch.Tensor) -> torch.dtype | None:
+    """What the weight is packed in, by our own product or by FBGEMM; None if by neither."""
+    packed = pack(weight)
+    if isinstance(packed, RowsWeight):
+        return packed.packed.dtype
+    return torch.float16 if isinstance(packed, Fp16Weight) else None
+
+
+@pytest.fixture
+def without_onednn(monkeypatch):
+    """As with AVX2, where fp32 weights are left to our own product."""
+    monkeypatch.setattr(cpu_linear, "_pack_onednn", lambda weight: None)
 
 
 @pytest.fixture
@@ -69,15 +83,17 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 
 @needs_rows
 @pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640)])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("without_onednn")
 @torch.no_grad()
-def test_what_bf16_holds_is_read_in_bf16_and_multiplied_in_fp32(size, inputs):
+def test_what_bf16_holds_is_read_in_bf16_and_all_is_multiplied_in_fp32(size, inputs, held):
     """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
     draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(size, inputs, generator=draw).bfloat16().float()
-    weight[0, :2] = torch.tensor([1e-38, -3e38]).bfloat16()
+    weight = torch.randn(size, inputs, generator=draw).to(held).float()
+    weight[0, :2] = torch.tensor([1e-38, -3e38]).to(held)
     product = linear(weight, None)
-    assert isinstance(pack(weight), Bf16Weight)
-    assert bytes_read(weight) == weight.nbytes // 2
+    assert held_in(weight) == held
+    assert bytes_read(weight) == weight.numel() * held.itemsize
     assert torch.equal(product(torch.eye(inputs)), weight.t())
     weight[0, :2] = 0.0
     x, product, threads = torch.randn(33, inputs, generator=draw), linear(weight, None), torch.get_num_threads()
@@ -99,22 +115,24 @@ def test_what_bf16_holds_is_read_in_bf16_and_multiplied_in_fp32(size, inputs):
 @torch.no_grad()
 def test_what_bf16_does_not_hold_is_not_packed_in_bf16():
     weight = random_weight(torch.float32, of=torch.bfloat16)
-    assert isinstance(pack(weight), Bf16Weight)
+    assert held_in(weight) == torch.bfloat16
     for spoil in (1 / 3, float("nan")):
         weight[5, 7] = spoil
-        assert not isinstance(pack(weight), Bf16Weight)
-    assert not isinstance(pack(torch.ones(96, 47)), Bf16Weight)  # an odd number of inputs
+        assert held_in(weight) != torch.bfloat16
+    assert held_in(torch.ones(96, 47)) != torch.bfloat16  # an odd number of inputs
     with pytest.raises(RuntimeError, match="packed for other sizes"):
-        torch.ops.specdec_rows.bf16_linear(torch.ones(1, 46), pack(torch.ones(96, 48)).packed, 96)
+        torch.ops.specdec_rows.linear(torch.ones(1, 46), pack(torch.ones(96, 48)).packed, 96)
 
 
 @needs_rows
+@pytest.mark.parametrize("held", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)])
+@pytest.mark.usefixtures("without_onednn")
 @torch.no_grad()
-def test_the_gated_mlp_is_one_call():
+def test_the_gated_mlp_is_one_call(held):
     torch.manual_seed(0)
     mlp = GatedMLP(96, 576).requires_grad_(False)
-    for parameter in mlp.parameters():
-        parameter.copy_(parameter.bfloat16())
+    for parameter, dtype in zip(mlp.parameters(), held, strict=True):
+        parameter.copy_(parameter.to(dtype))
     product, x = gated_mlp(mlp.gate_up, mlp.down, "silu"), 3 * torch.randn(20, 96)
     gate, up = F.linear(x.double(), mlp.gate_up.weight.double()).chunk(2, -1)
     exact = F.linear(F.silu(gate) * up, mlp.down.weight.double())
@@ -182,19 +200,19 @@ def test_what_fp16_does_not_hold_is_not_packed_in_fp16(spoil):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(Bf16Weight, marks=needs_rows), pytest.param(Fp16Weight, marks=needs_fp16)]
+    "dtype", [pytest.param(torch.bfloat16, marks=needs_rows), pytest.param(torch.float16, marks=needs_fp16)]
 )
 @torch.no_grad()
-def test_changed_weights_are_packed_anew(kind, monkeypatch):
-    monkeypatch.setattr(native, "has_rows", lambda: kind is Bf16Weight)
+def test_changed_weights_are_packed_anew(dtype, monkeypatch):
+    monkeypatch.setattr(native, "has_rows", lambda: dtype == torch.bfloat16)
     weight = random_weight(torch.float32, of=torch.bfloat16)
     x = torch.ones(4, 48)
     before = linear(weight, None)(x)
     weight.mul_(2)
     assert torch.equal(linear(weight, None)(x), 2 * before)
-    assert isinstance(pack(weight), kind)
+    assert held_in(weight) == dtype
     weight.div_(3)
-    assert not isinstance(pack(weight), kind)
+    assert held_in(weight) != dtype
     torch.testing.assert_close(linear(weight, None)(x), 2 / 3 * before)
     assert torch.equal(linear(weight.zero_(), None)(x), torch.zeros(4, 96))
 

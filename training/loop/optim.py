@@ -9,10 +9,51 @@ from torch import Tensor
 from training.loop.weights import full, sharded_as
 
 
+class Muon(torch.optim.Muon):
+    """torch's own (Jordan et al. 2024), but for its products in bf16: a CPU that has none takes them in fp32.
+
+    For such a processor torch multiplies bf16 in a plain loop, which took half of a training step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if fast_bf16(self.param_groups[0]["params"][0].device):
+            return super().step(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, **group)
+        return loss
+
+    def _step(self, p: Tensor, lr: float, weight_decay: float, momentum: float, **group) -> None:
+        held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+        held.lerp_(p.grad, 1 - momentum)
+        update = p.grad.lerp(held, momentum) if group["nesterov"] else held
+        update = orthogonal(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        p.mul_(1 - lr * weight_decay)
+        p.add_(update, alpha=-lr * math.sqrt(max(1, p.shape[0] / p.shape[1])))
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether products in bf16 are no slower than in fp32."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """About U V^T of x = U S V^T, by a quintic Newton-Schulz iteration, as torch.optim.Muon has it, in x's dtype."""
+    a, b, c = coefficients
+    wide = x.T if x.shape[0] > x.shape[1] else x
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.T if x.shape[0] > x.shape[1] else wide
+
+
 class Optimizers:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one.
 
-    lr is AdamW's and muon_lr Muon's. Muon (Jordan et al. 2024) is torch's own implementation.
+    lr is AdamW's and muon_lr Muon's.
     """
 
     def __init__(
@@ -34,7 +75,7 @@ class Optimizers:
         self.parameters = [p for _, p in named]
         self.parts: list[tuple[torch.optim.Optimizer, float]] = []
         if muon:
-            self.parts.append((torch.optim.Muon(muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay), muon_lr))
+            self.parts.append((Muon(muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay), muon_lr))
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:

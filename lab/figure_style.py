@@ -9,7 +9,7 @@ from matplotlib.figure import Figure  # not pyplot, whose state and display are 
 WIDTH = 9.6  # inches
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
-PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "host": "#999999"}
+PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "round": "#009E73", "host": "#999999"}
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9,

@@ -23,6 +23,7 @@ from lab.output import progress_bar, write_json
 from specdec.auto import Choice, choose_tree
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
+from specdec.engine.fits import most_steps
 from specdec.engine.recorder import versions
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -46,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def fitting(drafter) -> list[TreeSpec]:
     """Of the 24 those that this drafter can draft."""
-    deep = min(drafter.max_steps or 99, drafter.block or 99)
+    deep = most_steps(drafter) or 99
     return [tree for tree in TREES if tree.steps <= deep and tree.topk <= drafter.vocab.size]
 
 

@@ -1,14 +1,17 @@
 """A wider Llama that computes what a smaller one computes, and drafters that go with it: a start for their training.
 
     python scripts/grow.py --target specdec/demo/target --out build/grown --hidden-size 384 --intermediate-size 1280 \\
-        --draft specdec/demo/mtp specdec/demo/eagle3
+        --draft specdec/demo/mtp specdec/demo/eagle3:512
 
-Writes OUT, a target, and OUT-NAME for each drafter NAME. What is new reads at random and writes nothing: columns that
-read new dimensions, rows of new heads and new neurons are drawn as wide as their matrix is, columns that write from
-them and rows that write to new dimensions are 0. A norm divides by the mean of more squares, so its weights are scaled
-by the root of the ratio. The logits are the smaller model's up to rounding and the norms' epsilon. Every new weight has
-a gradient from the first or the second step on. The number of layers, the head size and the queries that share a key
-stay (as in Net2Net, Chen et al. 2015, arXiv 1511.05641, but with zeros in place of copies, which would stay equal).
+Writes OUT, a target, and OUT-NAME for each drafter NAME. A drafter's MLP stays as wide as it is, or is cut to the given
+number of neurons, those of the largest weights. An EAGLE-3 head takes the target's output head in place of its own.
+
+What is new reads at random and writes nothing: columns that read new dimensions, rows of new heads and new neurons are
+drawn as wide as their matrix is, columns that write from them and rows that write to new dimensions are 0. A norm
+divides by the mean of more squares, so its weights are scaled by the root of the ratio. The logits are the smaller
+model's up to rounding and the norms' epsilon. Every new weight has a gradient from the first or the second step on. The
+number of layers, the head size and the queries that share a key stay (as in Net2Net, Chen et al. 2015, arXiv
+1511.05641, but with zeros in place of copies, which would stay equal).
 """
 
 import argparse
@@ -28,7 +31,7 @@ from training.pretrain import save_target
 
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 WRITERS = ("o_proj", "down_proj", "fc", "input_proj", "linear")  # of the state that the layers add to
-KEEP_ROWS = ("gate_proj", "up_proj", "lm_head", "embed_tokens")  # outputs that do not grow with the state
+KEEP_ROWS = ("gate_proj", "up_proj")  # outputs that do not grow with the state
 KEEP_COLUMNS = ("down_proj",)
 
 
@@ -60,7 +63,7 @@ def grown(name: str, old: Tensor, shape: torch.Size, hidden: int) -> Tensor:
         new = torch.full(shape, old.mean().item())
         new[: len(old)] = old
         return new * math.sqrt(len(old) / len(new))
-    reads = not any(word in name for word in (*WRITERS, "lm_head", "embed_tokens"))
+    reads = not any(word in name for word in (*WRITERS, "embed_tokens"))
     new = torch.randn(shape) * old.std() if reads else torch.zeros(shape)
     parts = 1 if "down_proj" in name else old.shape[1] // hidden
     for there, here in zip(new.chunk(parts, 1), old.chunk(parts, 1), strict=True):
@@ -77,16 +80,29 @@ def grow(small: LlamaForCausalLM, config: LlamaConfig) -> LlamaForCausalLM:
     return model
 
 
-def grow_drafter(folder: Path, config: LlamaConfig, out: Path) -> None:
-    """A drafter for the wider target, of EAGLE's, MTP's or Medusa's form; its own MLP stays as wide as it is."""
+def narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """The MLP's neurons of the largest weights, `width` of them."""
+    (gate,), (up,), (down,) = (
+        [name for name in tensors if kind in name] for kind in ("gate_proj", "up_proj", "down_proj")
+    )
+    sizes = tensors[gate].float().norm(dim=1) * tensors[up].float().norm(dim=1) * tensors[down].float().norm(dim=0)
+    kept = sizes.topk(width).indices.sort().values
+    return tensors | {gate: tensors[gate][kept], up: tensors[up][kept], down: tensors[down][:, kept]}
+
+
+def grow_drafter(folder: Path, config: LlamaConfig, out: Path, width: int | None = None) -> None:
+    """A drafter for the wider target, of EAGLE's, MTP's or Medusa's form. width: neurons of its MLP, if not all."""
     own = json.loads((folder / "config.json").read_text())
     old, new, head = own["hidden_size"], config.hidden_size, config.head_dim
+    held = load_file(folder / "model.safetensors")
+    if width is not None:
+        held, own["intermediate_size"] = narrowed(held, width), width
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        held.pop(name, None)
+    own.pop("draft_vocab_size", None)
     tensors = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, tensor in held.items():
         kind = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
-        if not tensor.is_floating_point() or tensor.dtype == torch.bool:
-            tensors[name] = tensor
-            continue
         rows = getattr(config, HEADS[kind]) * head if kind in HEADS else len(tensor) if kind in KEEP_ROWS else new
         shape = torch.Size([rows] if tensor.ndim == 1 else [rows, tensor.shape[1]])
         if tensor.ndim == 2 and kind not in KEEP_COLUMNS:
@@ -105,7 +121,7 @@ def grow_drafter(folder: Path, config: LlamaConfig, out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="a Llama with its tokenizer")
-    parser.add_argument("--draft", type=Path, nargs="*", default=[], help="folders of its drafters")
+    parser.add_argument("--draft", nargs="*", default=[], metavar="FOLDER[:WIDTH]", help="its drafters")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--hidden-size", type=int, required=True)
     parser.add_argument("--intermediate-size", type=int, required=True)
@@ -119,8 +135,10 @@ def main() -> None:
         apart = (model(ids).logits - small(ids).logits).abs().max().item()
     report = {"grown_from": str(args.target), "logits_apart": apart}
     save_target(model, AutoTokenizer.from_pretrained(args.target), args.out, report=report)
-    for folder in args.draft:
-        grow_drafter(folder, model.config, args.out.with_name(f"{args.out.name}-{folder.name}"))
+    for text in args.draft:
+        folder, _, width = text.partition(":")
+        out = args.out.with_name(f"{args.out.name}-{Path(folder).name}")
+        grow_drafter(Path(folder), model.config, out, int(width) if width else None)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, logits apart by {apart:.1e}")
 
 

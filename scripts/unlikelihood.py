@@ -5,12 +5,15 @@
 
 (Welleck et al. 2020, arXiv 1908.04319, of sequences.) Every ten steps the target answers 320 questions greedily. A step
 takes 32 of these answers, in which each token that ends a run of four that stood before costs -log(1 - p), and two rows
-of --data (scripts/demo_data.py) with the usual loss. OUT/unlikelihood.json has the share of repeated runs in answers to
-questions held out, at temperature 0 and 0.7, and the held-out loss, before and after.
+of --data (scripts/demo_data.py) with the usual loss. That costs likelihood too. So what is written is a mean of the
+weights before and after, of which --share are those after (Wortsman et al. 2022, arXiv 2109.01903).
+OUT/unlikelihood.json has the share of repeated runs in answers to questions held out, at temperature 0 and 0.7, and the
+held-out loss: `before`, `unmixed`, and `after`, of the mean.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,6 +40,7 @@ ANSWERS, EVERY, ROWS = 32, 10, 2  # answers a step, steps between rounds of answ
 PROMPT, NEW = 160, 96  # tokens of a question at most, and of an answer
 HELD_OUT, HELD_NEW, HELD_ROWS = 64, 128, 24
 LR, WARMUP = 1e-4, 10
+FALL = 0.25  # of the steps, in which the rate falls to 0
 
 
 def repeats(tokens: Sequence[int]) -> list[bool]:
@@ -57,7 +61,7 @@ def likelihood(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 def unlikelihood(model: LlamaForCausalLM, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """The mean of -log(1 - p) over the repeats in answers; rows: the ids of a question and of its answer. 0 of none."""
-    width = max(len(question) + len(answer) for question, answer in rows)
+    width = max((len(question) + len(answer) for question, answer in rows), default=0)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     bad = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (question, answer) in enumerate(rows):
@@ -121,7 +125,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="what scripts/demo_data.py wrote")
     parser.add_argument("--conversations", type=Path, required=True, help="whose questions are answered")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--share", type=float, default=0.5, help="of the new weights in the mean")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     output_folder(args.out.parent)
@@ -130,10 +135,11 @@ def main() -> None:
     model = LlamaForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     answerer = Answerer(model, AutoTokenizer.from_pretrained(args.target))
     train, heldout = split(args.conversations)
-    asked = list(dict.fromkeys(m["content"] for m in draw_questions(train, 2 * ANSWERS * args.steps)))
+    asked = itertools.cycle(dict.fromkeys(m["content"] for m in draw_questions(train, 2 * ANSWERS * args.steps)))
     unseen = list(dict.fromkeys(m["content"] for m in draw_questions(heldout, 4 * HELD_OUT)))[:HELD_OUT]
     held = torch.from_numpy(np.load(args.data / "held_chat.npy")[:HELD_ROWS].astype(np.int64))
-    report = {"steps": args.steps, "before": answerer.report(unseen, held)}
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    report = {"steps": args.steps, "share": args.share, "before": answerer.report(unseen, held)}
     print(json.dumps(report["before"]), flush=True)
     optimizer, data = (
         torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0),
@@ -141,15 +147,19 @@ def main() -> None:
     )
     for step in trange(args.steps, desc="steps"):
         if step % EVERY == 0:
-            pool = answerer.answers([asked.pop() for _ in range(min(len(asked), ANSWERS * EVERY))], NEW)
+            pool = answerer.answers(list(itertools.islice(asked, ANSWERS * EVERY)), NEW)
         for group in optimizer.param_groups:
-            group["lr"] = LR * min(1.0, (step + 1) / WARMUP)
+            group["lr"] = LR * min(1.0, (step + 1) / WARMUP, (args.steps - step) / (FALL * args.steps))
         likelihood(model, next(data)).backward()
         loss = unlikelihood(model, pool[step % EVERY :: EVERY])
         if loss.requires_grad:
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    report["unmixed"] = answerer.report(unseen, held)
+    with torch.no_grad():
+        for parameter, old in zip(model.parameters(), start, strict=True):
+            parameter.lerp_(old, 1 - args.share)
     report["after"] = answerer.report(unseen, held)
     print(json.dumps(report["after"]), flush=True)
     save_target(model, answerer.tokenizer, args.out, unlikelihood=report)

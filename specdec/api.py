@@ -11,6 +11,7 @@ from specdec.adaptive import Policy
 from specdec.calibrate import make_policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result
+from specdec.engine.fits import most_steps
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
@@ -24,11 +25,11 @@ from specdec.schema import check_value
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
 from specdec.types import Sampling, Verifier
 from specdec.verify import make_verifier
-from trees.spec import TreeSpec, load_tree
+from trees.spec import STEPS, TreeSpec, load_tree
 
 REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
 DEMO_TARGET = Path(__file__).parent / "demo" / "target"
-DEMO_DRAFTER = Path(__file__).parent / "demo" / "eagle3"
+DEMO_DRAFTER = Path(__file__).parent / "demo" / "mtp"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class ModelSettings:
     )
     draft: str | None = field(
         default=None,
-        metadata={"help": "folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/eagle3)"},
+        metadata={"help": "folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/mtp)"},
     )
     token_map: Path | None = field(
         default=None, metadata={"help": "the drafter proposes these tokens only (FR-Spec): .json or .pt"}
@@ -174,21 +175,18 @@ def generate(
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
     target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram.
-    tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"); `make_tree()` if not given. verifier: decides which
-    drafted tokens are emitted (`make_verifier`, or its name); the default is lossless with any tree. children: which
-    the tree takes above temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs,
-    compile: see `Engine`. adaptive: chooses the tree of every round by the load, a policy or its name
-    (`specdec.calibrate.make_policy`). request: sampling or its fields, max_new_tokens, stop, json_schema, logprobs,
-    seed, raw and observer, as `answer` takes them.
+    tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
+    (`make_verifier`, or its name); the default is lossless with any tree. children: which the tree takes above
+    temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs, compile: see `Engine`.
+    adaptive: chooses the tree of every round by the load, a policy or its name (`specdec.calibrate.make_policy`).
+    request: sampling or its fields, max_new_tokens, stop, json_schema, logprobs, seed, raw, observer: see `answer`.
 
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
     target = as_target(target)
     if isinstance(drafter, str | Path):
         drafter = load_drafter(drafter, target)
-    if drafter is not None and tree is None:
-        tree = make_tree()
-    tree = as_tree(tree)
+    tree = as_tree(tree, drafter)
     if isinstance(adaptive, str) and drafter is not None:
         adaptive = make_policy(adaptive, target, drafter, tree, rows=len(as_prompts(prompts)))
     how = {"children": children, "graphs": graphs, "compile": compile, "adaptive": adaptive}
@@ -200,8 +198,10 @@ def as_target(target: Target | str | Path) -> Target:
     return load_target(target) if isinstance(target, str | Path) else target
 
 
-def as_tree(tree: TreePolicy | str | None) -> TreePolicy | None:
-    """A policy; a text is read as `TreeSpec` does."""
+def as_tree(tree: TreePolicy | str | None, drafter: Drafter | None) -> TreePolicy | None:
+    """A policy; a text is read as `TreeSpec` does. The default has no more levels than the drafter guesses ahead."""
+    if tree is None and drafter is not None:
+        return TreeSpec(steps=min(STEPS, most_steps(drafter) or STEPS)).build()
     return TreeSpec.parse(tree).build() if isinstance(tree, str | Path) else tree
 
 

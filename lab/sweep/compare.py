@@ -20,6 +20,8 @@ from specdec.types import Sampling, Verifier
 from specdec.verify import in_words
 from trees.spec import describe
 
+PARTS = ("draft", "verify", "commit", "round")  # of a round's time; a compiled or replayed one has no parts
+
 
 @dataclass
 class ComparedWay:
@@ -28,6 +30,7 @@ class ComparedWay:
     drafter: Drafter
     tree: TreePolicy
     verifier: Verifier
+    compile: bool = False  # its rounds (docs/compile.md)
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Score:
     tokens_per_second: float
     ratio_to_plain: float
     ratio_interval: Interval
-    milliseconds_a_round: dict[str, float]  # draft, verify, commit
+    milliseconds_a_round: dict[str, float]  # by PARTS
     same_as_plain: int  # prompts whose text is that of plain decoding
     settled: bool  # it has to be so, but for rounding: the texts are greedy, or the rule draws as plain decoding does
     prompts: int
@@ -120,16 +123,19 @@ def decode_in_turn(
     seed: int = 0,
     raw: bool = False,
     trials: int = 1,
+    compile: bool = False,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Tally], list[Score]]:
     """Decode every prompt plainly and in each of the ways, in turn, `trials` times after one prompt of warm-up.
 
-    Taking turns spreads whatever else the machine does evenly. progress: called after every prompt. Returns
-    the tallies by name, plain decoding's under "", and the scores in the order of `ways`.
+    Taking turns spreads whatever else the machine does evenly. compile: plain decoding's rounds; each way says so of
+    its own. progress: called after every prompt. Returns the tallies by name, plain decoding's under "", and the scores
+    in the order of `ways`. Raises ValueError where rounds cannot be compiled.
     """
     # An engine keeps what it has captured from prompt to prompt.
-    engines = {"": Engine(target)}
-    engines |= {name: Engine(target, way.drafter, way.tree, way.verifier) for name, way in ways.items()}
+    engines = {"": Engine(target, compile=compile)}
+    for name, way in ways.items():
+        engines[name] = Engine(target, way.drafter, way.tree, way.verifier, compile=way.compile)
     tallies = {name: Tally() for name in engines}
 
     def run(number: int, engine: Engine) -> Result:
@@ -164,7 +170,7 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         tokens_per_second=tally.rate,
         ratio_to_plain=times,
         ratio_interval=interval,
-        milliseconds_a_round={p: 1e3 * tally.parts.get(p, 0.0) / rounds for p in ("draft", "verify", "commit")},
+        milliseconds_a_round={part: 1e3 * tally.parts.get(part, 0.0) / rounds for part in PARTS},
         same_as_plain=sum(a.tokens == b.tokens for a, b in zip(tally.rows, plain.rows, strict=True)),
         settled=greedy or way.verifier.couples,
         prompts=len(tally.rows),

@@ -16,7 +16,7 @@ from lab.output import write_csv, write_json
 from lab.sweep.compare import as_rows
 from lab.sweep.compare_report import print_scores, write_chart
 from lab.sweep.comparison import Comparison, compare, named
-from specdec import registry
+from specdec import kernels, registry
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
@@ -63,9 +63,11 @@ def run(config: DictConfig) -> None:
     entries = entries_of(settings)
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
+    if config.compile and config.device.startswith("cuda"):
+        kernels.use("torch")  # Inductor makes its own of torch's operators
     how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
     target = load_target(config.target.path or DEMO_TARGET, **how)
-    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials")}
+    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
     how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second

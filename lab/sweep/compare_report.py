@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lab.output import write_figure
-from lab.sweep.compare import Score
+from lab.sweep.compare import PARTS, Score
 from lab.trace.summary import Interval
 from specdec.cli.terminal import console
 
@@ -50,6 +50,7 @@ def _table(scores: list[Score], plain_rate: float) -> Table:
     table.add_column("lossless")
     for s in scores:
         parts = s.milliseconds_a_round
+        whole = f"{parts['round']:.1f} in all"
         claim = "yes" if s.lossless else f"NO: {s.rule}"
         table.add_row(
             s.name,
@@ -58,7 +59,7 @@ def _table(scores: list[Score], plain_rate: float) -> Table:
             " ".join(f"{100 * a:.0f}" for a in s.acceptance_by_depth) + " %",
             f"{s.tokens_per_second:.0f}",
             f"{s.ratio_to_plain:.2f}{_interval(s.ratio_interval)}",
-            f"{parts['draft']:.1f}, {parts['verify']:.1f}",
+            whole if parts["round"] else f"{parts['draft']:.1f}, {parts['verify']:.1f}",
             f"{claim}, {s.same_as_plain} of {s.prompts} identical" if s.settled else claim,
         )
     return table
@@ -89,12 +90,13 @@ def chart(scores: list[Score], title: str = "") -> "Figure":
         left.set_yticks(range(len(scores)), [s.name + ("" if s.lossless else "\n(lossy)") for s in scores])
         left.invert_yaxis()
         start = [0.0] * len(scores)
-        for part in ("draft", "verify", "commit"):
+        for part in PARTS:
             widths = [s.milliseconds_a_round[part] for s in scores]
-            right.barh(range(len(scores)), widths, left=start, label=part, color=PART_COLOURS[part])
+            if any(widths):
+                right.barh(range(len(scores)), widths, left=start, label=part, color=PART_COLOURS[part])
             start = [a + b for a, b in zip(start, widths, strict=True)]
         right.set_xlabel("ms a round")
-        right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)  # above: it would cover a bar
+        right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)  # above: it would cover a bar
         for axis in (left, middle, right):
             axis.grid(axis="y", visible=False)
     return figure

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
 from lab.sweep.compare_report import chart, scores_html, scores_table
-from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_tree, make_verifier
+from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
 from specdec.text import Prompt, as_prompts
@@ -22,7 +22,7 @@ from training.train import instantiate
 if TYPE_CHECKING:  # matplotlib is imported when something is drawn
     from matplotlib.figure import Figure
 
-FIELDS = ("draft", "name", "tree", "verifier", "token_map")
+FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
@@ -102,25 +102,31 @@ def compare(
     seed: int = 0,
     raw: bool = False,
     trials: int = 1,
+    token_map: str | Path | None = None,
+    compile: bool = False,
     progress: bool | None = None,
     **words: float,
 ) -> Comparison:
     """Decode every prompt plainly and with each drafter, in turn, `trials` times, after one prompt of warm-up.
 
     target: loaded, or a name. drafts: drafters or names (a folder, a hub name, demo/x for the bundled x, ngram), or a
-    mapping of names of your own to them; an entry may be a mapping too, with draft, and with tree, verifier, token_map
-    and name where it differs. tree, verifier: of entries that state none; a tree is `make_tree()` if not given.
+    mapping of names of your own to them; an entry may be a mapping too, with draft, and with tree, verifier, token_map,
+    compile and name where it differs. tree, verifier, token_map: of entries that state none; a tree that is
+    not given is the drafter's usual one. compile: the rounds, plain decoding's too (docs/compile.md).
     prompts, sampling, words (temperature and others), seed, raw: as `specdec.answer` takes them.
     progress: show a bar; None does so on a terminal.
     Raises ValueError, one sentence, for what there is not and for what does not fit the target."""
     target, batch = as_target(target), as_prompts(prompts)
     if not batch:
         raise ValueError("no prompt was given")
-    ways = {name: way_of(name, entry, target, tree, verifier) for name, entry in named(drafts).items()}
+    given = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
+    ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
     how = {"max_new_tokens": max_new_tokens, "sampling": as_sampling(sampling, words), "seed": seed, "raw": raw}
     off = None if progress is None else not progress
     with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
-        tallies, scores = decode_in_turn(target, batch, ways, trials=trials, progress=bar.update, **how)
+        tallies, scores = decode_in_turn(
+            target, batch, ways, trials=trials, compile=compile, progress=bar.update, **how
+        )
     return Comparison(scores, tallies[""].rate, tallies)
 
 
@@ -150,17 +156,17 @@ def _name(entry: object, whole: bool) -> str:
     return type(entry).__name__
 
 
-def way_of(
-    name: str, entry: object, target: Target, tree: TreePolicy | str | dict | None, verifier: Verifier | str
-) -> ComparedWay:
-    """What an entry describes. Raises ValueError for a field that there is not."""
+def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay:
+    """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
     entry = dict(entry) if isinstance(entry, Mapping) else {"draft": entry}
     unknown = set(entry) - set(FIELDS)
     if unknown or entry.get("draft") is None:
         wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
         raise ValueError(f"entries.{name} {wrong}; known are {', '.join(FIELDS)}")
-    drafter, rule, own = entry["draft"], entry.get("verifier") or verifier, entry.get("tree") or tree
+    entry = given | entry
+    drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
     if isinstance(drafter, str | Path):
-        drafter = load_drafter(drafter, target, token_map=entry.get("token_map"))
-    own = make_tree() if own is None else instantiate(own) if isinstance(own, Mapping) else as_tree(own)
-    return ComparedWay(drafter, own, make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule))
+        drafter = load_drafter(drafter, target, token_map=entry["token_map"])
+    tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
+    rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)
+    return ComparedWay(drafter, tree, rule, entry["compile"])

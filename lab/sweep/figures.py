@@ -163,9 +163,10 @@ def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
     chosen = sorted(points, key=lambda r: -speed[r["key"]])[:MOST_BARS]
     figure, axis = subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)))
     start = [0.0] * len(chosen)
-    for part, colour in PART_COLOURS.items():
+    for part in timings[chosen[0]["key"]]["milliseconds_a_round"]:
         widths = [timings[r["key"]]["milliseconds_a_round"][part] for r in chosen]
-        axis.barh(range(len(chosen)), widths, left=start, label=part, color=colour, height=0.72, edgecolor="white")
+        how = {"label": part, "color": PART_COLOURS[part], "height": 0.72, "edgecolor": "white"}
+        axis.barh(range(len(chosen)), widths, left=start, **how)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for y, (end, r) in enumerate(zip(start, chosen, strict=True)):
         text = f"{speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}"

@@ -14,10 +14,15 @@ def check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
             )
 
 
+def most_steps(drafter: Drafter) -> int | None:
+    """How many tokens ahead a drafter can guess; None: any number."""
+    return min((most for most in (drafter.max_steps, drafter.block) if most is not None), default=None)
+
+
 def check_steps(drafter: Drafter, policy: TreePolicy) -> None:
-    most = [most for most in (drafter.max_steps, drafter.block) if most is not None]
-    if most and policy.steps > min(most):
-        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {min(most)} tokens ahead at most")
+    most = most_steps(drafter)
+    if most is not None and policy.steps > most:
+        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {most} tokens ahead at most")
     if policy.topk > drafter.vocab.size:
         raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
 

@@ -159,7 +159,7 @@ def offered(args: argparse.Namespace, engine: Engine) -> Speculation:
     if tree is None:
         return Speculation()
     spec = str(read_flags(TreeSettings, args).spec())
-    return Speculation(args.draft or "demo/eagle3", spec, tree.topk, tree.steps, tree.num_draft_tokens)
+    return Speculation(args.draft or "demo/mtp", spec, tree.topk, tree.steps, tree.num_draft_tokens)
 
 
 def name_of(args: argparse.Namespace) -> str:

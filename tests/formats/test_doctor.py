@@ -1,6 +1,7 @@
 """The doctor tells a checkpoint that is declared wrongly from one that is not, on the demo pair, which was trained."""
 
 import json
+import re
 from math import comb
 from types import SimpleNamespace
 
@@ -23,14 +24,16 @@ from specdec.text import encode_prompt
 from specdec.types import Sampling
 from trees import Chain
 
+EAGLE3 = specdec.DEMO_TARGET.parent / "eagle3"
+
 
 @pytest.fixture(scope="module")
 def demo():
     """The demo target and its own answers, on which all readings are compared."""
     target = specdec.load_target(specdec.DEMO_TARGET)
     answers = check.answer(target, PROMPTS[:4], 32)
-    report = check.compare(target, open_checkpoint(specdec.DEMO_DRAFTER), answers, steps=5)
-    folder, tau = specdec.DEMO_DRAFTER, report.declared.tau
+    report = check.compare(target, open_checkpoint(EAGLE3), answers, steps=5)
+    folder, tau = EAGLE3, report.declared.tau
     return SimpleNamespace(target=target, answers=answers, folder=folder, report=report, tau=tau)
 
 
@@ -70,7 +73,7 @@ def falsified(tmp_path):
 
     A field of None is left out."""
 
-    def make(tensors=None, folder=specdec.DEMO_DRAFTER, **fields):
+    def make(tensors=None, folder=EAGLE3, **fields):
         config = json.loads((folder / "config.json").read_text())
         found = load_file(folder / "model.safetensors")
         if tensors:
@@ -114,9 +117,6 @@ def permute(offsets):
 
 HARMFUL = {
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
-    "absolute ids": ({}, absolute_ids, "d2t as target ids"),
-    "offsets permuted": ({}, permute(True), "the offsets of d2t in ascending order"),
-    "tokens permuted": ({}, permute(False), "the tokens of d2t in ascending order"),
     "no rope": ({"rope_theta": 0}, None, "the target's rope, theta 10000"),
 }
 DO_NOT_LOAD = ("absolute ids", "offsets permuted", "no rope")
@@ -126,7 +126,10 @@ LIES = {
     "demo": HARMFUL | {
         "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
     },
-    "plain": HARMFUL | {
+    "plain": HARMFUL | {  # its draft vocabulary is a part of the target's
+        "absolute ids": ({}, absolute_ids, "d2t as target ids"),
+        "offsets permuted": ({}, permute(True), "the offsets of d2t in ascending order"),
+        "tokens permuted": ({}, permute(False), "the tokens of d2t in ascending order"),
         "taps dropped": ({"taps": None}, None, "taps [2, 5, 8]"),
         "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
         "the list read as inputs": (
@@ -189,11 +192,11 @@ def test_several_streams_in_another_order_are_found(demo, falsified):
     assert report.chosen[0].tau > 0.9 * demo.tau
 
 
-def test_a_head_that_drafts_nothing_is_not_called_sound(demo, falsified):
+def test_a_head_that_drafts_nothing_is_not_called_sound(plain, falsified):
     def scramble(tensors):
         tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(7, 0)
 
-    reading, report = best(demo, falsified(scramble))
+    reading, report = best(plain, falsified(scramble, plain.folder))
     assert reading is None
     assert "drafts next to nothing" in verdict.verdict(report)
 
@@ -238,8 +241,8 @@ def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
 
 
 def test_tau_is_that_of_decoding_with_a_chain(demo):
-    drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, demo.target)
-    outcome = check.compare(demo.target, open_checkpoint(specdec.DEMO_DRAFTER), demo.answers, steps=4).declared
+    drafter = specdec.load_drafter(EAGLE3, demo.target)
+    outcome = check.compare(demo.target, open_checkpoint(EAGLE3), demo.answers, steps=4).declared
     ids = [encode_prompt(demo.target, prompt, False) for prompt in PROMPTS[:4]]
     rows = [Engine(demo.target, drafter, Chain(4)).generate([i], max_new_tokens=32).rows[0] for i in ids]
     rounds = sum(row.trace.rounds for row in rows)
@@ -279,14 +282,22 @@ def run(capsys):
     return call
 
 
-def test_inspect_tells_conventions_and_problems(run, falsified):
-    code, out, _ = run("inspect", specdec.DEMO_DRAFTER, "--json")
+def test_inspect_tells_conventions_and_problems(run, falsified, plain):
+    code, out, _ = run("inspect", EAGLE3, "--json")
     report = json.loads(out)
     assert code == 0
     assert report["taps"] == "hidden_states[2], hidden_states[5], hidden_states[8]"
     assert report["rope"] == "theta 10000"
-    assert report["vocabulary"].startswith("4096 of 8192 target tokens (50.0%); d2t holds offsets")
-    folder = falsified(lambda t: (t.pop("norm.weight"), t.update(extra=torch.ones(1)), absolute_ids(t)))
+    assert report["vocabulary"] == "all 8192 target tokens, no map"
+    report = json.loads(run("inspect", plain.folder, "--json")[1])
+    assert re.match(r"\d+ of 8192 target tokens \(\d+\.\d%\); d2t holds offsets", report["vocabulary"])
+
+    def spoil(tensors):
+        tensors.pop("norm.weight")
+        tensors["extra"] = torch.ones(1)
+        absolute_ids(tensors)
+
+    folder = falsified(spoil, plain.folder)
     code, out, _ = run("inspect", folder)
     assert code == 0
     assert "norm.weight is missing; extra is left over" in out
@@ -294,9 +305,10 @@ def test_inspect_tells_conventions_and_problems(run, falsified):
 
 
 def test_inspect_counts_parameters(run):
-    code, out, _ = run("inspect", specdec.DEMO_DRAFTER)
+    code, out, _ = run("inspect", EAGLE3)
     assert code == 0
-    assert "2.36 M" in out
+    held = load_file(EAGLE3 / "model.safetensors")
+    assert f"{sum(tensor.numel() for tensor in held.values()) / 1e6:.2f} M" in out
 
 
 def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
@@ -308,7 +320,7 @@ def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     assert "Another reading does better: 'norm_before_residual False'" in out
     assert "95 % interval" in out
     assert "'noise' is a gain that chance explains" in " ".join(out.split())
-    code, out, _ = run("check", "--draft", specdec.DEMO_DRAFTER, *arguments, "--json")
+    code, out, _ = run("check", "--draft", EAGLE3, *arguments, "--json")
     found = json.loads(out)
     assert found["better_reading"] is None
     low, high = found["readings"][0]["tau_interval"]
@@ -331,7 +343,7 @@ def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, tmp_path):
     spoilt = falsified(lambda t: t["fc.weight"].fill_(float("nan")))
     code, _, err = run("check", *arguments, spoilt)
     assert code == 2
-    assert "fc.weight holds 196608 NaN" in err
+    assert re.search(r"fc\.weight holds (\d+) NaN among \1 values", err)
     code, out, _ = run("check", *arguments, spoilt, "--allow-nonfinite")
     assert code == 0
     assert "computes NaN or Inf" in out
@@ -347,19 +359,19 @@ def test_convert_and_export(run, falsified, tmp_path_factory):
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
     assert set(before) == set(after)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    to_speculators = "convert", "--to", "speculators", specdec.DEMO_DRAFTER, tmp_path / "x"
+    to_speculators = "convert", "--to", "speculators", EAGLE3, tmp_path / "x"
     code, _, err = run(*to_speculators)
     assert code == 2
     assert "give --target" in err
     code, _, err = run(*to_speculators, "--target", specdec.DEMO_TARGET)
     assert code == 2
     assert "hidden state 8, after the final norm" in err
-    code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, specdec.DEMO_DRAFTER, tmp_path / "x")
+    code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, EAGLE3, tmp_path / "x")
     assert code == 0
     assert "note: the last tap is read before the target's final norm" in out
     assert run("convert", "--to", "specdec", tmp_path / "x", tmp_path / "again")[0] == 0
-    before, after = (load_file(f / "model.safetensors") for f in (specdec.DEMO_DRAFTER, tmp_path / "again"))
-    assert set(after) - set(before) == {"embed_tokens.weight"}  # a copy of the target's, which vLLM wants
+    before, after = (load_file(f / "model.safetensors") for f in (EAGLE3, tmp_path / "again"))
+    assert set(after) - set(before) == {"embed_tokens.weight", "lm_head.weight"}  # the target's, which vLLM wants
     assert all(torch.equal(before[name], after[name]) for name in before)
     folder = falsified(None, norm_output=True, norm_output_means="head")
     fields = json.loads((folder / "config.json").read_text())

@@ -1,6 +1,7 @@
 """What is written for vLLM is what vLLM reads: its arithmetic, written out here, gives from the file what our drafter
 gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 
+import dataclasses
 import json
 
 import pytest
@@ -164,12 +165,13 @@ def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
 
 
 def test_the_bundled_head_is_exported_with_its_last_tap(tmp_path):
-    """Its meaning survives: what is read back is the bundled head, tensor by tensor."""
-    export(specdec.DEMO_DRAFTER, tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)
-    ours, theirs = open_checkpoint(specdec.DEMO_DRAFTER), open_checkpoint(tmp_path / "vllm")
-    assert theirs.meaning == ours.meaning
+    """Its meaning survives: what is read back is the bundled head, tensor by tensor, and the target's output head."""
+    export(specdec.DEMO_TARGET.parent / "eagle3", tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)
+    ours, theirs = open_checkpoint(specdec.DEMO_TARGET.parent / "eagle3"), open_checkpoint(tmp_path / "vllm")
+    assert theirs.meaning == dataclasses.replace(ours.meaning, own_head=True)
     assert theirs.layout.name == "vllm"
-    held = {name: tensor for name, tensor in theirs.tensors.items() if name != "embed_tokens.weight"}
+    copied = "embed_tokens.weight", "lm_head.weight"
+    held = {name: tensor for name, tensor in theirs.tensors.items() if name not in copied}
     assert set(held) == set(ours.tensors)
     assert all(torch.equal(held[name], tensor) for name, tensor in ours.tensors.items())
     norm = load_file(tmp_path / "vllm" / "model.safetensors")["input_norm.weight"].view(3, -1)

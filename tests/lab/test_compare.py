@@ -39,7 +39,7 @@ def test_table_chart_and_result(prompts, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     eagle3, lossy = result["scores"]
     target = specdec.load_target(specdec.DEMO_TARGET)
-    drafter = specdec.load_drafter(specdec.DEMO_DRAFTER, target)
+    drafter = specdec.load_drafter("demo/eagle3", target)
     alone = [specdec.generate(target, p, drafter, max_new_tokens=24) for p in read_prompts(prompts)]
     tau = sum(len(row.tokens) - 1 for out in alone for row in out.rows) / sum(out.rounds for out in alone)
     assert eagle3["tau"] == last["tau"]["eagle3"] == pytest.approx(tau)

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import specdec
-from lab.sweep.compare import Decoded, Score, Tally, ratio
+from lab.sweep.compare import PARTS, Decoded, Score, Tally, ratio
 from lab.sweep.compare_command import entries_of
 from lab.sweep.comparison import Comparison, named
 from specdec import registry
@@ -28,7 +28,7 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
         shared = {"drafter": "D", "tree": "1/3/4", "verifier": "match", "rule": "match", "lossless": True,
                   "tau": 2.0, "settled": True,
                   "tau_interval": (1.9, 2.1), "acceptance_by_depth": [0.5], "tokens_per_second": 1.0, "draft_vocab": 9,
-                  "milliseconds_a_round": dict.fromkeys(("draft", "verify", "commit"), 1.0), "same_as_plain": 3,
+                  "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3,
                   "prompts": 3, "num_draft_tokens": 4}  # fmt: skip
         scores.append(Score(name=name, ratio_to_plain=times, ratio_interval=interval, **shared | differences))
     return Comparison(scores, 1.0, tallies)
@@ -66,6 +66,8 @@ def test_compare_decodes_as_generate_does(target, drafter_path):
     assert f"{score.tau:.2f} (" in str(found)
     assert str(found).endswith(found.verdict)
     assert math.isnan(specdec.compare(target, "ngram", "x", max_new_tokens=2, progress=False).scores[0].tau_interval[0])
+    with pytest.raises(ValueError, match="NGram cannot be captured"):
+        specdec.compare(target, "ngram", "x", compile=True)
 
 
 def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_path, drafter_path):
@@ -94,7 +96,10 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
         ({"tree": "oak"}, "there is no tree 'oak'"),
         ({"prompts": [{"role": "user"}]}, "a prompt is a text, a list of messages"),
         ({"prompts": [[1, "x"]]}, "a prompt is a text, a list of messages"),
-        ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/eagle2, demo/eagle3"),
+        (
+            {"drafter": "demo/eagle9"},
+            "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark",
+        ),
     ],
 )
 def test_what_is_no_such_thing_is_told(target, drafter_path, how, message):

@@ -6,7 +6,7 @@ from helpers import SMALL, tiny_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from drafters.formats import save_drafter
-from scripts.grow import grow, grow_drafter, grown_config
+from scripts.grow import grow, grow_drafter, grown_config, narrowed
 from specdec.api import load_drafter, load_target
 
 
@@ -69,3 +69,13 @@ def test_a_grown_drafter_drafts_the_same(small, kind, tmp_path):
     assert sum(p.numel() for p in grown.parameters()) > sum(p.numel() for p in drafter.parameters())
     for ours, theirs in zip(*steps, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def test_an_mlp_is_cut_to_its_largest_neurons():
+    torch.manual_seed(0)
+    weights = {f"mlp.{kind}_proj.weight": torch.randn(6, 4) for kind in ("gate", "up")}
+    weights["mlp.down_proj.weight"] = torch.randn(4, 6)
+    weights["mlp.down_proj.weight"][:, [1, 4]] = 0
+    cut = narrowed(weights, 4)
+    for name, weight in cut.items():
+        assert torch.equal(weight, weights[name][:, [0, 2, 3, 5]] if "down" in name else weights[name][[0, 2, 3, 5]])

@@ -18,7 +18,7 @@ from test_trainer import samples
 from test_trainer_processes import ENV, ROOT, settings, train
 from test_training import CONF, CONVERSATIONS
 
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
+from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
 from training.data import Batches, Sample
 from training.data.rollouts import Rollouts
@@ -70,7 +70,7 @@ def demo():
     prompts = [target.tokenizer.apply_chat_template([{"role": "user", "content": q}], add_generation_prompt=True)
                ["input_ids"] for q in questions]  # fmt: skip
     data = [Sample(np.array([*p, 5, 6], np.int32), np.arange(len(p) + 2) >= len(p)) for p in prompts]
-    return target, load_drafter(DEMO_DRAFTER, target), prompts, Batches(data, 2048, 0)
+    return target, load_drafter("demo/eagle3", target), prompts, Batches(data, 2048, 0)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -47,7 +47,7 @@ def test_a_file_prints_as_its_path(file):
         ("chain", Chain, "1/5/6"),
         ("dynamic", DynamicTree, "4/5/16"),
         ("sampled", SampledTree, "3/5/16"),
-        ("static", StaticTree, "4/4/16"),
+        ("static", StaticTree, "4/3/16"),
     ],
 )
 def test_building(text, kind, shape):

@@ -10,10 +10,11 @@ from specdec import ranks
 from specdec.api import ModelSettings, Sampling
 from specdec.calibrate import HELP
 from specdec.cli.chat import chat
+from specdec.cli.decoding import run_prompts
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.cli.lock import only_writer
-from specdec.cli.session import Session, run_prompts
+from specdec.cli.session import Session
 from specdec.cli.settings import DRAFTING, NOT_A_TREE, parse_with_settings
 from specdec.cli.summary import print_summary, summarise
 from specdec.text import read_prompts
@@ -134,14 +135,14 @@ def decode(args: argparse.Namespace, prompts: list[str]) -> None:
 def answer_all(session: Session, prompts: list[str]) -> None:
     """Answer the prompts and print the summary. A signal ends the process, with what was done by then."""
     with session.signals as signals:
-        done, baseline = run_prompts(session, prompts)
-    if done:
-        summary = summarise(session, done, baseline)
+        decoded = run_prompts(session, prompts)
+    if decoded.done:
+        summary = summarise(session, decoded)
         if session.args.json:
             print(json.dumps(summary))
         else:
             print_summary(session, summary)
     if signals.asked:
-        begun = sum(len(part.rows) for part in done)
+        begun = sum(len(part.rows) for part in decoded.done)
         print(f"stopped: {begun} of {len(prompts)} prompts were begun, and what they gave is above", file=sys.stderr)
         sys.exit(signals.code)

@@ -151,32 +151,3 @@ def _obstacle(session: Session) -> str | None:
     if not isinstance(session.verifier, SampleAndMatch):
         return f"acceptance was measured with the rule match, and not with {in_words(session.verifier)}"
     return None
-
-
-def run_prompts(session: Session, prompts: list[str]) -> tuple[list[Generation], list[Generation]]:
-    """Decode every prompt, batch by batch, and show the text on the way.
-
-    Returns the generations, and with --compare those of plain decoding; without it an empty list. A signal ends it
-    early: the last generation is then of a part, and plain decoding of it is left out."""
-    args = session.args
-    single = args.batch_size == 1
-    if args.compare:  # the first call of each kind pays for memory and code that is loaded then
-        for plain in (False, True):
-            session.run(prompts[:1], plain=plain, max_new_tokens=8)
-    done, baseline = [], []
-    for start in range(0, len(prompts), args.batch_size):
-        if session.signals.asked:
-            break
-        batch = prompts[start : start + args.batch_size]
-        if len(prompts) > 1:
-            print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
-        screen = Screen(session.target, quiet=not single, trees=args.show_trees, stops=session.stops)
-        done.append(session.run(batch, screen, first=start))
-        screen.end()
-        if not single:
-            print("\n".join(done[-1].text))
-        if args.compare and not session.signals.asked:
-            baseline.append(session.run(batch, plain=True, first=start))
-    if len(baseline) == len(done) and session.signals.asked:
-        baseline = baseline[:-1]  # the signal came while it was made
-    return done, baseline

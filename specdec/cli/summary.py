@@ -2,7 +2,7 @@
 
 import re
 
-from specdec.api import Generation
+from specdec.cli.decoding import Decoded, merged
 from specdec.cli.session import Session
 from specdec.verify import in_words
 from trees.spec import describe, shape_of
@@ -10,21 +10,6 @@ from trees.spec import describe, shape_of
 READ = (("feedback", "feeds back"), ("token map", "token map"))
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 LOSSY = "LOSSY: above temperature 0 the text does not follow the target's distribution"
-
-
-def merged(parts: list[Generation]) -> Generation:
-    """Several generations as if they were one: rows side by side, times added."""
-    result = parts[0].result
-    for part in parts[1:]:
-        keys = result.parts.keys() | part.result.parts.keys()
-        result = type(result)(
-            result.rows + part.result.rows,
-            result.seconds + part.result.seconds,
-            result.prefill_seconds + part.result.prefill_seconds,
-            {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
-        )
-    text = [t for part in parts for t in part.text]
-    return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)
 
 
 def drafting(session: Session) -> str:
@@ -35,11 +20,11 @@ def drafting(session: Session) -> str:
     return f"drafter: {family}, tree {describe(session.tree)}"
 
 
-def summarise(session: Session, done: list[Generation], baseline: list[Generation]) -> dict:
-    """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them.
-
-    baseline: plain decoding of the same prompts; empty without --compare, and shorter by one after a signal. Then the
-    two are compared as far as both go."""
+def summarise(session: Session, decoded: Decoded) -> dict:
+    """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them. After a
+    signal plain decoding is compared as far as both go. Of several turns it has the speeds of the one whose
+    ratio is the median."""
+    done, baseline = decoded.done, decoded.baseline
     total = merged(done)
     one = len(total.rows) == 1
     summary = {
@@ -63,11 +48,14 @@ def summarise(session: Session, done: list[Generation], baseline: list[Generatio
         summary["logprobs"] = total.rows[0].logprobs if one else [row.logprobs for row in total.rows]
     if baseline:
         plain, drafted = merged(baseline), merged(done[: len(baseline)])
-        summary["baseline_tokens_per_second"] = plain.tokens_per_second
-        # A text that ends with its first token decodes nothing, in no time.
-        rate = plain.tokens_per_second
-        # Nor is there a ratio where plain decoding was chosen: it would be the noise between two equal runs.
-        summary["speedup"] = drafted.tokens_per_second / rate if rate and session.drafter is not None else None
+        turns = [(drafted.tokens_per_second, plain.tokens_per_second), *decoded.turns]
+        # A text that ends with its first token decodes nothing, in no time. Nor is there a ratio where plain decoding
+        # was chosen: it would be the noise between two equal runs.
+        told = all(slow for _, slow in turns) and session.drafter is not None
+        speedups = sorted((fast / slow, fast, slow) for fast, slow in turns) if told else [(None, *turns[0])]
+        names = "speedup", "tokens_per_second", "baseline_tokens_per_second"
+        summary |= dict(zip(names, speedups[(len(speedups) - 1) // 2], strict=True))
+        summary["speedups"] = [speedup for speedup, *_ in speedups]
         same = [a.tokens == b.tokens for a, b in zip(drafted.rows, plain.rows, strict=True)]
         asked = session.sampling.greedy or session.verifier.couples
         summary["identical"] = all(same) if asked else None
@@ -119,6 +107,8 @@ def print_summary(session: Session, s: dict) -> None:
     print(f"time by part: {times}")
     if "speedup" in s:
         ratio = "-" if s["speedup"] is None else f"{s['speedup']:.2f}x"
+        if len(turns := s["speedups"]) > 1:
+            ratio += f", the median of {len(turns)} turns ({turns[0]:.2f} to {turns[-1]:.2f})"
         print(f"plain decoding: {s['baseline_tokens_per_second']:.1f} tokens/s; speculative to plain: {ratio}")
         if s["speedup"] is not None and s["speedup"] < 1:
             print(f"slower than plain decoding here: {_faster(session)}")

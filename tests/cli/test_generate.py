@@ -3,8 +3,10 @@
 import argparse
 import importlib
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import specdec
 from specdec import registry
 from specdec.api import make_tree
-from specdec.cli import chat, summary
+from specdec.cli import chat, decoding, summary
 from specdec.cli import generate as cli
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -53,6 +55,18 @@ def test_json_has_what_is_promised(run):
     assert len(result["acceptance_by_depth"]) == 5
     assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
     assert isinstance(result["text"], str)
+
+
+def test_compare_takes_turns_until_the_time_is_long_enough(run, monkeypatch):
+    for enough, turns in ((0, 1), (math.inf, decoding.PASSES)):
+        monkeypatch.setattr(decoding, "LONG_ENOUGH", enough)
+        code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 8, "--compare", "--json")
+        result = last_json(out)
+        assert code == 0
+        assert len(result["speedups"]) == turns
+        assert result["speedup"] == statistics.median(result["speedups"])
+        assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
+    assert ", the median of 5 turns (" in run("--prompt", "The quick", "--max-new-tokens", 8, "--compare")[1]
 
 
 def test_a_token_map_narrows_what_is_proposed_and_changes_no_text(run, tmp_path):

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from lab.bench import objective_memory, train_step
+from lab.bench import objective_memory, row_costs, train_step
 
 SMALL = ["--hidden", "64", "--vocab", "96", "--length", "24", "--steps", "2"]
 
@@ -37,3 +37,16 @@ def test_every_way_to_compute_the_objective_gives_the_same_losses(monkeypatch, c
         objective_memory.main()
         losses.append(json.loads(capsys.readouterr().out)["losses"])
     assert losses[0] == losses[1] == losses[2]
+
+
+def test_the_costs_of_rows(monkeypatch, capsys, tmp_path):
+    out = tmp_path / "rows.json"
+    how = ["--shape", "tiny", "--steps", "2", "--repeats", "1", "--context", "8", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["row_costs", *how])
+    row_costs.main()
+    report = json.loads(out.read_text())
+    assert set(report["products_ms"]["engine"]) == {str(rows) for rows in row_costs.ROWS}
+    assert set(report["launched_ms"]) == {"0", "1", "2"}
+    assert set(report["launched_ms"]["0"]) == {"verify", "host"}
+    assert all(ms > 0 for part in report["launched_ms"].values() for ms in (part["verify"], part["host"]))
+    assert "levels of the chain" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,144 @@
+"""What several rows cost beside one: products, launched rounds by part, and whole compiled rounds.
+
+    python -m lab.bench.row_costs --draft demo/mtp --compile --out rows.json
+    python -m lab.bench.row_costs --shape mobilellm_125m --out rows.json
+
+Products are those of all matrices of the target, one after the other as a forward takes them, in the way that the
+engine chooses and by `torch.mm`. Rounds are those of chains of 1 to --steps levels behind --context tokens, launched
+and, with --compile, compiled. With --shape target and drafter are random weights in that shape: they cost what trained
+ones cost. Everything is told in single rows and plain rounds of the same run. All take turns, and medians count.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from lab.bench.shapes import random_head, random_target
+from lab.cost.rounds import TIMED, time_in_turn
+from lab.machine import provenance
+from lab.models import add_model_flags, check_counts, load_models
+from lab.output import write_json
+from specdec import registry
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console
+from specdec.contracts import Drafter
+from specdec.engine.engine import Engine
+from specdec.model.cpu_linear import linear
+from specdec.model.loader import choose_dtype
+from specdec.model.target import Target
+from specdec.types import Sampling
+from trees.spec import TreeSpec
+
+ROWS = (1, 2, 4, 8, 16)
+NEW_TOKENS = 48  # of a decoding in compiled rounds
+
+
+def in_turn(ways: Mapping[str, Callable[[], float | None]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each way. A way may tell its own seconds; else it is timed. The first turn warms up."""
+    found = {name: [] for name in ways}
+    for turn in range(repeats + 1):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            told = way()
+            if turn:
+                found[name].append(told or time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
+
+
+def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
+    """Milliseconds of all products of a forward, by way and rows."""
+    weights = [module.weight for module in target.modules() if isinstance(module, nn.Linear)]
+    makers = {"engine": linear, "torch.mm": lambda weight, bias: lambda x: torch.mm(x, weight.t())}
+    ways = {}
+    for name, make in makers.items():
+        made = [(make(weight, None), weight) for weight in weights]
+        for rows in ROWS:
+            inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
+            ways[name, rows] = lambda made=made, inputs=inputs: [f(inputs[w.shape[1]]) for f, w in made] and None
+    found = in_turn(ways, repeats)
+    return {name: {rows: found[name, rows] for rows in ROWS} for name in makers}
+
+
+def launched(target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int) -> dict:
+    """Milliseconds by part of plain rounds and of chains, by their levels."""
+    trees = [TreeSpec(1, depth) for depth in range(1, steps + 1)]
+    engines = {None: Engine(target, **TIMED)} | {t: Engine(target, drafter, t.build(), **TIMED) for t in trees}
+    runs = [(tree, len(text), 1) for tree in engines]
+    found = time_in_turn(engines, runs, text, Sampling(), repeats)
+    return {cost.tree.steps if cost.tree else 0: {p: 1e3 * s for p, s in cost.seconds.items()} for cost in found}
+
+
+def compiled(target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int) -> dict[int, float]:
+    """Milliseconds of whole rounds, plain (0) and of chains, by their levels."""
+    trees = {depth: TreeSpec(1, depth).build() for depth in range(1, steps + 1)}
+    engines = {0: Engine(target, compile=True)}
+    engines |= {depth: Engine(target, drafter, tree, compile=True) for depth, tree in trees.items()}
+
+    def seconds_a_round(engine: Engine) -> float:
+        result = engine.generate([text], max_new_tokens=NEW_TOKENS, eos=frozenset())
+        return result.decode_seconds / result.rows[0].trace.rounds
+
+    return in_turn({depth: lambda e=engine: seconds_a_round(e) for depth, engine in engines.items()}, repeats)
+
+
+def print_report(report: dict) -> None:
+    table = Table("rows", *(f"products, {name}: ms, rows of one" for name in report["products_ms"]), box=None)
+    for rows in ROWS:
+        cells = [f"{ms[rows]:.3f}, {ms[rows] / ms[1]:.2f}" for ms in report["products_ms"].values()]
+        table.add_row(str(rows), *cells)
+    console().print(table)
+    rounds, whole = report["launched_ms"], report["compiled_ms"]
+    plain = sum(rounds[0].values())
+    head = ("levels of the chain", "round", "draft", "verify", "round, compiled")
+    table = Table(*head, title="ms, plain rounds of the same kind", box=None)
+    for depth, parts in rounds.items():
+        spent = sum(parts.values()), parts.get("grow", 0.0) + parts.get("extend", 0.0), parts["verify"]
+        cells = [f"{ms:.2f}, {ms / plain:.2f}" for ms in spent]
+        table.add_row(str(depth), *cells, f"{whole[depth]:.2f}, {whole[depth] / whole[0]:.2f}" if whole else "-")
+    console().print(table)
+
+
+def load(args: argparse.Namespace) -> tuple[Target, Drafter]:
+    if args.shape is None:
+        return load_models(args)
+    device, shape = torch.device("cpu"), registry.settings("shape", args.shape)
+    target = random_target(shape["config"], shape["name"], choose_dtype(args.dtype, shape["config"], device), device)
+    return target, random_head(target, **shape["drafter"])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    parser.add_argument("--shape", help="a name of conf/shape, in the place of a pair")
+    parser.add_argument("--steps", type=int, default=7, help="levels of the deepest chain (default 7)")
+    parser.add_argument("--context", type=int, default=64, help="random tokens before the rounds (default 64)")
+    parser.add_argument("--repeats", type=int, default=9, help="turns (default 9)")
+    parser.add_argument("--compile", action="store_true", help="time compiled rounds too, a chain of each depth")
+    parser.add_argument("--out", type=Path, required=True, help="JSON")
+    args = parser.parse_args()
+    check_counts(args, "steps", "context", "repeats")
+    return args
+
+
+@one_sentence_errors
+@torch.inference_mode()
+def main() -> None:
+    args = arguments()
+    target, drafter = load(args)
+    text = torch.randint(target.vocab, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
+    report = provenance(target.device) | {"settings": {name: str(value) for name, value in vars(args).items()}}
+    report["products_ms"] = products(target, 5 * args.repeats)
+    report["launched_ms"] = launched(target, drafter, args.steps, text, args.repeats)
+    report["compiled_ms"] = compiled(target, drafter, args.steps, text, args.repeats) if args.compile else None
+    write_json(args.out, report)
+    print_report(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,17 +2,21 @@
 
     python scripts/serve_load.py --prompts MT_BENCH --out runs/load
 
-For each way a server is started, warmed up and asked: closed loop, so many chats at a time, all answers of one
-length. The machine must be idle. Writes load.json, load.md and load.png into the folder, anew after every way. The ways
-take turns --repeats times, and the medians count. Ends with what each adaptive way lost or gained against the better
-of plain and fixed at each load.
+A server of each way is started, and all of them live side by side. At each load, closed loop, so many chats at a time
+and all answers of one length, the ways take turns --repeats times: only one of them is asked at a time. Medians
+count. The machine must be idle. Writes load.json, load.md and load.png into the folder, anew after every turn.
+Ends with what each adaptive way lost or gained at each load against the better of plain and the fixed ways: the median
+of the turns' ratios.
 """
 
 import argparse
 import asyncio
 import re
+import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import checkout  # noqa: F401
@@ -46,60 +50,66 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft", default="specdec/demo/mtp")
     p.add_argument("--concurrency", default="1,2,4,8,16,32")
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
-    p.add_argument("--num-prompts", type=int, default=64)
+    p.add_argument("--num-prompts", type=int, default=64, help="of a turn at most: 8 and 8 for each chat at a time")
     p.add_argument("--max-new-tokens", type=int, default=64)
-    p.add_argument("--repeats", type=int, default=1)
+    p.add_argument("--repeats", type=int, default=3)
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
-    ways = args.ways
+    loads = [int(load) for load in args.concurrency.split(",")]
     questions = load_benchmark("prompts", args.prompts, turns=1, bad="skip", limit=args.num_prompts).questions
     prompts = [questions[i % len(questions)].turns[0] for i in range(args.num_prompts)]
-    runs: dict[str, list[list[dict]]] = {way: [] for way in ways}
+    turns: dict[str, list[list[dict]]] = {way: [[] for _ in loads] for way in args.ways}
     args.out.mkdir(parents=True, exist_ok=True)
-    for _ in range(args.repeats):
-        for way in ways:
-            runs[way].append(measure(args, WAYS[way], prompts))
-            told = {way: medians(found) for way, found in runs.items() if found}
-            write_json(
-                args.out / "load.json",
-                {"machine": provenance(torch.device("cpu")), "settings": str(vars(args)), "loads": told},
-            )
-            write_text(args.out / "load.md", table(told))
-            write_chart(args.out / "load.png", told)
-            print(way, " ".join(f"{point['tokens_per_second']:.0f}" for point in runs[way][-1]), flush=True)
-    print(table(told))
-    print(verdict(told))
+    with ExitStack() as stack:
+        urls = {way: stack.enter_context(server(args, WAYS[way], max(loads))) for way in args.ways}
+        for repeat in range(args.repeats):
+            for at, load in enumerate(loads):
+                for way, url in urls.items():
+                    turns[way][at].append(measure(args, url, load, prompts[: 8 + 8 * load]))
+            report(args, turns)
+            print(f"turn {repeat + 1} of {args.repeats}", flush=True)
+    print(table({way: [median(points) for points in found] for way, found in turns.items()}))
+    print(verdict(turns))
 
 
-def measure(args: argparse.Namespace, words: list[str], prompts: list[str]) -> list[dict]:
-    """Figures of every load, of a server of its own."""
-    most = max(map(int, args.concurrency.split(",")))
+def report(args: argparse.Namespace, turns: dict[str, list[list[dict]]]) -> None:
+    told = {way: [median(points) for points in found] for way, found in turns.items()}
+    speeds = {way: [[p["tokens_per_second"] for p in points] for points in found] for way, found in turns.items()}
+    machine = provenance(torch.device("cpu"))
+    content = {"machine": machine, "settings": str(vars(args)), "tokens_per_second_by_turn": speeds, "loads": told}
+    write_json(args.out / "load.json", content)
+    write_text(args.out / "load.md", table(told) + "\n" + verdict(turns) + "\n")
+    write_chart(args.out / "load.png", told)
+
+
+@contextmanager
+def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[str]:
+    """A server of one way, by its address."""
     draft = [] if "--no-draft" in words else ["--draft", args.draft]
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--batch-size", str(most), "--room", "512"]
-    server = subprocess.Popen([*command, *draft, *words], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--batch-size", str(rows), "--room", "640"]
+    process = subprocess.Popen([*command, *draft, *words], stdout=subprocess.PIPE, text=True)
     try:
-        url = re.search(r"http://\S+", server.stdout.readline())[0]
-        asked = ["--prompts", "-", "--base-url", url, "--max-new-tokens", str(args.max_new_tokens), "--ignore-eos"]
-        asked += ["--concurrency", args.concurrency, "--warm-up", str(most)]
-        run = asyncio.run(bench_serve.measure(bench_serve.parser().parse_args(asked), prompts))
+        yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:
-        server.terminate()
-        server.wait()
-    wrong = [point["wrong"] for point in run["loads"] if point["wrong"]]
-    if wrong:
-        raise ValueError(f"answers are not valid: {wrong[0][0]}")
-    return run["loads"]
+        process.terminate()
+        process.wait()
 
 
-def medians(runs: list[list[dict]]) -> list[dict]:
-    """Of every load the run whose throughput is the median."""
-    return [_median(turns) for turns in zip(*runs, strict=True)]
+def measure(args: argparse.Namespace, url: str, load: int, prompts: list[str]) -> dict:
+    """Figures of one load. ValueError unless every answer is valid."""
+    asked = ["--prompts", "-", "--base-url", url, "--max-new-tokens", str(args.max_new_tokens), "--ignore-eos"]
+    asked += ["--concurrency", str(load), "--warm-up", str(load)]
+    [point] = asyncio.run(bench_serve.measure(bench_serve.parser().parse_args(asked), prompts))["loads"]
+    if point["wrong"]:
+        raise ValueError(f"answers are not valid: {point['wrong'][0]}")
+    return point
 
 
-def _median(turns: tuple[dict, ...]) -> dict:
+def median(turns: list[dict]) -> dict:
+    """The turn whose throughput is the median."""
     ranked = sorted(turns, key=lambda point: point["tokens_per_second"])
     return ranked[(len(ranked) - 1) // 2]
 
@@ -116,15 +126,16 @@ def table(told: dict[str, list[dict]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verdict(told: dict[str, list[dict]]) -> str:
-    """Adaptive ways against the better of plain and the fixed one of the same tree."""
+def verdict(turns: dict[str, list[list[dict]]]) -> str:
+    """Adaptive ways against the better of plain and the fixed ones, load by load."""
+    speeds = {way: [[p["tokens_per_second"] for p in points] for points in found] for way, found in turns.items()}
+    fixed = [way for way in speeds if way == "plain" or way.startswith("fixed")]
     lines = []
-    for way, points in told.items():
-        if way.startswith(("plain", "fixed")):
-            continue
-        fixed = [name for name in told if name == "plain" or name.startswith("fixed")]
-        better = [max(told[name][i]["tokens_per_second"] for name in fixed) for i in range(len(points))]
-        ratios = [p["tokens_per_second"] / best for p, best in zip(points, better, strict=True)]
+    for way in [way for way in speeds if fixed and way not in fixed]:
+        ratios = []
+        for at, mine in enumerate(speeds[way]):
+            better = max((speeds[other][at] for other in fixed), key=statistics.median)
+            ratios.append(statistics.median(a / b for a, b in zip(mine, better, strict=True)))
         lines.append(f"{way}: {' '.join(f'{ratio:.3f}' for ratio in ratios)} of the better of {', '.join(fixed)}")
     return "\n".join(lines)
 

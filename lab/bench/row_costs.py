@@ -51,6 +51,7 @@ def in_turn(ways: Mapping[str, Callable[[], float | None]], repeats: int) -> dic
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
+@torch.inference_mode()
 def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
     """Milliseconds of all products of a forward, by way and rows."""
     weights = [module.weight for module in target.modules() if isinstance(module, nn.Linear)]
@@ -127,10 +128,9 @@ def arguments() -> argparse.Namespace:
 
 
 @one_sentence_errors
-@torch.inference_mode()
 def main() -> None:
     args = arguments()
-    target, drafter = load(args)
+    target, drafter = load(args)  # not in inference mode: weights that are made in it have no version, and no packs
     text = torch.randint(target.vocab, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
     report = provenance(target.device) | {"settings": {name: str(value) for name, value in vars(args).items()}}
     report["products_ms"] = products(target, 5 * args.repeats)

@@ -1,9 +1,11 @@
-"""What a round costs, by the number of rows, of drafted levels and of verified nodes."""
+"""What a round costs, by the number of rows, of drafted levels and of verified nodes, and what is spent around it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+SHARE = 0.05  # of a round in the average of what is spent around rounds
 
 
 @dataclass
@@ -11,12 +13,14 @@ class Curve:
     """Seconds of rounds: those of the target's forward over so many nodes of each row, and those of all else.
 
     Between the measured numbers of rows and of nodes it is linear, and beyond the largest it goes on in the last
-    slope. A plain round has no levels and one node."""
+    slope. A plain round has no levels and one node. What a server does between rounds, and what the engine loses to it
+    meanwhile, is the same for every tree, and is counted to `rest` as soon as it is known."""
 
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
+    around: dict[int, float] = field(default_factory=dict)  # by rows: seconds beside those of the round, lately
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -34,7 +38,17 @@ class Curve:
             of_nodes = [[_between(*zip(*sorted(self.verify[b].items()), strict=True), n)
                          for n in range(self.nodes + 1)] for b in self.rows]  # fmt: skip
             self._known[rows] = rest, _between(self.rows, [np.asarray(v) for v in of_nodes], rows)
-        return self._known[rows]
+        rest, verify = self._known[rows]
+        return (rest + self._around(rows), verify) if self.around else (rest, verify)
+
+    def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
+        """Learn what is spent around a round of this kind, of which one took so many seconds with all that."""
+        known = self._around(rows)
+        self.around[rows] = max(known + SHARE * (seconds - self.seconds(rows, levels, nodes)), 0.0)
+
+    def _around(self, rows: int) -> float:
+        """That of so many rows, or of the nearest number that is known."""
+        return self.around[min(self.around, key=lambda known: abs(known - rows))] if self.around else 0.0
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specdec.adaptive.curve import Curve
+
 
 @dataclass
 class Draft:
@@ -60,6 +62,24 @@ class Policy:
 
     def learn(self, outcome: Outcome) -> None:
         """Is told of every round that was read."""
+
+    def took(self, seconds: float) -> None:
+        """Is told how long the round that it was told of last took, from the end of the one before. A server tells."""
+
+
+class Costed(Policy):
+    """A policy that goes by what rounds cost."""
+
+    curve: Curve | None
+    last: tuple[int, int, int] | None = None  # rows, levels and nodes of the last round
+
+    def learn(self, outcome: Outcome) -> None:
+        self.last = len(outcome.accepted), outcome.levels, outcome.nodes
+
+    def took(self, seconds: float) -> None:
+        last, self.last = self.last, None
+        if last is not None and self.curve is not None:
+            self.curve.took(*last, seconds)
 
 
 class Fixed(Policy):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specdec.adaptive.curve import Curve
-from specdec.adaptive.policy import Outcome, Policy
+from specdec.adaptive.policy import Costed, Outcome
 
 WEIGHT = 20.0  # rows' worth of observations that the prior counts
 MEMORY = 0.98  # share of an observation's weight that is left after a round that observed its level
@@ -60,7 +60,7 @@ def tries(rounds: int, now: int) -> bool:
     return rounds % (DEEP if now else DEEP_AFTER_PLAIN) == 0
 
 
-class Ema(Policy):
+class Ema(Costed):
     """The depth with the most expected tokens a second: by running averages of acceptance, and by measured costs."""
 
     name = "ema"
@@ -81,6 +81,7 @@ class Ema(Policy):
         return self.now
 
     def learn(self, outcome: Outcome) -> None:
+        super().learn(outcome)
         if outcome.levels:
             self.rates.add(outcome.accepted, outcome.ended)
         else:

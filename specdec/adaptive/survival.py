@@ -6,7 +6,7 @@ import numpy as np
 
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.estimators import Estimator
-from specdec.adaptive.policy import Draft, Outcome, Policy
+from specdec.adaptive.policy import Costed, Draft, Outcome
 from specdec.adaptive.rates import BEGIN, MEMORY, fastest, tries
 
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
@@ -14,7 +14,7 @@ WHOLE = 32  # behind these, one of so many drafts is verified whole
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
 
 
-class Survival(Policy):
+class Survival(Costed):
     """Every node of every row's tree is scored by its survival, the product of the estimated acceptances on its path,
     and the best are verified: as many as give the most expected tokens a second by the measured costs (top S over the
     batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft is told by what the
@@ -102,5 +102,10 @@ class Survival(Policy):
         return None if kept == draft.nodes else np.broadcast_to(np.arange(kept), (len(survival), kept))
 
     def learn(self, outcome: Outcome) -> None:
+        super().learn(outcome)
         if outcome.levels:
             self.estimator.learn(outcome)
+
+    def took(self, seconds: float) -> None:
+        super().took(seconds)
+        self.speeds.clear()

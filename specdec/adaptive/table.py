@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from specdec.adaptive.curve import Curve
-from specdec.adaptive.policy import Policy
+from specdec.adaptive.policy import Costed
 from specdec.adaptive.rates import fastest
 
 
-class Table(Policy):
+class Table(Costed):
     """So many levels from so many rows on, as vLLM's `num_speculative_tokens_per_batch_size`."""
 
     name = "table"
@@ -20,6 +20,7 @@ class Table(Policy):
         """levels: from this number of rows on, this many. The smallest number also stands for fewer rows."""
         self.starts = sorted(levels)
         self.depths = [levels[start] for start in self.starts]
+        self.curve: Curve | None = None  # by which a measured table is made anew when more is known of costs
 
     @classmethod
     def parse(cls, text: str, deepest: int) -> "Table":
@@ -36,15 +37,21 @@ class Table(Policy):
     def measured(cls, curve: Curve, sizes: Sequence[int], reach: Sequence[float]) -> "Table":
         """The table of what is fastest by measured costs. sizes [D+1]: nodes of the trees of 0 to D levels. reach [D]:
         how often a round accepts this level."""
-        tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
-        found = {}
-        for rows in curve.rows:
-            rest, verify = curve.at(rows)
-            found[rows] = fastest(tokens, rest[: len(sizes)] + verify[np.asarray(sizes)])
-        return cls(found)
+        found = cls(dict.fromkeys(curve.rows, 0))
+        found.curve, found.sizes = curve, np.asarray(sizes)
+        found.tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
+        found.depths = [found._fastest(rows) for rows in found.starts]
+        return found
 
     def plan(self, rows: int) -> int:
-        return self.depths[max(bisect_right(self.starts, rows) - 1, 0)]
+        at = max(bisect_right(self.starts, rows) - 1, 0)
+        if self.curve is not None and self.curve.around:
+            self.depths[at] = self._fastest(rows, self.depths[at])
+        return self.depths[at]
+
+    def _fastest(self, rows: int, now: int | None = None) -> int:
+        rest, verify = self.curve.at(rows)
+        return fastest(self.tokens, rest[: len(self.sizes)] + verify[self.sizes], now)
 
     def __str__(self) -> str:
         return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))

@@ -62,6 +62,7 @@ class Scheduler:
         self.queue: list[Job] = []
         self.running: dict[Sequence, Job] = {}
         self.prefilled = False  # the last step was a prefill
+        self.since: float | None = None  # when the last step ended, if nobody had to be waited for since
         self.deadline: float | None = None  # when closed: until then, what runs may run
         self.broken = ""  # why nothing can be decoded any more
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -132,6 +133,7 @@ class Scheduler:
         """One step of the engine, and what is between two steps. False when everything has ended and is closed."""
         with self.changed:
             while not (self.queue or self.running or self.deadline is not None):
+                self.since = None
                 self.changed.wait()
             leaving = self._take_leaving()
             if not self.engine.waiting:
@@ -150,7 +152,14 @@ class Scheduler:
             if self.observer is not None:
                 self.observer(report)
             self._tell(report)
+        self._clock(report is not None and not report.prefill)
         return True
+
+    def _clock(self, is_round: bool) -> None:
+        """Tell an adaptive policy how long a round took with all that is between two of them."""
+        before, self.since = self.since, time.perf_counter()
+        if is_round and before is not None and self.engine.adaptive is not None:
+            self.engine.adaptive.took(self.since - before)
 
     def _take_leaving(self) -> list[tuple[Job, str, int]]:
         """End the jobs that end here, each with why, and the HTTP status, if that is news to whoever asked for it.

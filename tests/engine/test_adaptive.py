@@ -138,6 +138,33 @@ def test_the_more_rows_the_shallower_and_none_at_last(kind):
     assert depths[0] > depths[1] > depths[2] == 0
 
 
+def test_what_is_spent_around_rounds_is_learnt_by_the_number_of_rows():
+    costs = curve(1.0, 0.01)
+    own = {rows: costs.seconds(rows, 2, 3) for rows in (1, 8)}
+    for _ in range(400):
+        costs.took(1, 2, 3, own[1] + 0.5)
+        costs.took(8, 2, 3, own[8] + 4.0)
+    assert costs.seconds(1, 2, 3) == pytest.approx(own[1] + 0.5)
+    assert costs.seconds(8, 2, 3) == pytest.approx(own[8] + 4.0)
+    assert costs.plain(7) == pytest.approx(1.0 + 0.01 * 7 + 4.0)  # of 8 rows, the nearest number that is known
+    assert Curve.of(costs.entries()).seconds(8, 2, 3) == own[8], "it is kept with no curve"
+    for _ in range(400):
+        costs.took(1, 2, 3, 0.0)
+    assert costs.seconds(1, 2, 3) == own[1], "what is spent around is never less than nothing"
+
+
+@pytest.mark.parametrize("kind", ["table", "ema", "survival"])
+def test_the_more_is_spent_around_rounds_the_deeper(kind):
+    """A server that takes as long for every round as many forwards lets even a crowd draft."""
+    policy = calibrate.assembled(kind, lambda: curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.seen, policy.drafts, policy.rounds = FIRST, BEGIN, BEGIN
+    assert policy.plan(64) == 0
+    for _ in range(200):
+        policy.learn(Outcome(0, 1, [0] * 64, [True] * 64))
+        policy.took(1.0 + 0.03 * 64 + 50.0)
+    assert policy.plan(64) > 0
+
+
 def test_a_table_says_what_it_is_told():
     table = Table.parse("1=5,8=3,32=0", 5)
     assert [table.plan(rows) for rows in (1, 7, 8, 31, 32, 100)] == [5, 5, 3, 3, 0, 0]

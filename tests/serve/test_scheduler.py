@@ -12,6 +12,7 @@ from helpers import tiny_target
 from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
 from tape import Tape
 
+from specdec.adaptive import Fixed
 from specdec.serve.jobs import Closed, Full
 
 
@@ -124,6 +125,31 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     kinds = [prefill for prefill, _ in steps]
     assert not any(first and second for first, second in pairwise(kinds))
     assert max(len(prompts) for _, prompts in steps) <= 4
+
+
+def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting():
+    policy, seconds, rounds, busy = Fixed(2), [], 0, 0.0
+    policy.took = seconds.append
+    engine = tiny_engine(adaptive=policy)
+    step = engine.step
+
+    def watched():
+        nonlocal rounds
+        report = step()
+        rounds += not report.prefill
+        return report
+
+    engine.step = watched
+    with serving(engine) as scheduler:
+        for wait in (0.0, 1.5):
+            time.sleep(wait)
+            start = time.perf_counter()
+            job = Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset())
+            scheduler.submit([job.job])
+            job.wait()
+            busy += time.perf_counter() - start
+    assert len(seconds) == rounds > 2
+    assert 0 < sum(seconds) < busy + 0.5
 
 
 def test_a_full_queue_takes_all_jobs_of_a_request_or_none():

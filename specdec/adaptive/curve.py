@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-SHARE = 0.05  # of a round in the average of what is spent around rounds
+MEMORY = 0.995  # share of a served round's weight that is left after the next one
+RIDGE = 5.0  # served rounds that the belief counts that they take as long as others, and something more
 
 
 @dataclass
@@ -13,14 +14,16 @@ class Curve:
     """Seconds of rounds: those of the target's forward over so many nodes of each row, and those of all else.
 
     Between the measured numbers of rows and of nodes it is linear, and beyond the largest it goes on in the last
-    slope. A plain round has no levels and one node. What a server does between rounds, and what the engine loses to it
-    meanwhile, is the same for every tree, and is counted to `rest` as soon as it is known."""
+    slope. A plain round has no levels and one node. Rounds that are served take longer: something is done between them,
+    and while they run others want the same processor. So as soon as it is known how long they took, all costs are those
+    of the line from the measured seconds to these, by the number of rows."""
 
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
-    around: dict[int, float] = field(default_factory=dict)  # by rows: seconds beside those of the round, lately
+    # By rows, of the rounds that were served: sums of 1, x, y, x^2, x y for measured x and served y, lately.
+    served: dict[int, np.ndarray] = field(default_factory=dict)
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -39,16 +42,27 @@ class Curve:
                          for n in range(self.nodes + 1)] for b in self.rows]  # fmt: skip
             self._known[rows] = rest, _between(self.rows, [np.asarray(v) for v in of_nodes], rows)
         rest, verify = self._known[rows]
-        return (rest + self._around(rows), verify) if self.around else (rest, verify)
+        if not self.served:
+            return rest, verify
+        slope, more = self._line(rows)
+        return slope * rest + more, slope * verify
 
     def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
-        """Learn what is spent around a round of this kind, of which one took so many seconds with all that."""
-        known = self._around(rows)
-        self.around[rows] = max(known + SHARE * (seconds - self.seconds(rows, levels, nodes)), 0.0)
+        """Learn how long a round of this kind took where it was served, with all that was done around it."""
+        slope, more = self._line(rows)
+        own = (self.seconds(rows, levels, nodes) - more) / slope
+        old = self.served.get(rows, np.zeros(5))
+        self.served[rows] = MEMORY * old + (1.0, own, seconds, own * own, own * seconds)
 
-    def _around(self, rows: int) -> float:
-        """That of so many rows, or of the nearest number that is known."""
-        return self.around[min(self.around, key=lambda known: abs(known - rows))] if self.around else 0.0
+    def _line(self, rows: int) -> tuple[float, float]:
+        """Slope and intercept of served seconds over measured ones, by ridge regression towards a slope of 1: those of
+        so many rows, or of the nearest number that was served."""
+        if not self.served:
+            return 1.0, 0.0
+        n, x, y, xx, xy = self.served[min(self.served, key=lambda known: abs(known - rows))]
+        ridge = RIDGE * (x / n) ** 2
+        slope = max((xy - x * y / n + ridge) / (xx - x * x / n + ridge), 0.1)
+        return slope, max((y - slope * x) / n, 0.0)
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

@@ -45,7 +45,7 @@ class Table(Costed):
 
     def plan(self, rows: int) -> int:
         at = max(bisect_right(self.starts, rows) - 1, 0)
-        if self.curve is not None and self.curve.around:
+        if self.curve is not None and self.curve.served:
             self.depths[at] = self._fastest(rows, self.depths[at])
         return self.depths[at]
 

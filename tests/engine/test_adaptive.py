@@ -138,19 +138,20 @@ def test_the_more_rows_the_shallower_and_none_at_last(kind):
     assert depths[0] > depths[1] > depths[2] == 0
 
 
-def test_what_is_spent_around_rounds_is_learnt_by_the_number_of_rows():
+def test_how_long_served_rounds_take_is_learnt_by_the_number_of_rows():
     costs = curve(1.0, 0.01)
     own = {rows: costs.seconds(rows, 2, 3) for rows in (1, 8)}
-    for _ in range(400):
+    plain, deep = costs.plain(8), costs.seconds(8, 5, 6)
+    for turn in range(400):
         costs.took(1, 2, 3, own[1] + 0.5)
-        costs.took(8, 2, 3, own[8] + 4.0)
-    assert costs.seconds(1, 2, 3) == pytest.approx(own[1] + 0.5)
-    assert costs.seconds(8, 2, 3) == pytest.approx(own[8] + 4.0)
-    assert costs.plain(7) == pytest.approx(1.0 + 0.01 * 7 + 4.0)  # of 8 rows, the nearest number that is known
+        costs.took(8, 0, 1, 2 * plain + 4.0)
+        if turn % 50 == 0:
+            costs.took(8, 5, 6, 2 * deep + 4.0)
+    assert costs.seconds(1, 2, 3) == pytest.approx(own[1] + 0.5)  # of one kind alone only the mean is known
+    assert costs.seconds(8, 2, 3) == pytest.approx(2 * own[8] + 4.0, rel=0.1)
+    assert costs.plain(8) == pytest.approx(2 * plain + 4.0, rel=0.02)
+    assert costs.plain(7) == pytest.approx(costs.plain(8), rel=0.02)  # by the nearest number that was served
     assert Curve.of(costs.entries()).seconds(8, 2, 3) == own[8], "it is kept with no curve"
-    for _ in range(400):
-        costs.took(1, 2, 3, 0.0)
-    assert costs.seconds(1, 2, 3) == own[1], "what is spent around is never less than nothing"
 
 
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])

@@ -5,8 +5,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 from specdec import kernels
 from specdec.api import ONE_PROCESS, ModelSettings
@@ -27,6 +30,7 @@ from trees.spec import AUTO, TreeSettings
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
 ACCEPTANCE = ("none", "summary", "detailed")
+Made = TypeVar("Made")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -72,9 +76,7 @@ def main(argv: list[str] | None = None) -> None:
         check_trace_folder(args.trace)
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
-        engine = make_engine(args)
-        recorder = make_recorder(args, engine)
-        service = make_service(args, engine, recorder)
+        service, recorder = apart(make_models, args)
         key = args.api_key or os.environ.get(KEY) or None
         app = make_app(service, key)
         listener.listen()  # whoever reads the next line may connect
@@ -83,6 +85,22 @@ def main(argv: list[str] | None = None) -> None:
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)
+
+
+def make_models(args: argparse.Namespace) -> tuple[Service, Recorder | None]:
+    engine = make_engine(args)
+    recorder = make_recorder(args, engine)
+    return make_service(args, engine, recorder), recorder
+
+
+def apart(make: Callable[..., Made], *args) -> Made:
+    """`make(*args)` in a thread that then ends, and with it its OpenMP workers.
+
+    Each thread that computes has workers of its own. As soon as all of them are more than there are cores, libgomp lets
+    them sleep between two operators, and waking them makes a round of a small target twice as long. So the engine's
+    thread must be the only one that has any."""
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(make, *args).result()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,8 +8,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_here
 
 pytest.importorskip("fastapi")
@@ -19,7 +22,7 @@ from clients import TEXT
 
 from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
-from specdec.serve.serve_command import listen, main, parser
+from specdec.serve.serve_command import apart, listen, main, parser
 
 
 def refused(*words: str) -> str:
@@ -94,3 +97,34 @@ def test_the_listener_is_of_the_family_of_its_address():
         pytest.skip("no IPv6 here")
     with listen("::1", 0) as bound:
         assert bound.family == socket.AF_INET6
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_what_is_made_apart_leaves_no_workers_behind():
+    """They would be more than there are cores, and libgomp lets all of them sleep between two operators."""
+
+    def tasks() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def make(threads: int) -> set[str]:
+        torch.set_num_threads(threads)  # counts for threads that are new, this one's workers included
+        torch.ones(1 << 20).mul_(2)
+        return tasks()
+
+    usual = torch.get_num_threads()
+    try:
+        apart(make, 2)  # the first has threads made that stay, and are no workers
+        before = tasks()
+        within = apart(make, 2)
+    finally:
+        apart(torch.set_num_threads, usual)
+    assert len(within - before) == 2, "the thread and its worker"
+    deadline = time.monotonic() + 20
+    while tasks() & (within - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not tasks() & (within - before)
+
+
+def test_what_cannot_be_made_apart_says_so_here():
+    with pytest.raises(ValueError, match="could not convert"):
+        apart(float, "x")

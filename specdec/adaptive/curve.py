@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 MEMORY = 0.995  # share of a served round's weight that is left after the next one
-RIDGE = 5.0  # served rounds that the belief counts that they take as long as others, and something more
+MOST = 3.0  # a served round counts no more than so many times what was expected: something else was in its way
+RIDGE = 0.5  # served rounds that the belief counts that they take as long as others, and something more
 
 
 @dataclass
@@ -36,21 +37,26 @@ class Curve:
 
     def at(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """For so many rows: rest [D+1] by levels, and verify [N+1] by nodes, of which entry 0 is void."""
-        if rows not in self._known:
-            rest = _between(self.rows, [np.asarray(self.rest[b]) for b in self.rows], rows)
-            of_nodes = [[_between(*zip(*sorted(self.verify[b].items()), strict=True), n)
-                         for n in range(self.nodes + 1)] for b in self.rows]  # fmt: skip
-            self._known[rows] = rest, _between(self.rows, [np.asarray(v) for v in of_nodes], rows)
-        rest, verify = self._known[rows]
+        rest, verify = self._measured(rows)
         if not self.served:
             return rest, verify
         slope, more = self._line(rows)
         return slope * rest + more, slope * verify
 
+    def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        if rows not in self._known:
+            rest = _between(self.rows, [np.asarray(self.rest[b]) for b in self.rows], rows)
+            of_nodes = [[_between(*zip(*sorted(self.verify[b].items()), strict=True), n)
+                         for n in range(self.nodes + 1)] for b in self.rows]  # fmt: skip
+            self._known[rows] = rest, _between(self.rows, [np.asarray(v) for v in of_nodes], rows)
+        return self._known[rows]
+
     def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
         """Learn how long a round of this kind took where it was served, with all that was done around it."""
+        rest, verify = self._measured(rows)
+        own = rest[levels] + verify[nodes]
         slope, more = self._line(rows)
-        own = (self.seconds(rows, levels, nodes) - more) / slope
+        seconds = min(seconds, MOST * (slope * own + more))
         old = self.served.get(rows, np.zeros(5))
         self.served[rows] = MEMORY * old + (1.0, own, seconds, own * own, own * seconds)
 

@@ -55,9 +55,9 @@ def fastest(tokens: np.ndarray, seconds: np.ndarray | float, now: int | None = N
     return now if now is not None and speed[best] < STAY * speed[now] else best
 
 
-def tries(rounds: int, now: int) -> bool:
-    """Is this number of a round, where `now` levels would be drafted, one that drafts as deep as can be?"""
-    return rounds % (DEEP if now else DEEP_AFTER_PLAIN) == 0
+def tries(rounds: int, now: int | None) -> bool:
+    """Is this number of a round, where `now` levels are drafted lately, one that drafts as deep as can be?"""
+    return rounds % (DEEP_AFTER_PLAIN if now == 0 else DEEP) == 0
 
 
 class Ema(Costed):
@@ -67,18 +67,16 @@ class Ema(Costed):
 
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float]):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: as for `Rates`."""
-        self.curve, self.rates, self.now, self.rounds = curve, Rates(prior), 0, 0
+        self.curve, self.rates = curve, Rates(prior)
         self.sizes = np.asarray(sizes)
 
-    def plan(self, rows: int) -> int:
-        self.rounds += 1
+    def _choose(self, rows: int) -> int:
         if self.rounds <= BEGIN or tries(self.rounds, self.now):
             return len(self.sizes) - 1
         rest, verify = self.curve.at(rows)
         tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])
         depths = len(self.sizes)
-        self.now = fastest(tokens[:depths], rest[:depths] + verify[self.sizes], self.now)
-        return self.now
+        return self._settle(fastest(tokens[:depths], rest[:depths] + verify[self.sizes], self.now))
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

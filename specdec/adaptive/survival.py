@@ -31,7 +31,7 @@ class Survival(Costed):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: how often a level is accepted where the one
         before was, to begin with."""
         self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
-        self.rounds = self.drafts = self.seen = self.now = 0  # seen: rows with a draft
+        self.drafts = self.seen = 0  # seen: rows with a draft
         self.speeds: dict[int, np.ndarray] = {}  # by rows, until the next draft
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
         reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
@@ -39,14 +39,12 @@ class Survival(Costed):
         for levels, size in enumerate(sizes):
             self.tokens[levels, [0, *range(size + 1, len(nodes))]] = np.nan
 
-    def plan(self, rows: int) -> int:
-        self.rounds += 1
+    def _choose(self, rows: int) -> int:
         if self._begins() or tries(self.rounds, self.now):
             return len(self.sizes) - 1
         if rows not in self.speeds:
             self.speeds[rows] = self._speeds(rows)
-        self.now = fastest(self.speeds[rows], 1.0, self.now)
-        return self.now
+        return self._settle(fastest(self.speeds[rows], 1.0, self.now))
 
     def _speeds(self, rows: int) -> np.ndarray:
         """[D+1] the most tokens a second that a row is expected to get, by levels."""

@@ -43,11 +43,13 @@ class Table(Costed):
         found.depths = [found._fastest(rows) for rows in found.starts]
         return found
 
-    def plan(self, rows: int) -> int:
+    def _choose(self, rows: int) -> int:
         at = max(bisect_right(self.starts, rows) - 1, 0)
-        if self.curve is not None and self.curve.served:
+        if self.curve is None:
+            return self.depths[at]
+        if self.curve.served:
             self.depths[at] = self._fastest(rows, self.depths[at])
-        return self.depths[at]
+        return self._settle(self.depths[at])
 
     def _fastest(self, rows: int, now: int | None = None) -> int:
         rest, verify = self.curve.at(rows)

@@ -262,7 +262,7 @@ class Batch:
             self.state = self.state.compact(index)
             self.round.drafter.compact(index)
         if self.guide is not None:
-            self.guide.compact(index)
+            self.guide.compact(kept)
         self.progress.compact(index)
         self.settings.noise.compact(index)
         penalties = self.settings.penalties

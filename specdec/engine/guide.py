@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.adaptive import Draft, Outcome, Policy
 from specdec.contracts import Drafter, DraftState
+from specdec.engine.held import Held
 from specdec.engine.sequence import Sequence
 from specdec.types import DraftTree, Verdict
-
-HOLD = 32  # positions that the drafter absorbs at once after plain rounds
 
 
 @dataclass
@@ -25,21 +23,20 @@ class Played:
 
     levels: int
     nodes: int = 1
-    live: np.ndarray | None = None  # [B] rows that are learnt from
+    rows: abc.Sequence[int] = ()  # that are learnt from
     draft: Draft | None = None
     parents: Tensor | None = None  # [B,N]
     path: Tensor | None = None  # [B,P]
 
     def outcome(self, counts: list[int]) -> Outcome:
         """counts [B]: tokens that each row emitted, before any cut."""
-        rows = np.flatnonzero(self.live)
-        accepted = [counts[row] - 1 for row in rows]
+        accepted = [counts[row] - 1 for row in self.rows]
         if self.parents is None:
-            return Outcome(self.levels, 1, accepted, [True] * len(rows))
+            return Outcome(self.levels, 1, accepted, [True] * len(accepted))
         path, parents = self.path.cpu().numpy(), self.parents.cpu().numpy()
         last = path[np.arange(len(path)), np.asarray(counts) - 1]
         leaves = ~(parents[:, 1:] == last[:, None]).any(1)
-        return Outcome(self.levels, self.nodes, accepted, leaves[rows].tolist(), self.draft, path)
+        return Outcome(self.levels, self.nodes, accepted, leaves[self.rows].tolist(), self.draft, path)
 
 
 class Guide:
@@ -50,18 +47,21 @@ class Guide:
         # All that such a drafter keeps of positions is a cache. What others do with one costs little.
         self.holds = drafter.capturable and drafter.cache is not None
         self.held: Held | None = None
-        self.joining: Held | None = None  # of rows that were prefilled, and not yet counted among the batch's
+        # Of rows that were prefilled, and not yet counted among the batch's.
+        self.joining: tuple[Tensor | None, Tensor, Tensor] | None = None
         self.played: Played | None = None  # the round that was asked for last
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> int:
         """How many levels to draft in the next round of these rows."""
-        live = np.array([s.finish is None for s in sequences])
-        levels = self.policy.plan(int(live.sum()))
-        asked = [levels if s.steps is None else min(s.steps, levels) for s in sequences]
-        levels = max((most for most, alive in zip(asked, live, strict=True) if alive), default=levels)
-        # A row that lets fewer levels count tells nothing of those behind them.
-        self.played = Played(levels, live=live & (np.array(asked) >= levels))
-        return self.played.levels
+        live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
+        levels = self.policy.plan(len(live))
+        if any(sequences[i].steps is not None for i in live):
+            asked = {i: levels if sequences[i].steps is None else min(sequences[i].steps, levels) for i in live}
+            levels = max(asked.values())
+            # A row that lets fewer levels count tells nothing of those behind them.
+            live = [i for i in live if asked[i] == levels]
+        self.played = Played(levels, rows=live)
+        return levels
 
     def cut(self, tree: DraftTree, state: DraftState) -> DraftTree | None:
         """The part of a round's tree that is verified; None for the root alone. state: what the tree grew from."""
@@ -81,7 +81,7 @@ class Guide:
         self.played.parents, self.played.path = tree.parents, verdict.path
 
     def learn(self, played: Played, counts: list[int]) -> None:
-        if played.live.any():
+        if played.rows:
             self.policy.learn(played.outcome(counts))
 
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
@@ -91,17 +91,17 @@ class Guide:
         if tree.topk is None and self.drafter.confident and tree.tokens.shape[1] == tree.steps + 1:
             sure = self.drafter.confidences(state, tree.tokens[:, 1:]).float().cpu().numpy()
         host = (x.cpu().numpy() for x in (edges.float(), parents, tree.depth, tree.ancestors))
-        return Draft(self.played.levels, *host, self.played.live, drawn, sure)
+        live = np.zeros(len(parents), dtype=bool)
+        live[self.played.rows] = True
+        return Draft(self.played.levels, *host, live, drawn, sure)
 
     # What plain rounds leave to the drafter
 
     def hold(self, feats: Tensor | None, tokens: Tensor, n: Tensor, state: DraftState) -> DraftState:
         """Keep what a plain round brought, instead of letting the drafter absorb it at once. Returns the state, which
         is that of before."""
-        if self.held is None:
-            self.held = Held(feats, tokens.clone(), n)
-        else:
-            self.held.put(feats, tokens, n)
+        self.held = self.held or Held(len(tokens))
+        self.held.put(feats, tokens, n)
         return state
 
     def absorb(self, state: DraftState, max_len: int) -> DraftState:
@@ -114,93 +114,25 @@ class Guide:
         self.joining = None
         if self.played is None or self.played.levels or not self.holds:
             return self.drafter.admit(row, first, feats, tokens, n)
-        self.joining = Held(feats, tokens, n, tokens.shape[1])
+        self.joining = feats, tokens, n
         return self.drafter.admit(row, first, None if feats is None else feats[:, :1], tokens[:, :1], n * 0)
 
     def joined(self, before: int, rows: int) -> None:
         """The `rows` rows that were admitted last stand behind the `before` others now."""
         joining, self.joining = self.joining, None
-        if self.held is None and joining is None:
-            return
-        known = self.held or joining.none(before)
-        self.held = known.join(joining or known.none(rows))
-
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only."""
+        if joining is not None:
+            self.held = self.held or Held(before)
         if self.held is not None:
-            self.held.compact(index)
+            self.held.join(rows, joining)
+
+    def compact(self, kept: abc.Sequence[int]) -> None:
+        """Go on with these rows only."""
+        if self.held is not None:
+            self.held.compact(np.asarray(kept, dtype=np.int64))
 
     def forget(self) -> None:
         """No row goes on, so nobody will ask for what was held, nor for the last round."""
         self.held = self.played = None
-
-
-class Held:
-    """Committed positions that the drafter has not absorbed: features [B,K,F] (None without taps), tokens [B,K], of
-    which the first n [B] count."""
-
-    def __init__(self, feats: Tensor | None, tokens: Tensor, n: Tensor, most: int = 1):
-        """most: of n, a bound on the host."""
-        self.feats, self.tokens, self.n, self.most = feats, tokens, n, most
-        self.new: list[tuple[Tensor | None, Tensor, Tensor]] = []  # of rounds since, one position each
-
-    def put(self, feats: Tensor | None, tokens: Tensor, n: Tensor) -> None:
-        """One more position for the rows of which n [B] is 1: feats [B,1,F], tokens [B,1]."""
-        self.new.append((feats, tokens, n))
-
-    def gather(self) -> "Held":
-        """Put what came since to the rest: a plain round itself should take no time for it."""
-        if self.new:
-            feats, tokens, n = zip(*self.new, strict=True)
-            count, self.new = len(self.new), []
-            self._widen(self.most + count)
-            places = self.n[:, None] + torch.arange(count, device=self.n.device)  # a row that ends stays so
-            self.tokens.scatter_(1, places, torch.cat(tokens, 1))
-            if self.feats is not None:
-                self.feats.scatter_(1, places[..., None].expand(-1, -1, self.feats.shape[-1]), torch.cat(feats, 1))
-            self.n = self.n + sum(n)
-            self.most += count
-        return self
-
-    def _widen(self, width: int) -> "Held":
-        more = width - self.tokens.shape[1]
-        if more > 0:
-            self.tokens = F.pad(self.tokens, (0, more))
-            self.feats = None if self.feats is None else F.pad(self.feats, (0, 0, 0, more))
-        return self
-
-    def none(self, rows: int) -> "Held":
-        """The same of so many rows that hold nothing."""
-        feats = None if self.feats is None else self.feats.new_zeros(rows, 1, self.feats.shape[-1])
-        return Held(feats, self.tokens.new_zeros(rows, 1), self.n.new_zeros(rows), 0)
-
-    def join(self, other: "Held") -> "Held":
-        """These rows, and below them those of `other`."""
-        width = max(self.gather().tokens.shape[1], other.tokens.shape[1])
-        both = self._widen(width), other._widen(width)
-        feats = None if self.feats is None else torch.cat([held.feats for held in both])
-        tokens, n = (torch.cat([getattr(held, name) for held in both]) for name in ("tokens", "n"))
-        return Held(feats, tokens, n, max(self.most, other.most))
-
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'], and with no more places than they take: else a server that never drafts would
-        hold more and more. This waits for the device."""
-        self.gather()
-        self.n = self.n[index]
-        self.most = int(self.n.max()) if len(index) else 0
-        self.tokens = self.tokens[index, : self.most]
-        self.feats = None if self.feats is None else self.feats[index, : self.most]
-
-    def absorb(self, drafter: Drafter, state: DraftState, max_len: int) -> DraftState:
-        """The drafter's state behind all of it, HOLD positions at a time. A row's state is that of its last part."""
-        self.gather()
-        for first in range(0, self.most, HOLD):
-            part = slice(first, min(first + HOLD, self.most))
-            n = (self.n - first).clamp(0, HOLD)
-            feats = None if self.feats is None else self.feats[:, part]
-            new = drafter.extend(feats, self.tokens[:, part], n, max_len)
-            state = _where(n > 0, new, state)
-        return state
 
 
 def trimmed(tree: DraftTree, kept: Tensor) -> DraftTree:
@@ -224,11 +156,3 @@ def kept_of(draft: Draft, kept: np.ndarray) -> Draft:
     rows = np.take_along_axis(draft.ancestors, kept[..., None], 1)
     ancestors = np.take_along_axis(rows, kept[:, None], 2)
     return replace(draft, edges=edges, parents=places, depth=depth, ancestors=ancestors)
-
-
-def _where(taken: Tensor, new: DraftState, old: DraftState) -> DraftState:
-    """The rows of `new` that are taken [B], else those of `old`."""
-    hidden, readout = (torch.where(taken[:, None, None], getattr(new, name), getattr(old, name))
-                       for name in ("hidden", "readout"))  # fmt: skip
-    levels = None if new.levels is None else torch.where(taken, new.levels, old.levels)
-    return DraftState(hidden, readout, new.head, levels)

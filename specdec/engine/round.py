@@ -15,7 +15,8 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.fits import check_chain, check_steps, check_verifier, over_block
-from specdec.engine.guide import HOLD, Guide, Played
+from specdec.engine.guide import Guide, Played
+from specdec.engine.held import HOLD
 from specdec.engine.masks import Masks
 from specdec.engine.prefill import Read
 from specdec.engine.report import Reads

@@ -8,6 +8,7 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
+from specdec.adaptive.policy import PATIENCE, PLAIN
 from specdec.adaptive.survival import BEGIN, FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -51,7 +52,7 @@ def test_what_is_held_back_is_absorbed_as_it_would_have_been(target, kind, monke
     """The drafter proposes the same after plain rounds whether it absorbed them at once or later."""
     drafter, found = DRAFTERS[kind](target), []
     for whole in (1, 2, 32):
-        monkeypatch.setattr("specdec.engine.guide.HOLD", whole)
+        monkeypatch.setattr("specdec.engine.held.HOLD", whole)
         found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
     monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
     found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
@@ -89,8 +90,9 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
-def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap):
+def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap, monkeypatch):
     """Nor anything when nothing runs."""
+    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 4)
     engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
     engine.reserve(3, 16)
     guide, widest = engine.loop.batch.guide, 0
@@ -99,8 +101,8 @@ def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap)
         for _ in range(4):
             engine.step()
         if guide.held is not None:
-            widest = max(widest, guide.held.most + len(guide.held.new))
-    assert 8 < widest <= 2 * 16  # what came since rows were dropped last stands behind the rest
+            widest = max(widest, sum(part.width for part in guide.held.parts))
+    assert 8 < widest <= 2 * 16  # one part that was made of others, and what came since
     while engine.step() is not None:
         pass
     assert guide.held is guide.played is None
@@ -163,7 +165,50 @@ def test_the_more_is_spent_around_rounds_the_deeper(kind):
     for _ in range(200):
         policy.learn(Outcome(0, 1, [0] * 64, [True] * 64))
         policy.took(1.0 + 0.03 * 64 + 50.0)
-    assert policy.plan(64) > 0
+    assert settled(policy, 64) > 0
+
+
+def test_drafting_begins_again_when_it_would_have_been_faster_for_a_while():
+    policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.rounds = BEGIN
+    assert policy.plan(1) > 0, "at first there is nothing to absorb"
+    assert policy.plan(64) == 0
+    assert [policy.plan(1) > 0 for _ in range(PATIENCE + 2)] == [False] * PATIENCE + [True] * 2
+    assert policy.plan(64) == 0
+    for rows in (1,) * PATIENCE + (64,) + (1,) * PATIENCE:
+        assert policy.plan(rows) == 0, "a while that is interrupted begins anew"
+
+
+def test_one_of_so_many_timed_rounds_is_plain():
+    policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.rounds = BEGIN
+    assert all(policy.plan(1) for _ in range(3 * PLAIN)), "nobody tells how long they take"
+    policy.learn(Outcome(2, 3, [1], [False]))
+    policy.took(2.0)
+    assert sum(policy.plan(1) == 0 for _ in range(3 * PLAIN)) == 3
+
+
+def test_the_time_of_a_round_that_absorbs_is_not_told(monkeypatch):
+    policy, told = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5), []
+    monkeypatch.setattr(Curve, "took", lambda self, rows, levels, nodes, seconds: told.append(seconds))
+    for number, levels in enumerate((0, 2, 2, 0, 0, 3, 2)):
+        policy.learn(Outcome(levels, levels + 1, [0], [False]))
+        policy.took(number)
+    assert told == [0, 2, 3, 4, 6]
+
+
+def test_a_round_that_something_was_in_the_way_of_counts_less():
+    costs = curve(1.0, 0.01)
+    plain = costs.plain(8)
+    for _ in range(100):
+        costs.took(8, 0, 1, plain)
+    costs.took(8, 0, 1, 1000 * plain)
+    assert costs.plain(8) == pytest.approx(plain, rel=0.05)
+
+
+def settled(policy, rows: int) -> int:
+    """How deep it drafts when there are as many rows for a while."""
+    return max([policy.plan(rows) for _ in range(PATIENCE + 3)][-2:])  # one of two that follow may be plain
 
 
 def test_a_table_says_what_it_is_told():
@@ -182,13 +227,13 @@ def test_what_is_accepted_decides_how_deep():
     for accepted, deeper in ((0, False), (5, True)):
         for _ in range(100):
             policy.learn(Outcome(5, 6, [accepted], [accepted == 5]))
-        assert (policy.plan(1) > 3) == deeper
+        assert (settled(policy, 1) > 3) == deeper
     for _ in range(200):
         policy.learn(Outcome(5, 6, [0], [False]))
-    assert policy.plan(1) == 0
+    assert settled(policy, 1) == 0
     for _ in range(5000):  # and what has not been observed for long goes back to the first guess
         policy.learn(Outcome(0, 1, [0], [True]))
-    assert policy.plan(1) > 0
+    assert settled(policy, 1) > 0
 
 
 def trees_of(p: list[list[float]], parents: list[int]) -> Draft:

@@ -69,7 +69,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
     policy = Survival(curve, [1, 2, 3, 4], [0.5] * 3, Told())
     guide = Guide(policy, drafter)
-    guide.played = Played(3, live=np.ones(ROWS, dtype=bool))
+    guide.played = Played(3, rows=range(ROWS))
     draft = sees(guide._draft(tree, state), tree, filtered_probs(TARGET, WARM))
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
     kept = []

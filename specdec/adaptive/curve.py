@@ -44,6 +44,7 @@ class Curve:
         return slope * rest + more, slope * verify
 
     def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """What `at` returns before anything was served: the engine's own seconds."""
         if rows not in self._known:
             rest = _between(self.rows, [np.asarray(self.rest[b]) for b in self.rows], rows)
             of_nodes = [[_between(*zip(*sorted(self.verify[b].items()), strict=True), n)

@@ -101,7 +101,7 @@ def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap,
         for _ in range(4):
             engine.step()
         if guide.held is not None:
-            widest = max(widest, sum(part.width for part in guide.held.parts))
+            widest = max(widest, sum(part.joined()[1].shape[1] for part in guide.held.parts))
     assert 8 < widest <= 2 * 16  # one part that was made of others, and what came since
     while engine.step() is not None:
         pass

@@ -71,7 +71,7 @@ def test_rounds_of_the_same_rows_are_one_part():
         held.put(None, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
     held.join(1)
     held.put(None, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
-    assert [part.width for part in held.parts] == [3, 1]
+    assert [len(part.rounds) for part in held.parts] == [3, 1]
 
 
 def test_nothing_is_kept_of_rows_that_left():

@@ -49,7 +49,7 @@ class PEagle(ParallelDrafter, Eagle3):
         if self.switches.feedback == "post" or not self.switches.head_norm:
             raise ValueError("P-EAGLE feeds nothing back and has a norm before its head: leave feedback and head_norm")
         del self.embedding
-        self.embedding = nn.Parameter(embedding.detach().float())  # a copy below
+        self.embedding = nn.Parameter(embedding.detach().float().clone())  # the target's must stay as it is
         self.set_block(block)
         self.mask_token, self.layers = mask_token, layers
         how = self.switches
@@ -127,9 +127,7 @@ def create(
     mask = mask_row(mask_token, embedding)
     drafter = PEagle(shape, layers, taps, vocab, embedding, block_size, mask, Eagle3Forward(**forward))
     start(drafter, target, init)
-    with torch.no_grad():
-        drafter.embedding.copy_(embedding)
-        nn.init.normal_(drafter.mask_hidden)
+    nn.init.normal_(drafter.mask_hidden)
     if not train_head:
         drafter.head = SharedHead(target.head.weight, vocab.ids)
     return drafter

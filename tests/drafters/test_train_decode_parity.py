@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import BLOCKS, LEARNERS, MORE_BLOCKS, tiny_block, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, MORE_BLOCKS, tiny_block, tiny_drafter, tiny_target
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -113,3 +113,13 @@ def test_unrolling_only_the_needed_rows_changes_nothing_of_them(kind, recompute,
 
     for ours, expected in zip(states_and_gradients(needed), states_and_gradients(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*LEARNERS, *BLOCKS, "peagle", "pard2"])
+def test_what_learns_is_not_the_target(name):
+    """Weights that a drafter shares with its target must not be changed by training, nor by loading a checkpoint."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    shared = {weight.untyped_storage().data_ptr() for weight in target.parameters()}
+    learns = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
+    assert not [name for name, weight in learns.items() if weight.untyped_storage().data_ptr() in shared]

@@ -8,7 +8,6 @@ import numpy as np
 MEMORY = 0.995  # share of a served round's weight that is left after the next one
 MOST = 3.0  # a served round counts no more than so many times what was expected: something else was in its way
 RIDGE = 0.5  # served rounds that the belief counts that they take as long as others, and something more
-DOUBT = 8.0  # served rounds of a depth that the belief counts that it lies on the line
 
 
 @dataclass
@@ -18,14 +17,13 @@ class Curve:
     Between the measured numbers of rows and of nodes it is linear, and beyond the largest it goes on in the last
     slope. A plain round has no levels and one node. Rounds that are served take longer: something is done between them,
     and while they run others want the same processor. So as soon as it is known how long they took, all costs are those
-    of the line from the measured seconds to these, by the number of rows, and of what each depth was off that line."""
+    of the line from the measured seconds to these, by the number of rows."""
 
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
-    # By rows, of the rounds that were served: for each depth sums of 1, x, y, x^2, x y for measured x and served y,
-    # lately. [D+1,5]
+    # By rows, of the rounds that were served: sums of 1, x, y, x^2, x y for measured x and served y, lately.
     served: dict[int, np.ndarray] = field(default_factory=dict)
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
@@ -42,8 +40,8 @@ class Curve:
         rest, verify = self._measured(rows)
         if not self.served:
             return rest, verify
-        slope, more, off = self._line(rows)
-        return slope * rest + more + off, slope * verify
+        slope, more = self._line(rows)
+        return slope * rest + more, slope * verify
 
     def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """What `at` returns before anything was served: the engine's own seconds."""
@@ -58,21 +56,20 @@ class Curve:
         """Learn how long a round of this kind took where it was served, with all that was done around it."""
         rest, verify = self._measured(rows)
         own = rest[levels] + verify[nodes]
-        seconds = min(seconds, MOST * self.seconds(rows, levels, nodes))
-        sums = self.served.setdefault(rows, np.zeros((len(rest), 5)))
-        sums *= MEMORY
-        sums[levels] += (1.0, own, seconds, own * own, own * seconds)
+        slope, more = self._line(rows)
+        seconds = min(seconds, MOST * (slope * own + more))
+        old = self.served.get(rows, np.zeros(5))
+        self.served[rows] = MEMORY * old + (1.0, own, seconds, own * own, own * seconds)
 
-    def _line(self, rows: int) -> tuple[float, float, np.ndarray]:
-        """Slope and intercept of served seconds over measured ones, by ridge regression towards a slope of 1, and how
-        far off it each depth was [D+1]: those of so many rows, or of the nearest number that was served."""
-        sums = self.served[min(self.served, key=lambda known: abs(known - rows))]
-        n, x, y, xx, xy = sums.sum(0)
+    def _line(self, rows: int) -> tuple[float, float]:
+        """Slope and intercept of served seconds over measured ones, by ridge regression towards a slope of 1: those of
+        so many rows, or of the nearest number that was served."""
+        if not self.served:
+            return 1.0, 0.0
+        n, x, y, xx, xy = self.served[min(self.served, key=lambda known: abs(known - rows))]
         ridge = RIDGE * (x / n) ** 2
         slope = max((xy - x * y / n + ridge) / (xx - x * x / n + ridge), 0.1)
-        more = max((y - slope * x) / n, 0.0)
-        counts, own, seconds = sums[:, :3].T
-        return slope, more, (seconds - slope * own - more * counts) / (counts + DOUBT)
+        return slope, max((y - slope * x) / n, 0.0)
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

@@ -156,16 +156,6 @@ def test_how_long_served_rounds_take_is_learnt_by_the_number_of_rows():
     assert Curve.of(costs.entries()).seconds(8, 2, 3) == own[8], "it is kept with no curve"
 
 
-def test_a_depth_that_takes_longer_than_the_line_has_it_is_learnt():
-    costs = curve(1.0, 0.01)
-    own = [costs.seconds(4, levels, 1 + levels) for levels in range(6)]
-    for turn in range(200):
-        levels = (0, 2, 5)[turn % 3]
-        costs.took(4, levels, 1 + levels, 2 * own[levels] + 0.5 * (levels == 2))
-    for levels, more in ((0, 0.0), (2, 0.5), (5, 0.0)):
-        assert costs.seconds(4, levels, 1 + levels) == pytest.approx(2 * own[levels] + more, abs=0.08)
-
-
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])
 def test_the_more_is_spent_around_rounds_the_deeper(kind):
     """A server that takes as long for every round as many forwards lets even a crowd draft."""

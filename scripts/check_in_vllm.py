@@ -212,6 +212,14 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
     return cases, refused
 
 
+def chosen(cases: list[Case], only: list[str] | None) -> list[Case]:
+    """Those of these names; None: all. ValueError for a name that there is not."""
+    names = [case.name for case in cases]
+    if unknown := [name for name in only or () if name not in names]:
+        raise ValueError(f"there is no case {unknown[0]!r} here; there are {', '.join(map(repr, names))}")
+    return [case for case in cases if not only or case.name in only]
+
+
 def as_table(results: list[dict], prompts: int) -> Table:
     table = Table("drafter", "steps", "texts", "drafts", "accepted", "by position", "here", title="vLLM and here")
     for r in results:
@@ -236,7 +244,7 @@ def main() -> None:
         if args.blocks:
             made = vllm_blocks.make(folder / "blocks", target, prompts, args.max_new_tokens, args.only)
             cases += [Case(*fields) for fields in made]
-        cases = [case for case in cases if not args.only or case.name in args.only]
+        cases = chosen(cases, args.only)
         plain, *answers = in_vllm(python, [job_of(case, target, prompts, args) for case in (None, *cases)], folder)
         if plain is None:
             raise ValueError(f"vLLM does not decode plainly: run {SIDE.name} by hand, it says why")

@@ -117,7 +117,7 @@ def test_unrolling_only_the_needed_rows_changes_nothing_of_them(kind, recompute,
 
 @pytest.mark.parametrize("name", [*LEARNERS, *BLOCKS, "peagle", "pard2"])
 def test_what_learns_is_not_the_target(name):
-    """Weights that a drafter shares with its target must not be changed by training, nor by loading a checkpoint."""
+    """Else training a drafter would change the target's own text."""
     target = tiny_target()
     drafter = DRAFTERS[name](target)
     shared = {weight.untyped_storage().data_ptr() for weight in target.parameters()}

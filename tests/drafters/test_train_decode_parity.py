@@ -121,5 +121,5 @@ def test_what_learns_is_not_the_target(name):
     target = tiny_target()
     drafter = DRAFTERS[name](target)
     shared = {weight.untyped_storage().data_ptr() for weight in target.parameters()}
-    learns = {name: weight for name, weight in drafter.named_parameters() if weight.requires_grad}
-    assert not [name for name, weight in learns.items() if weight.untyped_storage().data_ptr() in shared]
+    learns = {at: weight for at, weight in drafter.named_parameters() if weight.requires_grad}
+    assert not [at for at, weight in learns.items() if weight.untyped_storage().data_ptr() in shared]

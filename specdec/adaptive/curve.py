@@ -1,13 +1,14 @@
 """What a round costs, by the number of rows, of drafted levels and of verified nodes, and what is spent around it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-MEMORY = 0.995  # share of a served round's weight that is left after the next one
-MOST = 3.0  # a served round counts no more than so many times what was expected: something else was in its way
-RIDGE = 0.5  # served rounds that the belief counts that they take as long as others, and something more
+KEPT = 32  # rounds of a kind over which its excess is averaged in the end
+DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
+MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
+LEAST = 0.1  # share of its measured seconds that a round takes at least
 
 
 @dataclass
@@ -15,16 +16,23 @@ class Curve:
     """Seconds of rounds: those of the target's forward over so many nodes of each row, and those of all else.
 
     Between the measured numbers of rows and of nodes it is linear, and beyond the largest it goes on in the last
-    slope. A plain round has no levels and one node. Rounds that are served take longer: something is done between them,
-    and while they run others want the same processor. So as soon as it is known how long they took, all costs are those
-    of the line from the measured seconds to these, by the number of rows."""
+    slope. A plain round has no levels and one node.
+
+    Rounds that are served take longer: something is done between them, and while they run others want the same
+    processor. Nor do they follow each other as they did when they were measured. So of every number of levels it is
+    learnt what its rounds take beyond the measured seconds, and, of all rounds together, how fast the machine is
+    lately: served seconds are speed x (measured + excess). What a machine does to all rounds alike goes into the speed,
+    so that kinds which are seldom played stay comparable with the one that is."""
 
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
-    # By rows, of the rounds that were served: sums of 1, x, y, x^2, x y for measured x and served y, lately.
+    # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
+    # rounds were.
+    excess: dict[int, np.ndarray] = field(default_factory=dict)
     served: dict[int, np.ndarray] = field(default_factory=dict)
+    speed: float = 1.0
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -38,10 +46,10 @@ class Curve:
     def at(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """For so many rows: rest [D+1] by levels, and verify [N+1] by nodes, of which entry 0 is void."""
         rest, verify = self._measured(rows)
-        if not self.served:
+        if not self.excess:
             return rest, verify
-        slope, more = self._line(rows)
-        return slope * rest + more, slope * verify
+        excess = np.maximum(self._excess(rows), (LEAST - 1) * (rest + verify[1]))
+        return self.speed * (rest + excess), self.speed * verify
 
     def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """What `at` returns before anything was served: the engine's own seconds."""
@@ -54,22 +62,31 @@ class Curve:
 
     def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
         """Learn how long a round of this kind took where it was served, with all that was done around it."""
+        knot = self._knot(rows, self.rows)
+        served = self.served.setdefault(knot, np.zeros(self.levels + 1, dtype=int))
+        served[levels] += 1
         rest, verify = self._measured(rows)
-        own = rest[levels] + verify[nodes]
-        slope, more = self._line(rows)
-        seconds = min(seconds, MOST * (slope * own + more))
-        old = self.served.get(rows, np.zeros(5))
-        self.served[rows] = MEMORY * old + (1.0, own, seconds, own * own, own * seconds)
+        own = float(rest[levels] + verify[nodes])
+        excess = self.excess.setdefault(knot, np.full(self.levels + 1, np.nan))
+        found, old = max(seconds / self.speed, LEAST * own), float(excess[levels])
+        if np.isnan(old):
+            old = found - own
+        found = min(found, MOST * (own + old))
+        new = old + (found - own - old) / min(served[levels], KEPT)
+        excess[levels] = new
+        self.speed *= 1 + DRIFT * (found / (own + new) - 1)
 
-    def _line(self, rows: int) -> tuple[float, float]:
-        """Slope and intercept of served seconds over measured ones, by ridge regression towards a slope of 1: those of
-        so many rows, or of the nearest number that was served."""
-        if not self.served:
-            return 1.0, 0.0
-        n, x, y, xx, xy = self.served[min(self.served, key=lambda known: abs(known - rows))]
-        ridge = RIDGE * (x / n) ** 2
-        slope = max((xy - x * y / n + ridge) / (xx - x * x / n + ridge), 0.1)
-        return slope, max((y - slope * x) / n, 0.0)
+    def _knot(self, rows: int, among: Iterable[int]) -> int:
+        """The nearest number of rows."""
+        return rows if rows in among else min(among, key=lambda known: abs(known - rows))
+
+    def _excess(self, rows: int) -> np.ndarray:
+        """[D+1] Of levels that were never served with about so many rows that of the nearest number of levels."""
+        found = self.excess[self._knot(rows, self.excess)]
+        known = np.flatnonzero(~np.isnan(found))
+        if len(known) == len(found):
+            return found
+        return found[known[np.abs(known - np.arange(len(found))[:, None]).argmin(1)]]
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

@@ -7,11 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.adaptive.curve import Curve
-
-PLAIN = 16  # one of so many rounds that are timed is plain, whatever pays: else nobody knows what plain rounds take
-PATIENCE = 8  # plain rounds after which drafting begins again, if it would have been faster in all of them
-
 
 @dataclass
 class Draft:
@@ -69,46 +64,9 @@ class Policy:
     def took(self, seconds: float) -> None:
         """Is told how long the round that it was told of last took, from the end of the one before. A server tells."""
 
-
-class Costed(Policy):
-    """A policy that goes by what rounds cost."""
-
-    curve: Curve | None
-    rounds = 0  # that were planned
-    now: int | None = None  # levels that rounds draft lately
-    waiting = 0  # plain rounds since a draft would have been faster
-    last: tuple[int, int, int] | None = None  # rows, levels and nodes of the last round, if its time tells something
-    drafted = 0  # levels of that round
-    timed = False  # a server tells how long rounds take, and the choice goes by that
-
-    def plan(self, rows: int) -> int:
-        self.rounds += 1
-        levels = self._choose(rows)
-        return 0 if self.timed and self.rounds % PLAIN == PLAIN // 2 else levels
-
-    def _choose(self, rows: int) -> int:
-        """How many levels to draft for so many rows."""
-        raise NotImplementedError
-
-    def _settle(self, levels: int) -> int:
-        """Go on with so many levels. After plain rounds a drafter has much to absorb: so drafting begins again when it
-        would have been faster for a while."""
-        self.waiting = self.waiting + 1 if levels and self.now == 0 else 0
-        if not self.waiting or self.waiting > PATIENCE:
-            self.now = levels
-        return self.now
-
-    def learn(self, outcome: Outcome) -> None:
-        absorbed, self.drafted = outcome.levels and not self.drafted, outcome.levels  # what plain rounds left
-        self.last = None if absorbed else (len(outcome.accepted), outcome.levels, outcome.nodes)
-
-    def took(self, seconds: float) -> None:
-        last, self.last = self.last, None
-        if self.curve is None:
-            return
-        self.timed = True
-        if last is not None:
-            self.curve.took(*last, seconds)
+    def joined(self, rows: int, seconds: float | None) -> None:
+        """Is told that so many sequences have joined, and how long the drafter took to absorb their prompts; None if
+        they are held for it."""
 
 
 class Fixed(Policy):

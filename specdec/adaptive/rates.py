@@ -4,16 +4,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from specdec.adaptive.costed import Costed
 from specdec.adaptive.curve import Curve
-from specdec.adaptive.policy import Costed, Outcome
+from specdec.adaptive.policy import Outcome
 
 WEIGHT = 20.0  # rows' worth of observations that the prior counts
 MEMORY = 0.98  # share of an observation's weight that is left after a round that observed its level
 RETURN = 0.998  # the same after a round that did not: what is not observed goes back to the prior
-# The first rounds, and later one of so many, draft as deep as can be, as what is not drafted is not observed. After
-# plain rounds the drafter has much to absorb, so that is tried less often.
-BEGIN, DEEP, DEEP_AFTER_PLAIN = 5, 128, 1024
-STAY = 1.02  # another depth is taken only if it is expected to be faster than this
+BEGIN = 5  # first rounds, that draft as deep as can be, as what is not drafted is not observed
 
 
 class Rates:
@@ -48,18 +46,6 @@ class Rates:
         return self.values().cumprod()
 
 
-def fastest(tokens: np.ndarray, seconds: np.ndarray | float, now: int | None = None) -> int:
-    """The index of the most tokens a second; that of `now`, if there is one, unless another is clearly better."""
-    speed = tokens / seconds
-    best = int(speed.argmax())
-    return now if now is not None and speed[best] < STAY * speed[now] else best
-
-
-def tries(rounds: int, now: int | None) -> bool:
-    """Is this number of a round, where `now` levels are drafted lately, one that drafts as deep as can be?"""
-    return rounds % (DEEP_AFTER_PLAIN if now == 0 else DEEP) == 0
-
-
 class Ema(Costed):
     """The depth with the most expected tokens a second: by running averages of acceptance, and by measured costs."""
 
@@ -67,16 +53,21 @@ class Ema(Costed):
 
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float]):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: as for `Rates`."""
+        super().__init__()
         self.curve, self.rates = curve, Rates(prior)
         self.sizes = np.asarray(sizes)
 
-    def _choose(self, rows: int) -> int:
-        if self.rounds <= BEGIN or tries(self.rounds, self.now):
-            return len(self.sizes) - 1
+    def _begins(self) -> bool:
+        return self.rounds <= BEGIN
+
+    def _deepest(self, rows: int) -> int:
+        return len(self.sizes) - 1
+
+    def _best(self, rows: int) -> int:
         rest, verify = self.curve.at(rows)
-        tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])
         depths = len(self.sizes)
-        return self._settle(fastest(tokens[:depths], rest[:depths] + verify[self.sizes], self.now))
+        tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])[:depths]
+        return self._fastest(rows, tokens / (rest[:depths] + verify[self.sizes]))
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.adaptive.costed import Costed
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.estimators import Estimator
-from specdec.adaptive.policy import Costed, Draft, Outcome
-from specdec.adaptive.rates import BEGIN, MEMORY, fastest, tries
+from specdec.adaptive.policy import Draft, Outcome
+from specdec.adaptive.rates import BEGIN, MEMORY
 
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
 WHOLE = 32  # behind these, one of so many drafts is verified whole
@@ -30,27 +31,22 @@ class Survival(Costed):
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float], estimator: Estimator):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: how often a level is accepted where the one
         before was, to begin with."""
+        super().__init__()
         self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
         self.drafts = self.seen = 0  # seen: rows with a draft
-        self.speeds: dict[int, np.ndarray] = {}  # by rows, until the next draft
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
         reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
         for levels, size in enumerate(sizes):
             self.tokens[levels, [0, *range(size + 1, len(nodes))]] = np.nan
 
-    def _choose(self, rows: int) -> int:
-        if self._begins() or tries(self.rounds, self.now):
-            return len(self.sizes) - 1
-        if rows not in self.speeds:
-            self.speeds[rows] = self._speeds(rows)
-        return self._settle(fastest(self.speeds[rows], 1.0, self.now))
+    def _deepest(self, rows: int) -> int:
+        return len(self.sizes) - 1
 
-    def _speeds(self, rows: int) -> np.ndarray:
-        """[D+1] the most tokens a second that a row is expected to get, by levels."""
+    def _best(self, rows: int) -> int:
         rest, verify = self.curve.at(rows)
         speed = self.tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
-        return np.nanmax(speed, 1)
+        return self._fastest(rows, np.fmax.reduce(speed, 1))
 
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < BEGIN
@@ -67,13 +63,12 @@ class Survival(Costed):
             return None
         if draft.drawn:
             return self._levels(draft, survival, rest[draft.levels], verify)
-        width = 1 + fastest(tokens, rest[draft.levels] + verify[1 : draft.nodes + 1])
+        width = 1 + int((tokens / (rest[draft.levels] + verify[1 : draft.nodes + 1])).argmax())
         return None if width == draft.nodes else np.sort(order[:, :width], 1)
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
         is done now and then."""
-        self.speeds.clear()
         share = 1 - MEMORY ** int(draft.live.sum())
         for levels in range(1, draft.levels):
             if not every and self.drafts % ALL_DEPTHS:
@@ -103,7 +98,3 @@ class Survival(Costed):
         super().learn(outcome)
         if outcome.levels:
             self.estimator.learn(outcome)
-
-    def took(self, seconds: float) -> None:
-        super().took(seconds)
-        self.speeds.clear()

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from specdec.adaptive.costed import Costed
 from specdec.adaptive.curve import Curve
-from specdec.adaptive.policy import Costed
-from specdec.adaptive.rates import fastest
 
 
 class Table(Costed):
@@ -18,6 +17,7 @@ class Table(Costed):
 
     def __init__(self, levels: Mapping[int, int]):
         """levels: from this number of rows on, this many. The smallest number also stands for fewer rows."""
+        super().__init__()
         self.starts = sorted(levels)
         self.depths = [levels[start] for start in self.starts]
         self.curve: Curve | None = None  # by which a measured table is made anew when more is known of costs
@@ -40,20 +40,25 @@ class Table(Costed):
         found = cls(dict.fromkeys(curve.rows, 0))
         found.curve, found.sizes = curve, np.asarray(sizes)
         found.tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
-        found.depths = [found._fastest(rows) for rows in found.starts]
+        found.depths = [int(found._speed(rows).argmax()) for rows in found.starts]
         return found
 
-    def _choose(self, rows: int) -> int:
-        at = max(bisect_right(self.starts, rows) - 1, 0)
-        if self.curve is None:
-            return self.depths[at]
-        if self.curve.served:
-            self.depths[at] = self._fastest(rows, self.depths[at])
-        return self._settle(self.depths[at])
+    def _tries(self) -> bool:
+        return self.timed and not self.now and super()._tries()
 
-    def _fastest(self, rows: int, now: int | None = None) -> int:
+    def _deepest(self, rows: int) -> int:
+        return 1 + int(self._speed(rows)[1:].argmax())  # it knows what drafts are worth, but not how long they take now
+
+    def _best(self, rows: int) -> int:
+        at = max(bisect_right(self.starts, rows) - 1, 0)
+        if self.timed:
+            self.depths[at] = self._fastest(rows, self._speed(rows))
+        return self.depths[at]
+
+    def _speed(self, rows: int) -> np.ndarray:
+        """[D+1] tokens a second that a row is expected to get, by levels."""
         rest, verify = self.curve.at(rows)
-        return fastest(self.tokens, rest[: len(self.sizes)] + verify[self.sizes], now)
+        return self.tokens / (rest[: len(self.sizes)] + verify[self.sizes])
 
     def __str__(self) -> str:
         return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))

@@ -3,6 +3,7 @@
 To choose nodes of a tree that has been drafted, the host must see it. On a GPU that waits for the draft.
 """
 
+import time
 from collections import abc
 from dataclasses import dataclass, replace
 
@@ -113,7 +114,11 @@ class Guide:
         """As `Drafter.admit`. After a plain round prompts are held too, and the drafter has the rows' places only."""
         self.joining = None
         if self.played is None or self.played.levels or not self.holds:
-            return self.drafter.admit(row, first, feats, tokens, n)
+            begun = time.perf_counter()
+            state = self.drafter.admit(row, first, feats, tokens, n)
+            self.policy.joined(len(first), time.perf_counter() - begun)
+            return state
+        self.policy.joined(len(first), None)
         self.joining = feats, tokens, n
         return self.drafter.admit(row, first, None if feats is None else feats[:, :1], tokens[:, :1], n * 0)
 

@@ -1,5 +1,7 @@
 """Adaptive policies: the text stays plain decoding's whatever they choose, and they choose by load and acceptance."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
-from specdec.adaptive.policy import PATIENCE, PLAIN
+from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_PLAIN, PATIENCE, PLAIN, THINK
 from specdec.adaptive.survival import BEGIN, FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -140,20 +142,34 @@ def test_the_more_rows_the_shallower_and_none_at_last(kind):
     assert depths[0] > depths[1] > depths[2] == 0
 
 
-def test_how_long_served_rounds_take_is_learnt_by_the_number_of_rows():
+def test_how_long_served_rounds_take_is_learnt_by_the_number_of_rows_and_of_levels():
     costs = curve(1.0, 0.01)
-    own = {rows: costs.seconds(rows, 2, 3) for rows in (1, 8)}
-    plain, deep = costs.plain(8), costs.seconds(8, 5, 6)
+    own = {(rows, levels): costs.seconds(rows, levels, levels + 1) for rows in (1, 8) for levels in range(6)}
     for turn in range(400):
-        costs.took(1, 2, 3, own[1] + 0.5)
-        costs.took(8, 0, 1, 2 * plain + 4.0)
+        costs.took(1, 2, 3, own[1, 2] + 0.5)
+        costs.took(8, 0, 1, own[8, 0] + 4.0)
         if turn % 50 == 0:
-            costs.took(8, 5, 6, 2 * deep + 4.0)
-    assert costs.seconds(1, 2, 3) == pytest.approx(own[1] + 0.5)  # of one kind alone only the mean is known
-    assert costs.seconds(8, 2, 3) == pytest.approx(2 * own[8] + 4.0, rel=0.1)
-    assert costs.plain(8) == pytest.approx(2 * plain + 4.0, rel=0.02)
-    assert costs.plain(7) == pytest.approx(costs.plain(8), rel=0.02)  # by the nearest number that was served
-    assert Curve.of(costs.entries()).seconds(8, 2, 3) == own[8], "it is kept with no curve"
+            costs.took(8, 5, 6, own[8, 5] + 1.0)
+    assert costs.seconds(1, 2, 3) == pytest.approx(own[1, 2] + 0.5)
+    assert costs.seconds(1, 0, 1) == pytest.approx(own[1, 0] + 0.5), "of other levels that of the nearest"
+    assert costs.plain(8) == pytest.approx(own[8, 0] + 4.0)
+    assert costs.plain(7) == pytest.approx(costs.plain(8), rel=0.01), "of other rows that of the nearest"
+    assert costs.seconds(8, 5, 6) == pytest.approx(own[8, 5] + 1.0)
+    assert costs.seconds(8, 2, 3) == pytest.approx(own[8, 2] + 4.0)
+    assert Curve.of(costs.entries()).seconds(8, 2, 3) == own[8, 2], "it is kept with no curve"
+
+
+def test_a_machine_that_slows_down_slows_all_kinds_of_rounds():
+    """Those too that are not played meanwhile: else a slower machine would look like a slower kind."""
+    costs = curve(1.0, 0.01)
+    plain, deep = costs.plain(1), costs.seconds(1, 5, 6)
+    for slower in (1.0, 1.4):
+        for turn in range(300):
+            costs.took(1, 0, 1, slower * (plain + 1.0))
+            if slower == 1.0 and turn % 10 == 0:
+                costs.took(1, 5, 6, deep + 2.0)
+    assert costs.plain(1) == pytest.approx(1.4 * (plain + 1.0), rel=0.01)
+    assert costs.seconds(1, 5, 6) == pytest.approx(1.4 * (deep + 2.0), rel=0.15)
 
 
 @pytest.mark.parametrize("kind", ["table", "ema", "survival"])
@@ -179,22 +195,24 @@ def test_drafting_begins_again_when_it_would_have_been_faster_for_a_while():
         assert policy.plan(rows) == 0, "a while that is interrupted begins anew"
 
 
-def test_one_of_so_many_timed_rounds_is_plain():
+def test_some_timed_rounds_are_plain():
     policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
     policy.rounds = BEGIN
     assert all(policy.plan(1) for _ in range(3 * PLAIN)), "nobody tells how long they take"
     policy.learn(Outcome(2, 3, [1], [False]))
     policy.took(2.0)
-    assert sum(policy.plan(1) == 0 for _ in range(3 * PLAIN)) == 3
+    plain = [policy.plan(1) == 0 for _ in range(3 * PLAIN)]
+    assert sum(plain) == 3 * FEW_PLAIN
+    assert sum(b > a for a, b in pairwise(plain)) == 3, "they follow each other, as the first do not count"
 
 
-def test_the_time_of_a_round_that_absorbs_is_not_told(monkeypatch):
+def test_rounds_after_a_change_between_plain_ones_and_drafts_are_not_timed(monkeypatch):
     policy, told = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5), []
     monkeypatch.setattr(Curve, "took", lambda self, rows, levels, nodes, seconds: told.append(seconds))
-    for number, levels in enumerate((0, 2, 2, 0, 0, 3, 2)):
+    for number, levels in enumerate((0, 0, 0, 2, 2, 1, 3, 0, 0, 0, 0, 3, 2)):
         policy.learn(Outcome(levels, levels + 1, [0], [False]))
         policy.took(number)
-    assert told == [0, 2, 3, 4, 6]
+    assert told == [2, 5, 6, 9, 10]
 
 
 def test_a_round_that_something_was_in_the_way_of_counts_less():
@@ -206,9 +224,31 @@ def test_a_round_that_something_was_in_the_way_of_counts_less():
     assert costs.plain(8) == pytest.approx(plain, rel=0.05)
 
 
+def test_prompts_that_a_drafter_absorbs_are_paid_for_by_drafts():
+    """If it takes as long as a drafted token saves, and answers are short, plain rounds are faster."""
+    policies = [calibrate.assembled("table", lambda: curve(1.0, 0.03), SIZES, [0.6] * 5) for _ in range(2)]
+    for policy, seconds in zip(policies, (0.001, 9.0), strict=True):
+        for _ in range(40):
+            policy.joined(1, seconds)
+            for _ in range(4):
+                policy.learn(Outcome(2, 3, [1], [False]))
+        assert policy.plan(1) > 0, "nobody tells how long anything takes"
+        policy.took(policy.curve.seconds(1, 2, 3))
+    assert [settled(policy, 1) > 0 for policy in policies] == [True, False]
+
+
+def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
+    policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy.rounds = BEGIN
+    tried = [number for number in range(9 * AFTER_PLAIN) if policy.plan(1000)]
+    starts = [number for number in tried if number - 1 not in tried]
+    assert len(tried) == FEW * len(starts)
+    assert [b - a for a, b in pairwise(starts)] == [2 * AFTER_PLAIN + FEW, 4 * AFTER_PLAIN + FEW]
+
+
 def settled(policy, rows: int) -> int:
     """How deep it drafts when there are as many rows for a while."""
-    return max([policy.plan(rows) for _ in range(PATIENCE + 3)][-2:])  # one of two that follow may be plain
+    return max([policy.plan(rows) for _ in range(THINK + PATIENCE + 5)][-FEW_PLAIN - 1 :])  # some may be plain
 
 
 def test_a_table_says_what_it_is_told():

@@ -4,8 +4,9 @@
     python -m lab.bench.row_costs --shape mobilellm_125m --out rows.json
 
 Products are those of all matrices of the target, one after the other as a forward takes them, in the way that the
-engine chooses and by `torch.mm`. Rounds are those of chains of 1 to --steps levels behind --context tokens, launched
-and, with --compile, compiled. With --shape target and drafter are random weights in that shape: they cost what trained
+engine chooses and by `torch.mm`, each right after the same products: as in decoding, where the round before has read
+the same weights. Rounds are those of chains of 1 to --steps levels behind --context tokens, launched and, with
+--compile, compiled. With --shape target and drafter are random weights in that shape: they cost what trained
 ones cost. Everything is told in single rows and plain rounds of the same run. All take turns, and medians count.
 """
 
@@ -51,6 +52,15 @@ def in_turn(ways: Mapping[str, Callable[[], float | None]], repeats: int) -> dic
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
+def seconds_warm(products: list[tuple[Callable, torch.Tensor]], inputs: Mapping[int, torch.Tensor]) -> float:
+    """Seconds of all products with the inputs of their widths, the second time."""
+    for _ in range(2):
+        start = time.perf_counter()
+        for product, weight in products:
+            product(inputs[weight.shape[1]])
+    return time.perf_counter() - start
+
+
 @torch.inference_mode()
 def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
     """Milliseconds of all products of a forward, by way and rows."""
@@ -61,7 +71,7 @@ def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
         made = [(make(weight, None), weight) for weight in weights]
         for rows in ROWS:
             inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
-            ways[name, rows] = lambda made=made, inputs=inputs: [f(inputs[w.shape[1]]) for f, w in made] and None
+            ways[name, rows] = lambda made=made, inputs=inputs: seconds_warm(made, inputs)
     found = in_turn(ways, repeats)
     return {name: {rows: found[name, rows] for rows in ROWS} for name in makers}
 

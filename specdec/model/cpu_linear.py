@@ -5,7 +5,8 @@ these weights. There are five ways, tried in this order (docs/log.md has their t
 
 - Our own product (`rows.cpp`) multiplies fp32 rows with a weight in bf16, in fp32, and reads half as many bytes. It
   serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX2 or AVX-512,
-  where a C++ compiler is at hand the first time. With AVX-512 four rows take the time of one.
+  where a C++ compiler is at hand the first time. With AVX-512 four rows take the time of one, with AMX eight do, or
+  nearly so.
 - FBGEMM does so with a weight in fp16, for weights that fp16 holds exactly after scaling by a power of two.
 - oneDNN multiplies with a weight packed into its own layout, in fp32 and in bf16, with AVX-512.
 - Our own product takes weights in fp32 too.
@@ -48,7 +49,7 @@ Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
 class RowsWeight(NamedTuple):
     """A weight of fp32 values, packed for `rows.cpp` in bf16 or fp32."""
 
-    packed: Tensor  # [groups, in / n, outputs of a group, n], n 2 in bf16; the last unit is filled up with zeros
+    packed: Tensor  # [groups, in / n, outputs of a group, n], n 2 in bf16; the last UNIT is filled up with zeros
     size: int  # outputs
 
 
@@ -235,7 +236,7 @@ def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
     """beside: how many inputs of an output lie side by side."""
     size, inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -size % UNIT))
-    groups = filled.view(-1, torch.ops.specdec_rows.group(), inputs // beside, beside)
+    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, beside), inputs // beside, beside)
     return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 

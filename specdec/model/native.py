@@ -9,9 +9,10 @@ the object behind a tensor, its handle, and calls the same product with it.
     torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
     torch.ops.specdec.onednn_linear(x, handle, bias, size)
 
-`rows.cpp`: operators of its own, for processors with AVX2 or AVX-512.
+`rows.cpp`: operators of its own, for processors with AVX2 or AVX-512, products with AMX too.
 
-    torch.ops.specdec_rows.group()                                  outputs that lie side by side in a packed weight
+    torch.ops.specdec_rows.tiled(inputs, beside)                    whether such a weight is packed for AMX
+    torch.ops.specdec_rows.group(inputs, beside)                    outputs that lie side by side in a packed weight
     torch.ops.specdec_rows.linear(x, weight, size)                  x [R,in] -> [R,size]
     torch.ops.specdec_rows.mlp(x, gate_up, down, size)
     torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)

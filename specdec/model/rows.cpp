@@ -1,6 +1,6 @@
-// Products of a few rows with a weight in bf16 or fp32, in fp32, which read the weight once; the gated MLP, made of two
-// of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h). `native.py` compiles this file
-// for the processor at hand. `cpu_linear.py`, `cpu_attention.py` and `layers.py` say when it is used.
+// Products of a few rows with a weight in bf16 or fp32, in fp32, which read the weight once (with AMX: amx.h); the gated
+// MLP, made of two of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h). `native.py`
+// compiles this file for the processor at hand. `cpu_linear.py`, `cpu_attention.py` and `layers.py` say when it is used.
 //
 // A round multiplies 1 to 60 rows with every weight. Of one row the time is that of reading the weight, and of several
 // it should be the same, as long as there is less arithmetic than reading. So a tile of outputs keeps all of its sums in
@@ -10,6 +10,7 @@
 // A sum is taken over the inputs one after the other, whatever the number of rows. So a row's result has the same bits
 // whatever rows are beside it.
 
+#include "amx.h"
 #include "attention.h"
 #include "norm_rope.h"
 #include "vectors.h"
@@ -110,30 +111,74 @@ constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
 template <class Kind>
 constexpr auto PRODUCTS = products<Kind>(std::make_index_sequence<MANY>());
 
-// x [rows,in] times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts,
-// of which all but the first find the weight in the cache.
+// Rows x [count,in], as a thread multiplies them.
 template <class Kind>
-void multiply_rows(const float* x, int64_t rows, int64_t in, const typename Kind::Vector* weight, float* y,
-                   int64_t stride) {
-  if (rows == 0) return;
-  const int64_t most = rows <= MANY ? MANY : PART, parts = (rows + most - 1) / most;
-  const int64_t width = width_for((rows + parts - 1) / parts), apart = in / Kind::INPUTS * BESIDE;
-  for (int64_t b = 0; b < BLOCKS; b += width)
-    for (int64_t part = 0; part < parts; part++) {
-      const int64_t first = part * rows / parts, count = (part + 1) * rows / parts - first;
-      PRODUCTS<Kind>[count - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES,
-                                stride);
-    }
+struct Rows {
+  const float* x;
+  int64_t count, in;
+
+  // Times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts, of which
+  // all but the first find the weight in the cache.
+  void multiply(const typename Kind::Vector* weight, float* y, int64_t stride) const {
+    if (count == 0) return;
+    const int64_t most = count <= MANY ? MANY : PART, parts = (count + most - 1) / most;
+    const int64_t width = width_for((count + parts - 1) / parts), apart = in / Kind::INPUTS * BESIDE;
+    for (int64_t b = 0; b < BLOCKS; b += width)
+      for (int64_t part = 0; part < parts; part++) {
+        const int64_t first = part * count / parts, some = (part + 1) * count / parts - first;
+        PRODUCTS<Kind>[some - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES,
+                                 stride);
+      }
+  }
+};
+
+#ifdef SPECDEC_AMX
+// In bf16 too, but WIDTH outputs lie side by side: a tile of weights is one piece.
+struct Tiled : Bf16 {};
+
+template <>
+struct Rows<Tiled> : amx::Rows {
+  using amx::Rows::Rows;
+  void multiply(const Tiled::Vector* weight, float* y, int64_t stride) const {
+    amx::Rows::multiply(weight, UNIT, y, stride);
+  }
+};
+#endif
+
+// Whether weights of so many inputs, `beside` of them side by side, are packed for AMX.
+bool tiled(int64_t inputs, int64_t beside) {
+#ifdef SPECDEC_AMX
+  return beside == Bf16::INPUTS && inputs % amx::INPUTS == 0 && amx::allowed();
+#else
+  return false;
+#endif
 }
 
-// The units of a packed weight [groups, in / INPUTS, GROUP, INPUTS], and how many of them are worth a thread.
+// How many outputs lie side by side in such a weight.
+int64_t group(int64_t inputs, int64_t beside) {
+#ifdef SPECDEC_AMX
+  if (tiled(inputs, beside)) return amx::WIDTH;
+#endif
+  return GROUP;
+}
+
+int64_t inputs_of(const Tensor& weight) {
+  return weight.size(1) * weight.size(3);
+}
+
+// Outputs of a packed weight, those that fill up the last unit among them.
+int64_t outputs_of(const Tensor& weight) {
+  return weight.size(0) * weight.size(2);
+}
+
+// The units of a packed weight [groups, in / INPUTS, group, INPUTS], and how many of them are worth a thread.
 template <class Kind>
 struct Packed {
   const typename Kind::Vector* at;
   int64_t units, in, grain;
 
   explicit Packed(const Tensor& weight)
-      : at(static_cast<const typename Kind::Vector*>(weight.const_data_ptr())), units(weight.size(0) * GROUP / UNIT),
+      : at(static_cast<const typename Kind::Vector*>(weight.const_data_ptr())), units(outputs_of(weight) / UNIT),
         in(weight.size(1) * Kind::INPUTS),
         grain(std::max<int64_t>(1, SHARE / (in * UNIT * int64_t(sizeof(float)) / Kind::INPUTS))) {}
   const typename Kind::Vector* unit(int64_t u) const {
@@ -141,48 +186,44 @@ struct Packed {
   }
 };
 
-// body(kind) of what the weight is packed in.
+// body(kind) of how the weight is packed.
 template <class Body>
 void with_kind(const Tensor& weight, Body body) {
-  weight.scalar_type() == at::kFloat ? body(Fp32()) : body(Bf16());
+  if (weight.scalar_type() == at::kFloat) return body(Fp32());
+#ifdef SPECDEC_AMX
+  if (tiled(inputs_of(weight), weight.size(3))) return body(Tiled());
+#endif
+  body(Bf16());
 }
 
 // x [rows,in] times a weight of `size` outputs -> y [rows,size].
 template <class Kind>
 void multiply_all(const float* x, int64_t rows, const Packed<Kind>& weight, int64_t size, float* y) {
   at::parallel_for(0, weight.units, weight.grain, [&](int64_t first, int64_t last) {
+    const Rows<Kind> from{x, rows, weight.in};
     std::vector<float> aside; // for the last unit, which may go beyond the outputs
     for (int64_t u = first; u < last; u++) {
       const int64_t width = std::min(UNIT, size - u * UNIT);
       float* place = y + u * UNIT;
       if (width == UNIT) {
-        multiply_rows<Kind>(x, rows, weight.in, weight.unit(u), place, size);
+        from.multiply(weight.unit(u), place, size);
         continue;
       }
       aside.resize(rows * UNIT);
-      multiply_rows<Kind>(x, rows, weight.in, weight.unit(u), aside.data(), UNIT);
+      from.multiply(weight.unit(u), aside.data(), UNIT);
       for (int64_t r = 0; r < rows; r++) std::copy_n(aside.data() + r * UNIT, width, place + r * size);
     }
   });
 }
 
-int64_t inputs_of(const Tensor& weight) {
-  return weight.size(1) * weight.size(3);
-}
-
 void check(const Tensor& x, const Tensor& weight, int64_t size) {
-  const bool whole = weight.size(0) * GROUP % UNIT == 0 && weight.size(2) == GROUP;
+  const bool whole = outputs_of(weight) % UNIT == 0 && weight.size(2) == group(inputs_of(weight), weight.size(3));
   const bool known = weight.scalar_type() == (weight.size(3) == 1 ? at::kFloat : at::kBFloat16);
-  TORCH_CHECK(whole && known && inputs_of(weight) == x.size(1) && size <= weight.size(0) * GROUP,
+  TORCH_CHECK(whole && known && inputs_of(weight) == x.size(1) && size <= outputs_of(weight),
               "the weight was packed for other sizes");
 }
 
-// How many outputs lie side by side in a packed weight.
-int64_t group() {
-  return GROUP;
-}
-
-// x [R,in] fp32, weight as `cpu_linear` packs it, [groups, in / 2, GROUP, 2] in bf16 or [groups, in, GROUP, 1] in fp32,
+// x [R,in] fp32, weight as `cpu_linear` packs it, [groups, in / 2, group, 2] in bf16 or [groups, in, group, 1] in fp32,
 // of `size` outputs -> [R,size].
 Tensor linear(const Tensor& x, const Tensor& weight, int64_t size) {
   check(x, weight, size);
@@ -199,11 +240,12 @@ template <class Kind>
 void gated(const float* x, int64_t rows, const Packed<Kind>& gate_up, int64_t inner, float* acts) {
   const int64_t units = inner / UNIT;
   at::parallel_for(0, units, (gate_up.grain + 1) / 2, [&](int64_t first, int64_t last) {
+    const Rows<Kind> from{x, rows, gate_up.in};
     std::vector<float> gates(rows * UNIT);
     for (int64_t u = first; u < last; u++) {
       float* place = acts + u * UNIT;
-      multiply_rows<Kind>(x, rows, gate_up.in, gate_up.unit(u), gates.data(), UNIT);
-      multiply_rows<Kind>(x, rows, gate_up.in, gate_up.unit(units + u), place, inner);
+      from.multiply(gate_up.unit(u), gates.data(), UNIT);
+      from.multiply(gate_up.unit(units + u), place, inner);
       for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < UNIT; i += LANES) {
           const Floats gate = load(gates.data() + r * UNIT + i);
@@ -219,7 +261,7 @@ void gated(const float* x, int64_t rows, const Packed<Kind>& gate_up, int64_t in
 Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t size) {
   const int64_t rows = x.size(0), inner = inputs_of(down);
   check(x, gate_up, 2 * inner);
-  TORCH_CHECK(inner % UNIT == 0 && gate_up.size(0) * GROUP == 2 * inner && size <= down.size(0) * GROUP,
+  TORCH_CHECK(inner % UNIT == 0 && outputs_of(gate_up) == 2 * inner && size <= outputs_of(down),
               "the weights were packed for other sizes");
   const Tensor inputs = x.contiguous();
   Tensor between = at::empty({rows, inner}, x.options()), out = at::empty({rows, size}, x.options());
@@ -236,7 +278,8 @@ Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t s
 } // namespace
 
 TORCH_LIBRARY(specdec_rows, m) {
-  m.def("group() -> int", &group);
+  m.def("tiled(int inputs, int beside) -> bool", &tiled);
+  m.def("group(int inputs, int beside) -> int", &group);
   m.def("linear(Tensor x, Tensor weight, int size) -> Tensor");
   m.def("mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor");
   m.def(

@@ -82,7 +82,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 
 
 @needs_rows
-@pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640)])
+@pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640), (130, 32)])
 @pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
 @pytest.mark.usefixtures("without_onednn")
 @torch.no_grad()
@@ -90,7 +90,8 @@ def test_what_bf16_holds_is_read_in_bf16_and_all_is_multiplied_in_fp32(size, inp
     """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(size, inputs, generator=draw).to(held).float()
-    weight[0, :2] = torch.tensor([1e-38, -3e38]).to(held)
+    least = 1.2e-38 if torch.ops.specdec_rows.tiled(inputs, 4 // held.itemsize) else 1e-38  # AMX takes less for 0
+    weight[0, :2] = torch.tensor([least, -3e38]).to(held)
     product = linear(weight, None)
     assert held_in(weight) == held
     assert bytes_read(weight) == weight.numel() * held.itemsize
@@ -104,11 +105,22 @@ def test_what_bf16_holds_is_read_in_bf16_and_all_is_multiplied_in_fp32(size, inp
         for torch_threads in (1, 2):
             torch.set_num_threads(torch_threads)
             assert all(torch.equal(product(x[at : at + rows]), whole[at : at + rows])
-                       for rows in (*range(1, 15), 24) for at in (0, 5))  # fmt: skip
+                       for rows in (*range(1, 18), 24) for at in (0, 5))  # fmt: skip
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(product(x.t().contiguous().t()), whole)
     assert product(x[:0]).shape == (0, size)
+
+
+@pytest.mark.skipif(not (ROWS and torch.cpu._is_amx_tile_supported()), reason="needs AMX, and a C++ compiler")
+@torch.no_grad()
+def test_amx_multiplies_all_of_an_fp32_number():
+    """A number is split into three of bf16: the identity gives it back, whatever its size and its last bits are."""
+    assert torch.ops.specdec_rows.tiled(64, 2) == torch.cpu._init_amx()
+    product = linear(torch.eye(64), None)
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 37, 64)
+    assert torch.equal(product(x), x)
+    assert not torch.equal(x.bfloat16().float(), x)
 
 
 @needs_rows

@@ -5,6 +5,7 @@ first to meet it tells.
 """
 
 import argparse
+import atexit
 import os
 import sys
 from contextlib import suppress
@@ -20,6 +21,17 @@ def world() -> int:
 
 def rank() -> int:
     return int(os.environ.get("RANK") or 0)
+
+
+def leave() -> None:
+    """Close what the processes talk through. Threads of it that still run when a process ends can abort it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if world() > 1:
+    atexit.register(leave)
 
 
 def silence() -> None:

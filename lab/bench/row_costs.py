@@ -4,7 +4,7 @@
     python -m lab.bench.row_costs --shape mobilellm_125m --out rows.json
 
 Products are those of all matrices of the target, one after the other as a forward takes them, in the way that the
-engine chooses and by `torch.mm`, each right after the same products: as in decoding, where the round before has read
+engine chooses and by `torch.mm`, each after some turns of the same: as in decoding, where the rounds before have read
 the same weights. Rounds are those of chains of 1 to --steps levels behind --context tokens, launched and, with
 --compile, compiled. With --shape target and drafter are random weights in that shape: they cost what trained
 ones cost. Everything is told in single rows and plain rounds of the same run. All take turns, and medians count.
@@ -37,6 +37,7 @@ from specdec.types import Sampling
 from trees.spec import TreeSpec
 
 ROWS = (1, 2, 4, 8, 16)
+WARM = 5  # turns, of which the last counts
 NEW_TOKENS = 48  # of a decoding in compiled rounds
 
 
@@ -53,8 +54,8 @@ def in_turn(ways: Mapping[str, Callable[[], float | None]], repeats: int) -> dic
 
 
 def seconds_warm(products: list[tuple[Callable, torch.Tensor]], inputs: Mapping[int, torch.Tensor]) -> float:
-    """Seconds of all products with the inputs of their widths, the second time."""
-    for _ in range(2):
+    """Seconds of all products with the inputs of their widths, once the weights lie where caches keep them."""
+    for _ in range(WARM):
         start = time.perf_counter()
         for product, weight in products:
             product(inputs[weight.shape[1]])

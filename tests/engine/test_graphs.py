@@ -209,8 +209,9 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
 def test_the_command_can_do_without(monkeypatch):
     told = []
     monkeypatch.setattr(session, "Engine", lambda *parts, graphs, compile, **how: told.append((graphs, compile)))
+    given = ["--prompt", "one", "--topk", "1", "--steps", "2"]  # without a tree all trees would be compiled and timed
     for flags in ([], ["--no-graphs"], ["--compile"]):
-        session.Session(command.parser().parse_args(["--prompt", "one", *flags]))
+        session.Session(command.parser().parse_args([*given, *flags]))
     assert told == [(None, False)] * 2 + [(False, False)] * 2 + [(None, True)] * 2
 
 

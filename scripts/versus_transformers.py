@@ -165,6 +165,7 @@ def read_arguments() -> argparse.Namespace:
     p.add_argument("--draft-dtype", choices=sorted(DRAFT_DTYPES), help="default: the target's")
     p.add_argument("--prompt-file", type=Path, required=True)
     p.add_argument("--limit", type=int, default=16, help="prompts")
+    p.add_argument("--skip-long", action="store_true", help="leave out prompts that do not fit the target's context")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--trials", type=int, default=3)
     p.add_argument("--topk", type=int, default=4)
@@ -200,7 +201,13 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     target = load_target(args.target, dtype=args.dtype, device=args.device)
     args.draft = args.draft or (DEMO_DRAFTER if args.target == DEMO_TARGET else None)
-    prompts = read_prompts(args.prompt_file)[: args.limit]
+    prompts = read_prompts(args.prompt_file)
+    if args.skip_long:
+        most = target.config.context - args.max_new_tokens
+        prompts = [prompt for prompt in prompts if len(encode_prompt(target, prompt, args.raw)) <= most]
+    prompts = prompts[: args.limit]
+    if not prompts:
+        raise ValueError(f"{args.prompt_file} has no prompt that fits the target's context")
     runs: dict[str, Decode] = {}
     if args.settings:
         runs["transformers"] = fastest_transformers(target, prompts[0], args)

@@ -13,6 +13,7 @@ import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from math import comb
 from pathlib import Path
 
 from specdec.cli.limits import LIMITS
@@ -64,20 +65,34 @@ class AlongTexts:
                         hits[depth][DIGITS.index(word[depth])] += 1
         return [[hit / max(of, 1) for hit in row] for row, of in zip(hits, tries, strict=True)]
 
-    def tau(self, paths: Sequence[Sequence[int]]) -> float:
-        """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers."""
+    def tau(self, paths: Sequence[Sequence[int]], batch: int = 1) -> float:
+        """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers.
+
+        batch: of so many answers of one length that are decoded together. Rounds go on until the slowest of them has
+        ended, so it is the mean over all choices of answers that counts, of the most rounds a token of any."""
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
-        emitted = rounds = 0
-        for words in self.places:
-            at = 0
-            while at < len(words):
-                depth = 0
-                while depth < len(words[at]) and words[at][: depth + 1] in nodes:
-                    depth += 1
-                emitted += min(depth + 1, len(words) - at)
-                at += depth + 1
-                rounds += 1
-        return emitted / max(rounds, 1)
+        rounds = [_rounds(words, nodes) for words in self.places]
+        if batch == 1:
+            return sum(map(len, self.places)) / max(sum(rounds), 1)
+        rates = sorted(count / len(words) for count, words in zip(rounds, self.places, strict=True) if words)
+        if not rates:
+            return 0.0
+        chosen = min(batch, len(rates))
+        # Of comb(len(rates), chosen) choices the i-th rate is the largest in comb(i, chosen - 1).
+        slowest = sum(comb(i, chosen - 1) * rate for i, rate in enumerate(rates)) / comb(len(rates), chosen)
+        return 1 / slowest
+
+
+def _rounds(words: Sequence[str], nodes: set[str]) -> int:
+    """How many rounds an answer takes with a tree of these nodes."""
+    at = rounds = 0
+    while at < len(words):
+        depth = 0
+        while depth < len(words[at]) and words[at][: depth + 1] in nodes:
+            depth += 1
+        at += depth + 1
+        rounds += 1
+    return rounds
 
 
 @dataclass(frozen=True)
@@ -87,16 +102,16 @@ class Acceptance:
     measured: tuple[AlongTexts, ...]
     about: str = ""  # what was answered, in words
 
-    def tau(self, paths: Sequence[Sequence[int]], temperature: float) -> float:
-        """tau of a static tree; between two measured temperatures on the line between theirs, beyond them the nearest
-        one's."""
+    def tau(self, paths: Sequence[Sequence[int]], temperature: float, batch: int = 1) -> float:
+        """tau of a static tree, as `AlongTexts.tau`; between two measured temperatures on the line between theirs,
+        beyond them the nearest one's."""
         below = [m for m in self.measured if m.temperature <= temperature] or [self.measured[0]]
         above = [m for m in self.measured if m.temperature >= temperature] or [self.measured[-1]]
         low, high = below[-1], above[0]
         if low.temperature >= high.temperature:
-            return high.tau(paths)
+            return high.tau(paths, batch)
         share = (temperature - low.temperature) / (high.temperature - low.temperature)
-        return (1 - share) * low.tau(paths) + share * high.tau(paths)
+        return (1 - share) * low.tau(paths, batch) + share * high.tau(paths, batch)
 
     def nearest(self, temperature: float) -> AlongTexts:
         return min(self.measured, key=lambda m: abs(m.temperature - temperature))

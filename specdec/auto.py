@@ -8,7 +8,8 @@ all others:
     seconds of a round = v(nodes) + a (levels - 1) + b (levels - 1) width        v: linear between the sizes timed
 
 Then those that are predicted best are timed too. The fastest of all that were timed is taken, and none of them unless
-it is faster than plain decoding by `MARGIN`.
+it is faster than plain decoding by `MARGIN`. Of rows that are decoded together the slowest counts: plain decoding takes
+as many rounds for each of them, and speculation does not.
 
 Compiled rounds (docs/compile.md) have other costs, and each tree's take some 20 s to compile. So of the trees that were
 timed only the `COMPILED` fastest are compiled, of different depths, and plain decoding. These are timed again.
@@ -48,7 +49,7 @@ CONTEXT = 128  # tokens before the rounds that are timed
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree, its tau by the drafter's measured acceptance, and its shape."""
+    """A tree, its tau by the drafter's measured acceptance (`AlongTexts.tau`, of the batch), and its shape."""
 
     tree: TreeSpec
     tau: float
@@ -111,14 +112,14 @@ def choose_tree(
         return kept
     launched = _timer(target, drafter, batch, temperature)
     compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
-    choice = choose(candidates(acceptance, drafter, temperature), launched, compiled)
+    choice = choose(candidates(acceptance, drafter, temperature, batch), launched, compiled)
     if choice.busy:
         return choice
     measured.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
     return choice
 
 
-def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float) -> list[Candidate]:
+def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float, batch: int = 1) -> list[Candidate]:
     """Of every depth and size the static tree that accepts the most, chains among them."""
     along = acceptance.nearest(temperature)
     table = along.table()[: drafter.deepest(along.steps)]
@@ -130,7 +131,7 @@ def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float) -> 
         for paths in shapes:
             tree = TreeSpec.static(paths)
             if tree not in found:
-                found[tree] = Candidate(tree, acceptance.tau(paths, temperature), _width(paths))
+                found[tree] = Candidate(tree, acceptance.tau(paths, temperature, batch), _width(paths))
     return list(found.values())
 
 

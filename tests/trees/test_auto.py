@@ -45,6 +45,16 @@ def test_tau_by_hand(paths, expected):
     assert HAND.tau(paths) == pytest.approx(expected)
 
 
+def test_tau_of_a_batch_is_that_of_its_slowest_text():
+    """Texts of 2, 3 and 4 rounds for four tokens."""
+    three = AlongTexts(0.0, 1, 1, ("0 0 0 0", "0 - - 0", "- - - -"))
+    assert three.tau([[0]]) == pytest.approx(12 / 9)
+    assert three.tau([[0]], 2) == pytest.approx(1 / ((3 + 4 + 4) / 3 / 4))
+    assert [three.tau([[0]], batch) for batch in (3, 16)] == [1.0, 1.0]
+    both = Acceptance((three, AlongTexts(1.0, 1, 1, ("0 0", "- -"))))
+    assert both.tau([[0]], 0.5, 2) == pytest.approx((three.tau([[0]], 2) + 1) / 2)
+
+
 @pytest.mark.parametrize(
     ("drafter", "tree"),
     [

@@ -139,7 +139,7 @@ class Rows {
       shape.bytes[tile] = LINE;
       shape.rows[tile] = tile < 2 * tiles_ ? height_ : HEIGHT;
     }
-    _tile_loadconfig(&shape);
+    asm volatile("ldtilecfg %0" ::"m"(shape)); // GCC's intrinsic says that it reads 8 bytes of it
   }
 
 public:
@@ -153,7 +153,7 @@ public:
   }
   Rows(const Rows&) = delete;
   ~Rows() {
-    _tile_release();
+    asm volatile("tilerelease");
   }
 
   // Times `outputs` at `weight`, a multiple of WIDTH, into y.

@@ -48,16 +48,16 @@ def plain(demo, tmp_path_factory):
 
 def learn(target, answers, rounds):
     torch.manual_seed(0)
-    known = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
-    vocab = DraftVocab(target.config.vocab, known)
+    said = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
+    vocab = DraftVocab(target.config.vocab, said)
     drafter = eagle3.create(target, vocab=vocab, taps=(2, 5, 8), intermediate_size=256)
     for norm, gain in ((drafter.embed_norm, 3.0), (drafter.hidden_norm, 0.3)):
         norm.requires_grad_(False).weight.fill_(gain)  # as those of heads that have learnt for long, they are not alike
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
-    for answer in answers * rounds:
-        with torch.no_grad():
-            _, feats = target(answer.tokens[None, :-1], None, taps=drafter.taps, logits=False)
-        following, loss = answer.tokens[1:], 0.0
+    with torch.no_grad():
+        known = [(a.tokens, target(a.tokens[None, :-1], None, taps=drafter.taps, logits=False)[1]) for a in answers]
+    for tokens, feats in known * rounds:
+        following, loss = tokens[1:], 0.0
         for j, state in enumerate(drafter.unroll(feats, following[None], 5)):
             true = drafter.vocab.from_target(following[1 + j :])
             loss = loss + F.cross_entropy(state.logits[0, : len(true)], true)

@@ -26,6 +26,7 @@ class DraftModel(Drafter):
     """
 
     trust = 1.0  # a language model, and no head that was taught a peak
+    keeps_first = True
 
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
         super().__init__()

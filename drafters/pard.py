@@ -41,6 +41,7 @@ class Pard(ParallelDrafter):
     """Any model of our own decoder whose layers see all positions."""
 
     trust = 1.0  # a language model, and no head that was taught a peak
+    keeps_first = True
     earliest = -1  # the authors learn blocks with nothing before them, too
 
     def __init__(

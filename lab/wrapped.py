@@ -64,6 +64,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.cache
 
     @property
+    def keeps_first(self) -> bool:
+        return self.drafter.keeps_first
+
+    @property
     def switches(self) -> object:
         return self.drafter.switches
 

@@ -95,12 +95,16 @@ class Probe(Policy):
     cuts = True
     levels, width = 0, 0
 
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = sizes
+
     def plan(self, rows: int) -> int:
         return self.levels
 
+    def looks(self) -> bool:
+        return self.width < self.sizes[self.levels]
+
     def keep(self, draft: Draft) -> np.ndarray | None:
-        if self.width >= draft.nodes:
-            return None
         paths = (draft.ancestors * draft.edges[:, None]).sum(-1)
         return np.sort(np.argsort(-paths, 1, kind="stable")[:, : self.width], 1)
 
@@ -123,7 +127,8 @@ def kept_curve(target, drafter: Drafter, tree: TreePolicy, rows: int, recalibrat
 def measure_curve(target, drafter: Drafter, tree: TreePolicy, rows: int, repeats: int = REPEATS) -> tuple[Curve, bool]:
     """Times real rounds of 1, 2, 4, ... `rows` rows, of every depth and several numbers of nodes. The least of all
     turns counts: other programs only add time. Also returns whether they did, by plain rounds."""
-    probe, sizes = Probe(), sizes_of(tree)
+    sizes = sizes_of(tree)
+    probe = Probe(sizes)
     engine = Engine(target, drafter, tree, adaptive=probe, overlap=False, abstain=False)
     numbers = sorted({min(2**i, rows) for i in range(rows.bit_length() + 1)})
     turns = [*enumerate(sizes)] + [(tree.steps, n) for n in WIDTHS if 1 < n < sizes[-1]]

@@ -60,6 +60,12 @@ class DraftState:
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
+    def blank(self, rows: int) -> "DraftState":
+        """The state of so many rows of which nothing is known."""
+        parts = (self.hidden, self.readout, self.levels)
+        hidden, readout, levels = (None if x is None else x.new_zeros(rows, *x.shape[1:]) for x in parts)
+        return DraftState(hidden, readout, self.head, levels)
+
     def first(self, count: int) -> "DraftState":
         """The first `count` of the W positions."""
         return DraftState(self.hidden[:, :count], self.readout[:, :count], self.head)
@@ -120,6 +126,7 @@ class Drafter(nn.Module):
     # only: then CUDA graphs can hold them (docs/graphs.md).
     capturable: bool = False
     cache: KVCache | None = None
+    keeps_first: bool = False  # that cache holds token 0 of a row too, which `admit` alone brings
     confident: bool = False  # has a confidence head: `confidences`
     learns: bool = False  # has an `unroll`
     chains_only: bool = False  # a node's children cannot be told apart by what it keeps: trees of topk 1

@@ -54,7 +54,8 @@ class Drafts:
             policy.learn(Outcome(0, 1, [0] * len(roots), [True] * len(roots)))
             return 0, 1, [0] * len(roots)
         draft, right = self.draft(levels, roots), self.right[levels][roots]
-        kept = policy.keep(draft) if policy.cuts else None
+        looks = policy.cuts and policy.looks()
+        kept = policy.keep(draft) if looks else None
         if kept is not None:
             draft, right = kept_of(draft, kept), np.take_along_axis(right, kept, 1)
         if draft.nodes == 1:
@@ -66,8 +67,8 @@ class Drafts:
         path[rows, draft.depth[rows, nodes]] = nodes
         last = path[np.arange(len(roots)), accepted]
         leaves = ~(draft.parents[:, 1:] == last[:, None]).any(1)
-        seen = draft if policy.cuts else None
-        policy.learn(Outcome(levels, draft.nodes, accepted.tolist(), leaves.tolist(), seen, path))
+        seen = (draft, path) if looks else ()
+        policy.learn(Outcome(levels, draft.nodes, accepted.tolist(), leaves.tolist(), *seen))
         return levels, draft.nodes, accepted.tolist()
 
     def decode(self, policy: Policy, texts: Sequence[int]) -> list[list[int]]:

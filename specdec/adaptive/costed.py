@@ -17,7 +17,7 @@ FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
 # drafter has much to absorb: so there a few rounds do, and each time that plain rounds go on the next such are twice as
 # far, up to the last number.
 DEEP, AFTER_PLAIN, FEW, SELDOM = 128, 1024, 5, 16384
-THINK = 4  # one of so many rounds thinks it over: to do so takes a hundredth of the time of a small target's round
+THINK = 8  # one of so many rounds thinks it over: to do so takes a twentieth of the time of a small target's round
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 LATELY = 256  # sequences that are counted in full; then all counts are halved

@@ -1,5 +1,6 @@
 """What a round costs, by the number of rows, of drafted levels and of verified nodes, and what is spent around it."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,8 +31,8 @@ class Curve:
     simulated: bool = False  # by formulas, and not by measurement
     # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
     # rounds were.
-    excess: dict[int, np.ndarray] = field(default_factory=dict)
-    served: dict[int, np.ndarray] = field(default_factory=dict)
+    excess: dict[int, list[float]] = field(default_factory=dict)
+    served: dict[int, list[int]] = field(default_factory=dict)
     speed: float = 1.0
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
@@ -63,13 +64,14 @@ class Curve:
     def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
         """Learn how long a round of this kind took where it was served, with all that was done around it."""
         knot = self._knot(rows, self.rows)
-        served = self.served.setdefault(knot, np.zeros(self.levels + 1, dtype=int))
+        if knot not in self.excess:
+            self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0] * (self.levels + 1)
+        excess, served = self.excess[knot], self.served[knot]
         served[levels] += 1
         rest, verify = self._measured(rows)
         own = float(rest[levels] + verify[nodes])
-        excess = self.excess.setdefault(knot, np.full(self.levels + 1, np.nan))
-        found, old = max(seconds / self.speed, LEAST * own), float(excess[levels])
-        if np.isnan(old):
+        found, old = max(seconds / self.speed, LEAST * own), excess[levels]
+        if math.isnan(old):
             old = found - own
         found = min(found, MOST * (own + old))
         new = old + (found - own - old) / min(served[levels], KEPT)
@@ -82,7 +84,7 @@ class Curve:
 
     def _excess(self, rows: int) -> np.ndarray:
         """[D+1] Of levels that were never served with about so many rows that of the nearest number of levels."""
-        found = self.excess[self._knot(rows, self.excess)]
+        found = np.asarray(self.excess[self._knot(rows, self.excess)])
         known = np.flatnonzero(~np.isnan(found))
         if len(known) == len(found):
             return found

@@ -36,7 +36,7 @@ class Outcome:
     nodes: int  # verified for each row, the root included
     accepted: list[int]  # [R]
     ended: list[bool]  # [R] the accepted path ends in a leaf: nothing is known of the token behind it
-    draft: Draft | None = None  # as it was verified; None for policies that do not cut
+    draft: Draft | None = None  # as it was verified; None if the policy did not look at it
     path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; entries behind the accepted are 0
 
 
@@ -53,6 +53,10 @@ class Policy:
     def plan(self, rows: int) -> int:
         """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""
         raise NotImplementedError
+
+    def looks(self) -> bool:
+        """Whether to ask `keep` about the draft that was planned last. If not, all of it is verified."""
+        return self.cuts
 
     def keep(self, draft: Draft) -> np.ndarray | None:
         """The nodes to verify, [B,n] ascending and root first, closed under parents; None for all of them."""

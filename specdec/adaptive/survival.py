@@ -13,6 +13,9 @@ from specdec.adaptive.rates import BEGIN, MEMORY
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
 WHOLE = 32  # behind these, one of so many drafts is verified whole
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
+# Where so many drafts in a row were best verified whole, only one of so many is looked at: to look takes a twentieth of
+# a small target's round.
+SURE, SELDOM_LOOKS = 8, 8
 
 
 class Survival(Costed):
@@ -33,7 +36,8 @@ class Survival(Costed):
         before was, to begin with."""
         super().__init__()
         self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
-        self.drafts = self.seen = 0  # seen: rows with a draft
+        self.drafts = self.seen = 0  # that were looked at; seen: rows with such a draft
+        self.whole = self.unseen = 0  # drafts in a row that were best verified whole, and that were not looked at
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
         reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
@@ -51,6 +55,13 @@ class Survival(Costed):
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < BEGIN
 
+    def looks(self) -> bool:
+        self.unseen += 1
+        if self.whole >= SURE and self.unseen < SELDOM_LOOKS:
+            return False
+        self.unseen = 0
+        return True
+
     def keep(self, draft: Draft) -> np.ndarray | None:
         whole, rows = self._begins(), int(draft.live.sum())
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
@@ -59,12 +70,13 @@ class Survival(Costed):
         order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children, also among equals
         tokens = np.take_along_axis(survival, order, 1)[draft.live].mean(0).cumsum()  # the root's is 1
         self._expect(draft, survival, tokens, whole)
-        if whole or self.drafts % WHOLE == 0:
-            return None
         if draft.drawn:
-            return self._levels(draft, survival, rest[draft.levels], verify)
-        width = 1 + int((tokens / (rest[draft.levels] + verify[1 : draft.nodes + 1])).argmax())
-        return None if width == draft.nodes else np.sort(order[:, :width], 1)
+            kept = self._levels(draft, survival, rest[draft.levels], verify)
+        else:
+            width = 1 + int((tokens / (rest[draft.levels] + verify[1 : draft.nodes + 1])).argmax())
+            kept = None if width == draft.nodes else np.sort(order[:, :width], 1)
+        self.whole = self.whole + 1 if kept is None else 0
+        return None if whole or self.drafts % WHOLE == 0 else kept
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as

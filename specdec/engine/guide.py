@@ -34,10 +34,10 @@ class Played:
         accepted = [counts[row] - 1 for row in self.rows]
         if self.parents is None:
             return Outcome(self.levels, 1, accepted, [True] * len(accepted))
-        path, parents = self.path.cpu().numpy(), self.parents.cpu().numpy()
-        last = path[np.arange(len(path)), np.asarray(counts) - 1]
-        leaves = ~(parents[:, 1:] == last[:, None]).any(1)
-        return Outcome(self.levels, self.nodes, accepted, leaves[self.rows].tolist(), self.draft, path)
+        path, parents = self.path.tolist(), self.parents.tolist()  # lists, as numpy is the slower for so few numbers
+        leaves = [path[row][counts[row] - 1] not in parents[row][1:] for row in self.rows]
+        looked = None if self.draft is None else np.asarray(path)
+        return Outcome(self.levels, self.nodes, accepted, leaves, self.draft, looked)
 
 
 class Guide:
@@ -51,6 +51,8 @@ class Guide:
         # Of rows that were prefilled, and not yet counted among the batch's.
         self.joining: tuple[Tensor | None, Tensor, Tensor] | None = None
         self.played: Played | None = None  # the round that was asked for last
+        self.plain = False  # rounds are plain lately
+        self.like: DraftState | None = None  # a state of the drafter's, for its shape
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> int:
         """How many levels to draft in the next round of these rows."""
@@ -61,12 +63,12 @@ class Guide:
             levels = max(asked.values())
             # A row that lets fewer levels count tells nothing of those behind them.
             live = [i for i in live if asked[i] == levels]
-        self.played = Played(levels, rows=live)
+        self.played, self.plain = Played(levels, rows=live), levels == 0
         return levels
 
     def cut(self, tree: DraftTree, state: DraftState) -> DraftTree | None:
         """The part of a round's tree that is verified; None for the root alone. state: what the tree grew from."""
-        if self.policy.cuts and tree.logq is not None:
+        if self.policy.cuts and tree.logq is not None and self.policy.looks():
             draft = self._draft(tree, state)
             kept = self.policy.keep(draft)
             if kept is not None and kept.shape[1] == 1:
@@ -113,14 +115,17 @@ class Guide:
     def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
         """As `Drafter.admit`. After a plain round prompts are held too, and the drafter has the rows' places only."""
         self.joining = None
-        if self.played is None or self.played.levels or not self.holds:
+        if not (self.plain and self.holds):
             begun = time.perf_counter()
-            state = self.drafter.admit(row, first, feats, tokens, n)
+            self.like = self.drafter.admit(row, first, feats, tokens, n)
             self.policy.joined(len(first), time.perf_counter() - begun)
-            return state
+            return self.like
         self.policy.joined(len(first), None)
         self.joining = feats, tokens, n
-        return self.drafter.admit(row, first, None if feats is None else feats[:, :1], tokens[:, :1], n * 0)
+        if self.drafter.keeps_first or self.like is None:
+            return self.drafter.admit(row, first, None if feats is None else feats[:, :1], tokens[:, :1], n * 0)
+        self.drafter.cache.admit(row, len(first), 0)
+        return self.like.blank(len(first))
 
     def joined(self, before: int, rows: int) -> None:
         """The `rows` rows that were admitted last stand behind the `before` others now."""

@@ -11,7 +11,7 @@ from policies import Restless
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
 from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_PLAIN, PATIENCE, PLAIN, THINK
-from specdec.adaptive.survival import BEGIN, FIRST
+from specdec.adaptive.survival import BEGIN, FIRST, SELDOM_LOOKS, SURE
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
 from specdec.types import Sampling
@@ -284,6 +284,21 @@ def trees_of(p: list[list[float]], parents: list[int]) -> Draft:
     depth, rows = reach.sum(1) - 1, len(p)
     spread = [np.broadcast_to(np.asarray(x), (rows, *np.shape(x))) for x in (parents, depth, reach)]
     return Draft(int(depth.max()), np.log([[1.0, *row] for row in p]), *spread, np.ones(rows, dtype=bool))
+
+
+def test_survival_looks_seldom_where_drafts_are_best_verified_whole():
+    sure, vague = (trees_of([[p] * 5], [0, 0, 1, 2, 3, 4]) for p in (0.9, 0.01))
+    policy = Survival(curve(1.0, 0.05, rows=(1,)), SIZES, [0.5] * 5, Told())
+    policy.seen, policy.drafts = FIRST, BEGIN
+    for _ in range(SURE):
+        assert policy.looks()
+        assert policy.keep(sure) is None
+    looks = [policy.looks() and policy.keep(sure) is None for _ in range(3 * SELDOM_LOOKS)]
+    assert sum(looks) == 3
+    while not policy.looks():
+        pass
+    assert policy.keep(vague).shape[1] < vague.nodes
+    assert policy.looks(), "where something is left out every draft is looked at"
 
 
 def test_survival_takes_the_best_nodes_of_every_row():

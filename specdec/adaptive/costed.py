@@ -7,6 +7,9 @@ import numpy as np
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.policy import Outcome, Policy
 
+# A choice stands for so many rounds of as many rows. To think it over takes a twentieth of the time of a small target's
+# round, and even to be asked a hundredth.
+STRETCH = 8
 PATIENCE = 8  # plain rounds after which drafting begins again, if it would have been faster in all of them
 # The first rounds after a change between plain rounds and drafts take longer: a drafter absorbs what it has missed, and
 # weights that were not read lately have left the processor's cache.
@@ -17,7 +20,6 @@ FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
 # drafter has much to absorb: so there a few rounds do, and each time that plain rounds go on the next such are twice as
 # far, up to the last number.
 DEEP, AFTER_PLAIN, FEW, SELDOM = 128, 1024, 5, 16384
-THINK = 8  # one of so many rounds thinks it over: to do so takes a twentieth of the time of a small target's round
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 LATELY = 256  # sequences that are counted in full; then all counts are halved
@@ -56,26 +58,36 @@ class Costed(Policy):
     """A policy that goes by what rounds cost."""
 
     curve: Curve | None
+    tries_deep = True  # what drafts are worth is known of those only that were drafted
     rounds = 0  # that were planned
-    asked, best = 0, 0  # the number of rows that was asked about last, and what was best for them
+    asked, levels, left = 0, 0, 0  # the rows of the last choice, what was chosen, and for how many rounds it stands yet
     now: int | None = None  # levels that rounds draft lately
-    waiting = 0  # plain rounds since a draft would have been faster
-    plain, every = 0, AFTER_PLAIN  # plain rounds since drafts were tried, and how many there are between two such tries
+    waiting: int | None = None  # the plain round since which a draft would have been faster
+    plain_due, deep_due = FIRST_PLAIN, DEEP  # rounds from which on something is to be tried: plain ones, deep drafts,
+    draft_due, every = AFTER_PLAIN, AFTER_PLAIN  # drafts where rounds are plain, and how many are between such tries
     last: tuple[int, int, int] | None = None  # rows, levels and nodes of the last round, if its time tells something
     drafting, alike = False, 0  # whether that round drafted, and how many did or did not since it was otherwise
     timed = False  # a server tells how long rounds take, and the choice goes by that
+    kind: tuple[int, int, int] | None = None  # of rounds whose seconds have not been learnt yet
+    seconds, count = 0.0, 0  # of these
 
     def __init__(self):
         self.prompts = Prompts()
+        self.trial: list[int] = []  # levels of the next rounds, which are to tell something
 
     def plan(self, rows: int) -> int:
         self.rounds += 1
-        if self._begins() or self._tries():
+        if self.trial:
+            return self.trial.pop()
+        if self.left and rows == self.asked:
+            self.left -= 1
+            return self.levels
+        if self._begins():
             return self._deepest(rows)
-        if rows != self.asked or self.rounds % THINK == 0:
-            self.asked, self.best = rows, self._best(rows)
-        levels = self._settle(self.best)
-        return 0 if self.timed and (self.rounds - FIRST_PLAIN) % PLAIN < FEW_PLAIN else levels
+        self.asked, self.left = rows, STRETCH - 1
+        self.levels = self._settle(self._best(rows))
+        self.trial = self._tries(rows)
+        return self.trial.pop() if self.trial else self.levels
 
     def _best(self, rows: int) -> int:
         """How many levels to draft for so many rows, by what is known."""
@@ -89,24 +101,32 @@ class Costed(Policy):
         """So little is known that a round is to tell something."""
         return False
 
-    def _tries(self) -> bool:
-        """It is this round's turn to tell something."""
+    def _tries(self, rows: int) -> list[int]:
+        """Levels of rounds that are due to tell something, before those that were chosen."""
         if self.now:
-            return self.rounds % DEEP == 0
-        if self.plain == self.every:
+            if self.timed and self.rounds >= self.plain_due:
+                self.plain_due = self.rounds + PLAIN
+                return [0] * FEW_PLAIN
+            if self.tries_deep and self.rounds >= self.deep_due:
+                self.deep_due = self.rounds + DEEP
+                return [self._deepest(rows)]
+        elif self.rounds >= self.draft_due and (self.timed or self.tries_deep):
             self.every = min(2 * self.every, SELDOM)
-            self.plain = -FEW
-        self.plain += 1
-        return self.plain <= 0
+            self.draft_due = self.rounds + FEW + self.every
+            return [self._deepest(rows)] * FEW
+        return []
 
     def _settle(self, levels: int) -> int:
         """Go on with so many levels. After plain rounds a drafter has much to absorb: so drafting begins again when it
         would have been faster for a while."""
-        self.waiting = self.waiting + 1 if levels and self.now == 0 else 0
-        if not self.waiting or self.waiting > PATIENCE:
+        if not levels or self.now != 0:
+            self.waiting = None
+        elif self.waiting is None:
+            self.waiting = self.rounds
+        if self.waiting is None or self.rounds - self.waiting >= PATIENCE:
             self.now = levels
         if self.now:
-            self.plain, self.every = 0, AFTER_PLAIN
+            self.draft_due, self.every = self.rounds + AFTER_PLAIN, AFTER_PLAIN
         return self.now
 
     def _fastest(self, rows: int, speed: np.ndarray) -> int:
@@ -122,17 +142,28 @@ class Costed(Policy):
         self.prompts.add(rows, seconds)
 
     def learn(self, outcome: Outcome) -> None:
-        self.prompts.emitted(len(outcome.accepted), len(outcome.accepted) + sum(outcome.accepted))
-        drafting = outcome.levels > 0
+        rows, drafting = len(outcome.accepted), outcome.levels > 0
+        self.prompts.emitted(rows, rows + sum(outcome.accepted))
         self.alike = self.alike + 1 if drafting == self.drafting else 1
         self.drafting = drafting
-        settled = self.alike > SETTLING
-        self.last = (len(outcome.accepted), outcome.levels, outcome.nodes) if settled else None
+        self.last = (rows, outcome.levels, outcome.nodes) if self.alike > SETTLING else None
 
     def took(self, seconds: float) -> None:
+        """The mean of rounds of one kind that follow each other is learnt at once."""
         last, self.last = self.last, None
         if self.curve is None:
             return
         self.timed = True
-        if last is not None:
-            self.curve.took(*last, seconds)
+        if last is None:
+            return
+        if last != self.kind:
+            self._learn_seconds()
+            self.kind = last
+        self.seconds, self.count = self.seconds + seconds, self.count + 1
+        if self.count == STRETCH:
+            self._learn_seconds()
+
+    def _learn_seconds(self) -> None:
+        if self.count:
+            self.curve.took(*self.kind, self.seconds / self.count, self.count)
+        self.seconds, self.count = 0.0, 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-KEPT = 32  # rounds of a kind over which its excess is averaged in the end
+KEPT = 64  # rounds of a kind over which its excess is averaged in the end
 DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
 MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
 LEAST = 0.1  # share of its measured seconds that a round takes at least
@@ -61,22 +61,23 @@ class Curve:
             self._known[rows] = rest, _between(self.rows, [np.asarray(v) for v in of_nodes], rows)
         return self._known[rows]
 
-    def took(self, rows: int, levels: int, nodes: int, seconds: float) -> None:
-        """Learn how long a round of this kind took where it was served, with all that was done around it."""
+    def took(self, rows: int, levels: int, nodes: int, seconds: float, rounds: int = 1) -> None:
+        """Learn how long rounds of this kind took where they were served, with all that was done around them: the mean
+        of so many."""
         knot = self._knot(rows, self.rows)
         if knot not in self.excess:
             self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0] * (self.levels + 1)
         excess, served = self.excess[knot], self.served[knot]
-        served[levels] += 1
+        served[levels] += rounds
         rest, verify = self._measured(rows)
         own = float(rest[levels] + verify[nodes])
         found, old = max(seconds / self.speed, LEAST * own), excess[levels]
         if math.isnan(old):
             old = found - own
         found = min(found, MOST * (own + old))
-        new = old + (found - own - old) / min(served[levels], KEPT)
+        new = old + (found - own - old) * rounds / min(served[levels], max(KEPT, rounds))
         excess[levels] = new
-        self.speed *= 1 + DRIFT * (found / (own + new) - 1)
+        self.speed *= 1 + (1 - (1 - DRIFT) ** rounds) * (found / (own + new) - 1)
 
     def _knot(self, rows: int, among: Iterable[int]) -> int:
         """The nearest number of rows."""

@@ -21,6 +21,7 @@ class Rates:
         """prior: the probabilities to begin with, level by level."""
         self.prior = np.clip(np.asarray(prior, dtype=float), 0.01, 0.99)
         self.hits, self.trials = np.zeros(len(prior)), np.zeros(len(prior))
+        self.missed = 0  # rounds that drafted nothing, which have not been counted yet
 
     def add(self, accepted: Iterable[int], ended: Iterable[bool]) -> None:
         """Rows of one round: how many tokens each accepted, and whether its path ended in a leaf, so that nothing is
@@ -31,16 +32,22 @@ class Rates:
                 hits[level] += 1
             for level in range(count + (not leaf)):
                 trials[level] += 1
+        self._count_missed()
         kept = np.where(np.asarray(trials) > 0, MEMORY, RETURN)
         self.hits, self.trials = kept * self.hits + hits, kept * self.trials + trials
 
     def unobserved(self) -> None:
         """A round that drafted nothing."""
-        self.hits *= RETURN
-        self.trials *= RETURN
+        self.missed += 1
+
+    def _count_missed(self) -> None:
+        left, self.missed = RETURN**self.missed, 0
+        self.hits *= left
+        self.trials *= left
 
     def values(self) -> np.ndarray:
         """[D]"""
+        self._count_missed()
         return (self.hits + WEIGHT * self.prior) / (self.trials + WEIGHT)
 
     def reach(self) -> np.ndarray:

@@ -14,6 +14,7 @@ class Table(Costed):
     """So many levels from so many rows on, as vLLM's `num_speculative_tokens_per_batch_size`."""
 
     name = "table"
+    tries_deep = False
 
     def __init__(self, levels: Mapping[int, int]):
         """levels: from this number of rows on, this many. The smallest number also stands for fewer rows."""
@@ -42,9 +43,6 @@ class Table(Costed):
         found.tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
         found.depths = [int(found._speed(rows).argmax()) for rows in found.starts]
         return found
-
-    def _tries(self) -> bool:
-        return self.timed and not self.now and super()._tries()
 
     def _deepest(self, rows: int) -> int:
         return 1 + int(self._speed(rows)[1:].argmax())  # it knows what drafts are worth, but not how long they take now

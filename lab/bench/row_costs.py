@@ -1,6 +1,7 @@
 """What several rows cost beside one: products, launched rounds by part, and whole compiled rounds.
 
     python -m lab.bench.row_costs --draft demo/mtp --compile --out rows.json
+    python -m lab.bench.row_costs --draft demo/mtp --token-map MAP --draft-dtype int8 --compile --out rows.json
     python -m lab.bench.row_costs --shape mobilellm_125m --out rows.json
 
 Products are those of all matrices of the target, one after the other as a forward takes them, in the way that the
@@ -126,7 +127,7 @@ def load(args: argparse.Namespace) -> tuple[Target, Drafter]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_flags(parser)
+    add_model_flags(parser, "token_map", "draft_dtype")
     parser.add_argument("--shape", help="a name of conf/shape, in the place of a pair")
     parser.add_argument("--steps", type=int, default=7, help="levels of the deepest chain (default 7)")
     parser.add_argument("--context", type=int, default=64, help="random tokens before the rounds (default 64)")

@@ -1,5 +1,6 @@
 """Policies that go by what rounds cost: when they try what they know little of, and when they change their mind."""
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,11 @@ PATIENCE = 8  # plain rounds after which drafting begins again, if it would have
 SETTLING = 2
 # Where drafts pay, a few of so many rounds are plain, from the eighth on: else nobody knows what plain rounds take.
 FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
-# Now and then a round drafts as deep as can be, as nothing else tells what deep drafts are worth. After plain rounds a
-# drafter has much to absorb: so there a few rounds do, and each time that plain rounds go on the next such are twice as
-# far, up to the last number.
-DEEP, AFTER_PLAIN, FEW, SELDOM = 128, 1024, 5, 16384
+DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else tells what deep drafts are worth
+# Where plain rounds go on, a few rounds draft: the first time soon, as nobody knows what drafts take at this load, then
+# after more and more plain rounds, up to the last number. They draft as deep as seems best, every other time as deep as
+# can be. After plain rounds a drafter has much to absorb, so they follow each other.
+FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 1024, 16384
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 LATELY = 256  # sequences that are counted in full; then all counts are halved
@@ -54,6 +56,24 @@ class Prompts:
         return self.seconds / self.absorbed * max(self.joined - self.running, 1.0) / self.tokens
 
 
+@dataclass
+class Tries:
+    """Of drafts where rounds are plain, at loads of about as many rows."""
+
+    left: int = SOON  # plain rounds until the next
+    following: int = AFTER_PLAIN  # and from that to the one behind it
+    count: int = 0
+
+    def passed(self, rounds: int) -> bool:
+        """So many rounds more were plain. Whether drafts are tried now."""
+        self.left -= rounds
+        if self.left > 0:
+            return False
+        self.left, self.following = self.following, min(2 * self.following, SELDOM)
+        self.count += 1
+        return True
+
+
 class Costed(Policy):
     """A policy that goes by what rounds cost."""
 
@@ -61,10 +81,11 @@ class Costed(Policy):
     tries_deep = True  # what drafts are worth is known of those only that were drafted
     rounds = 0  # that were planned
     asked, levels, left = 0, 0, 0  # the rows of the last choice, what was chosen, and for how many rounds it stands yet
+    promising = 1  # levels that seemed best among drafts
     now: int | None = None  # levels that rounds draft lately
     waiting: int | None = None  # the plain round since which a draft would have been faster
-    plain_due, deep_due = FIRST_PLAIN, DEEP  # rounds from which on something is to be tried: plain ones, deep drafts,
-    draft_due, every = AFTER_PLAIN, AFTER_PLAIN  # drafts where rounds are plain, and how many are between such tries
+    plain_due, deep_due = FIRST_PLAIN, DEEP  # rounds from which on plain ones, and deep drafts, are to be tried
+    thought = 0  # the round of the last choice
     last: tuple[int, int, int] | None = None  # rows, levels and nodes of the last round, if its time tells something
     drafting, alike = False, 0  # whether that round drafted, and how many did or did not since it was otherwise
     timed = False  # a server tells how long rounds take, and the choice goes by that
@@ -74,6 +95,7 @@ class Costed(Policy):
     def __init__(self):
         self.prompts = Prompts()
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
+        self.tries: defaultdict[int, Tries] = defaultdict(Tries)  # by the binary digits of the number of rows
 
     def plan(self, rows: int) -> int:
         self.rounds += 1
@@ -86,7 +108,7 @@ class Costed(Policy):
             return self._deepest(rows)
         self.asked, self.left = rows, STRETCH - 1
         self.levels = self._settle(self._best(rows))
-        self.trial = self._tries(rows)
+        self.trial, self.thought = self._tries(rows), self.rounds
         return self.trial.pop() if self.trial else self.levels
 
     def _best(self, rows: int) -> int:
@@ -110,10 +132,9 @@ class Costed(Policy):
             if self.tries_deep and self.rounds >= self.deep_due:
                 self.deep_due = self.rounds + DEEP
                 return [self._deepest(rows)]
-        elif self.rounds >= self.draft_due and (self.timed or self.tries_deep):
-            self.every = min(2 * self.every, SELDOM)
-            self.draft_due = self.rounds + FEW + self.every
-            return [self._deepest(rows)] * FEW
+        elif (self.timed or self.tries_deep) and self.tries[rows.bit_length()].passed(self.rounds - self.thought):
+            deep = self.tries_deep and self.tries[rows.bit_length()].count % 2 == 0
+            return [self._deepest(rows) if deep else self.promising] * FEW
         return []
 
     def _settle(self, levels: int) -> int:
@@ -126,7 +147,7 @@ class Costed(Policy):
         if self.waiting is None or self.rounds - self.waiting >= PATIENCE:
             self.now = levels
         if self.now:
-            self.draft_due, self.every = self.rounds + AFTER_PLAIN, AFTER_PLAIN
+            self.tries.pop(self.asked.bit_length(), None)
         return self.now
 
     def _fastest(self, rows: int, speed: np.ndarray) -> int:
@@ -135,7 +156,7 @@ class Costed(Policy):
         if self.timed:
             plain, speed = speed[0], speed / (1 + rows * self.prompts.price() * speed)
             speed[0] = GAIN * plain
-        best = int(speed.argmax())
+        best, self.promising = int(speed.argmax()), 1 + int(speed[1:].argmax())
         return self.now if self.now is not None and speed[best] < STAY * speed[self.now] else best
 
     def joined(self, rows: int, seconds: float | None) -> None:

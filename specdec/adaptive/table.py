@@ -44,9 +44,6 @@ class Table(Costed):
         found.depths = [int(found._speed(rows).argmax()) for rows in found.starts]
         return found
 
-    def _deepest(self, rows: int) -> int:
-        return 1 + int(self._speed(rows)[1:].argmax())  # it knows what drafts are worth, but not how long they take now
-
     def _best(self, rows: int) -> int:
         at = max(bisect_right(self.starts, rows) - 1, 0)
         if self.timed:

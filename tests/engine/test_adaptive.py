@@ -10,7 +10,7 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
-from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_PLAIN, PATIENCE, PLAIN, STRETCH
+from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_PLAIN, PATIENCE, PLAIN, SOON, STRETCH
 from specdec.adaptive.survival import BEGIN, FIRST, SELDOM_LOOKS, SURE
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -244,8 +244,20 @@ def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
     tried = [number for number in range(9 * AFTER_PLAIN) if policy.plan(1000)]
     starts = [number for number in tried if number - 1 not in tried]
     assert len(tried) == FEW * len(starts)
-    for between, (a, b) in zip((2 * AFTER_PLAIN, 4 * AFTER_PLAIN), pairwise(starts), strict=True):
-        assert between <= b - a - FEW < between + STRETCH
+    assert SOON - STRETCH <= starts[0] <= SOON + STRETCH
+    for between, (a, b) in zip((AFTER_PLAIN, 2 * AFTER_PLAIN, 4 * AFTER_PLAIN), pairwise(starts), strict=True):
+        assert between <= b - a < between + FEW + STRETCH
+
+
+def test_drafts_are_tried_at_each_load_by_itself():
+    """Else a crowd's plain rounds would keep a single row from trying."""
+    policy = Ema(curve(1.0, 10.0), SIZES, [0.6] * 5)
+    policy.rounds = BEGIN
+    for _ in range(4 * AFTER_PLAIN):
+        policy.plan(32)
+    alone = [policy.plan(1) for _ in range(2 * AFTER_PLAIN)]
+    assert sum(level > 0 for level in alone[: SOON + STRETCH + FEW]) == FEW
+    assert set(alone) == {0, 1, 5}, "as deep as seems best, and every other time as deep as can be"
 
 
 def settled(policy, rows: int) -> int:

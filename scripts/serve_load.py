@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--draft", default="specdec/demo/mtp")
     p.add_argument("--token-map", default="specdec/demo/frspec_4096.json", help="of the drafter; '' for none")
-    p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`)")
+    p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`); '' for its own")
     p.add_argument("--concurrency", default="1,2,4,8,16,32")
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     p.add_argument("--num-prompts", type=int, default=64, help="of a turn at most: 8 and 8 for each chat at a time")
@@ -90,8 +90,8 @@ def report(args: argparse.Namespace, turns: dict[str, list[list[dict]]]) -> None
 @contextmanager
 def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[str]:
     """A server of one way, by its address."""
-    draft = [] if "--no-draft" in words else ["--draft", args.draft, "--draft-dtype", args.draft_dtype]
-    draft += ["--token-map", args.token_map] if draft and args.token_map else []
+    given = {"--draft": args.draft, "--token-map": args.token_map, "--draft-dtype": args.draft_dtype}
+    draft = [] if "--no-draft" in words else [word for pair in given.items() if pair[1] for word in pair]
     command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--batch-size", str(rows), "--room", "640"]
     process = subprocess.Popen([*command, *draft, *words], stdout=subprocess.PIPE, text=True)
     try:

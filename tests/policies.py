@@ -8,14 +8,15 @@ from specdec.adaptive import Policy
 class Restless(Policy):
     """Every depth and every width in turn, plain rounds among them."""
 
-    cuts = True
-
     def __init__(self, steps: int):
         self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, 2, 0], 0, []
 
     def plan(self, rows):
         self.rounds += 1
         return self.depths[self.rounds % len(self.depths)]
+
+    def looks(self):
+        return True
 
     def keep(self, draft):
         width = min([1, 2, 4, 99][self.rounds % 4], draft.nodes)

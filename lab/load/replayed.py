@@ -54,7 +54,7 @@ class Drafts:
             policy.learn(Outcome(0, 1, [0] * len(roots), [True] * len(roots)))
             return 0, 1, [0] * len(roots)
         draft, right = self.draft(levels, roots), self.right[levels][roots]
-        looks = policy.cuts and policy.looks()
+        looks = policy.looks()
         kept = policy.keep(draft) if looks else None
         if kept is not None:
             draft, right = kept_of(draft, kept), np.take_along_axis(right, kept, 1)

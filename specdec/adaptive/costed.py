@@ -8,9 +8,7 @@ import numpy as np
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.policy import Outcome, Policy
 
-# A choice stands for so many rounds of as many rows. To think it over takes a twentieth of the time of a small target's
-# round, and even to be asked a hundredth.
-STRETCH = 8
+STRETCH = 8  # rounds of as many rows that a choice stands for: to make one takes hundredths of a small target's round
 PATIENCE = 8  # plain rounds after which drafting begins again, if it would have been faster in all of them
 # The first rounds after a change between plain rounds and drafts take longer: a drafter absorbs what it has missed, and
 # weights that were not read lately have left the processor's cache.
@@ -58,11 +56,11 @@ class Prompts:
 
 @dataclass
 class Tries:
-    """Of drafts where rounds are plain, at loads of about as many rows."""
+    """When drafts are tried where rounds are plain, at loads of about as many rows."""
 
-    left: int = SOON  # plain rounds until the next
+    left: int = SOON  # plain rounds until the next try
     following: int = AFTER_PLAIN  # and from that to the one behind it
-    count: int = 0
+    count: int = 0  # tries so far
 
     def passed(self, rounds: int) -> bool:
         """So many rounds more were plain. Whether drafts are tried now."""
@@ -132,9 +130,11 @@ class Costed(Policy):
             if self.tries_deep and self.rounds >= self.deep_due:
                 self.deep_due = self.rounds + DEEP
                 return [self._deepest(rows)]
-        elif (self.timed or self.tries_deep) and self.tries[rows.bit_length()].passed(self.rounds - self.thought):
-            deep = self.tries_deep and self.tries[rows.bit_length()].count % 2 == 0
-            return [self._deepest(rows) if deep else self.promising] * FEW
+        elif self.timed or self.tries_deep:
+            tries = self.tries[rows.bit_length()]
+            if tries.passed(self.rounds - self.thought):
+                deep = self.tries_deep and tries.count % 2 == 0
+                return [self._deepest(rows) if deep else self.promising] * FEW
         return []
 
     def _settle(self, levels: int) -> int:

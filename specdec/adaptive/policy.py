@@ -48,7 +48,6 @@ class Policy:
     """
 
     name = "policy"
-    cuts = False  # asks for drafts, and may leave nodes out
 
     def plan(self, rows: int) -> int:
         """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""
@@ -56,7 +55,7 @@ class Policy:
 
     def looks(self) -> bool:
         """Whether to ask `keep` about the draft that was planned last. If not, all of it is verified."""
-        return self.cuts
+        return False
 
     def keep(self, draft: Draft) -> np.ndarray | None:
         """The nodes to verify, [B,n] ascending and root first, closed under parents; None for all of them."""

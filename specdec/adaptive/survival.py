@@ -13,8 +13,8 @@ from specdec.adaptive.rates import BEGIN, MEMORY
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
 WHOLE = 32  # behind these, one of so many drafts is verified whole
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
-# Where so many drafts in a row were best verified whole, only one of so many is looked at: to look takes a twentieth of
-# a small target's round.
+# Where so many drafts in a row were best verified whole, only one of so many is looked at: to look takes a tenth of a
+# small target's round.
 SURE, SELDOM_LOOKS = 8, 8
 
 
@@ -29,7 +29,6 @@ class Survival(Costed):
     """
 
     name = "survival"
-    cuts = True
 
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float], estimator: Estimator):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: how often a level is accepted where the one

@@ -68,7 +68,7 @@ class Guide:
 
     def cut(self, tree: DraftTree, state: DraftState) -> DraftTree | None:
         """The part of a round's tree that is verified; None for the root alone. state: what the tree grew from."""
-        if self.policy.cuts and tree.logq is not None and self.policy.looks():
+        if tree.logq is not None and self.policy.looks():
             draft = self._draft(tree, state)
             kept = self.policy.keep(draft)
             if kept is not None and kept.shape[1] == 1:

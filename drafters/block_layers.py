@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from drafters.block_forward import BlockForward
 from drafters.layers import Attend, DraftAttention, DraftShape
-from specdec.model.layers import GatedMLP, Linear, RMSNorm, rotate
+from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.rope import rotate
 
 
 class BlockAttention(DraftAttention):
@@ -75,7 +76,7 @@ class BlockLayer(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         normed = self.input_norm(x)
         if self.convolutions is None:
-            x, normed = self.post_norm.add(x, self.attention(normed, rope, attend))
+            x, normed = self.attention.add(x, normed, self.post_norm, rope, attend)
             return x + self.mlp(normed)
         attention, mlp = self.convolutions
         mixed = attention.around(lambda y: self.attention(y, rope, attend), normed, self.rows)

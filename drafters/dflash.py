@@ -24,7 +24,8 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import Linear, LinearMap, RMSNorm, RopeTable, freeze, unfreeze
+from specdec.model.layers import Linear, LinearMap, RMSNorm, freeze, unfreeze
+from specdec.model.rope import RopeTable
 from specdec.model.target import check_taps
 
 

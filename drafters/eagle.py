@@ -39,7 +39,7 @@ class Eagle(RecurrentDrafter):
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = self.fc(torch.cat([embeds, hidden], dim=-1))
-        x, normed = self.post_norm.add(x, self.attention(x, rope, attend))
+        x, normed = self.attention.add(x, x, self.post_norm, rope, attend)
         return x + self.mlp(normed)
 
     def start_from(self, target) -> None:

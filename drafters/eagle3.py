@@ -89,7 +89,7 @@ class Eagle3(RecurrentDrafter):
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = side_by_side(self.embed_norm, self.hidden_norm, embeds, hidden)
         residual = x[..., hidden.shape[-1] :] if self.switches.residual_norm else hidden
-        hidden, normed = self.post_norm.add(residual, self.attention(x, rope, attend))
+        hidden, normed = self.attention.add(residual, x, self.post_norm, rope, attend)
         hidden = hidden + self.mlp(normed)
         return self.norm(hidden) if self.switches.feedback == "post" else hidden
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +10,10 @@ from torch import Tensor, nn
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
 from specdec.kernels import kernel_for
-from specdec.model.attention import CacheView
-from specdec.model.layers import Freezable, Linear, LinearMap, RMSNorm, Rope, check_heads, rotate
+from specdec.model import native
+from specdec.model.attention import CacheView, bind_add, bind_write
+from specdec.model.layers import Freezable, Linear, LinearMap, RMSNorm, check_heads
+from specdec.model.rope import Rope, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
 
@@ -83,7 +84,7 @@ class CachedAttention:
         return self.view.attend(self.layer, q, k, v)
 
     def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
-        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, with the kernel `rope_write`."""
+        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `bind_write` gave."""
         return self.view.attend_rows(self.layer, rows, rope, write)
 
 
@@ -91,11 +92,16 @@ def side_by_side(first: RMSNorm, second: RMSNorm, x: Tensor, y: Tensor) -> Tenso
     """The norms of x and y [B,n,H] -> [B,n,2H]."""
     if x.dtype == y.dtype and (kernel := kernel_for("norm_pair", x)):
         return kernel(x, y, (first.weight, second.weight), (first.eps, second.eps))
+    if native.serves(x) and native.serves(y):
+        pair = torch.ops.specdec_rows.norm_pair.default._op
+        return pair(x, y, first.weight, second.weight, first.eps, second.eps)
     return torch.cat([first(x), second(y)], dim=-1)
 
 
 class DraftAttention(Freezable):
     """Attention of the draft layer: fused q, k, v over an input of any width."""
+
+    frozen_add: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def __init__(
         self,
@@ -117,32 +123,46 @@ class DraftAttention(Freezable):
         self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
 
+    @property
+    def whole(self) -> bool:
+        """Heads are rotated as a whole, and have no gates: calls of several operators know no others."""
+        return not self.gate and self.rotary_dim == self.head_dim
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.frozen_add = bind_add(self.qkv, self.o, self.q_norm, self.k_norm) if self.whole else None
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.frozen_add = None
+
+    def add(
+        self, residual: Tensor, x: Tensor, norm: RMSNorm, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """residual + attention(x), and its norm."""
+        if self.frozen_add is not None and isinstance(attend, CachedAttention) and x.ndim == 2 and attend.view.seen:
+            return self.frozen_add(residual, x, norm, rope, attend.view, attend.layer)
+        return norm.add(residual, self(x, rope, attend))
+
     def bind(self) -> Callable[..., Tensor]:
-        write = self._bind_write()
+        write = bind_write(self.qkv.weight, self.q_norm, self.k_norm) if self.whole else None
         if write is None:
             return self._attention
+
+        qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
 
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
             if not isinstance(attend, CachedAttention):
                 return self._attention(x, rope, attend)
-            return self.o(attend.of_rows(self.qkv(x).view(x.shape[:2].numel(), -1, self.head_dim), rope, write))
+            rows = qkv(x if x.ndim == 2 else x.flatten(0, -2))
+            out = o(attend.of_rows(rows.view(len(rows), -1, dim), rope, write).flatten(0, -2))
+            return out if x.ndim == 2 else out.view(*x.shape[:-1], -1)
 
         return attention
 
-    def _bind_write(self) -> Callable[..., Tensor] | None:
-        """The kernel that norms and rotates q and k and stores k and v, or None. It knows no gates, and heads that are
-        rotated as a whole only."""
-        kernel = kernel_for("rope_write", self.qkv.weight)
-        if kernel is None or self.gate or self.rotary_dim < self.head_dim:
-            return None
-        if self.q_norm is None:
-            return kernel
-        gains = torch.stack([self.q_norm.weight, self.k_norm.weight])
-        return partial(kernel, gains=gains, eps=self.q_norm.eps)
-
     def _attention(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         q_rows = self.heads * (2 if self.gate else 1)
-        rows = self.qkv(x).view(*x.shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
+        rows = self.qkv(x).view(*rope[0].shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
         q, k, v = rows.split_with_sizes([q_rows, self.kv_heads, self.kv_heads], dim=2)
         if self.gate:
             q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
@@ -154,7 +174,8 @@ class DraftAttention(Freezable):
             turned = torch.cat([turned, qk[..., self.rotary_dim :]], dim=-1)
         q, k = turned.split_with_sizes([self.heads, self.kv_heads], dim=2)
         out = attend(q, k, v)
-        return self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
+        out = self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
+        return out.flatten(0, 1) if x.ndim == 2 else out
 
 
 class SharedHead(LinearMap):

@@ -57,12 +57,15 @@ class MtpLayer(nn.Module):
         self.mlp = mlp or GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
 
-    def forward(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden state before the final norm and after it."""
         sides = [(self.embed_norm, embeds), (self.hidden_norm, hidden)]
         norms, inputs = zip(*(sides[::-1] if self.hidden_first else sides), strict=True)
         x = self.project(side_by_side(*norms, *inputs))
-        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
-        return x + self.mlp(normed)
+        x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
+        return self.norm.add(x, self.mlp(normed))
 
 
 class Mtp(RecurrentDrafter):
@@ -95,9 +98,8 @@ class Mtp(RecurrentDrafter):
         return feats
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        block = self.blocks[index]
-        hidden = block(embeds, hidden, rope, attend)
-        return block.norm(hidden) if self.switches.feedback == "post" else hidden
+        before, after = self.blocks[index](embeds, hidden, rope, attend)
+        return after if self.switches.feedback == "post" else before
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
         return hidden if self.switches.feedback == "post" else self.blocks[index].norm(hidden)

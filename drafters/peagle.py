@@ -24,7 +24,7 @@ class UpperLayer(nn.Module):
         self.mlp = GatedMLP(shape.hidden, shape.intermediate)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x, normed = self.post_norm.add(x, self.attention(self.input_norm(x), rope, attend))
+        x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
         return x + self.mlp(normed)
 
 

@@ -21,7 +21,8 @@ from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
 from specdec.model.attention import CacheView, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import LinearMap, RopeTable, freeze, unfreeze
+from specdec.model.layers import LinearMap, freeze, unfreeze
+from specdec.model.rope import RopeTable
 
 
 class RecurrentDrafter(Drafter):
@@ -59,7 +60,8 @@ class RecurrentDrafter(Drafter):
 
     @abstractmethod
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is.
+        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is. In
+        decoding all three are rows, [B*n,H].
 
         index: which of the drafter's layers, always 0 for a drafter of one."""
 
@@ -74,7 +76,7 @@ class RecurrentDrafter(Drafter):
         (self.head,) = heads
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Embeddings [B,n,H] of tokens at draft positions [B,n]."""
+        """Embeddings [...,H] of tokens at draft positions [...]."""
         return F.embedding(tokens, self.embedding)
 
     # Decoding
@@ -105,10 +107,11 @@ class RecurrentDrafter(Drafter):
         view = CacheView(cache, count, itself, self.shape.heads // self.shape.kv_heads, prefill=prefill)
         positions = cache.lens[:, None] + cache.places[:count]
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
-        rope, embeds, hidden = self.rope(positions), self.embed(tokens, positions), self.fuse(feats)
+        rope, hidden = self.rope(positions), self.fuse(feats.flatten(0, 1))
+        embeds = self.embed(tokens.flatten(), positions.flatten())
         for index in range(1, self.layers):
             self.layer(embeds, hidden, rope, CachedAttention(view, index), index)
-        hidden = self.layer(embeds, hidden, rope, CachedAttention(view, 0), 0)
+        hidden = self.layer(embeds, hidden, rope, CachedAttention(view, 0), 0).view(*tokens.shape, -1)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
         hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
         cache.advance(n, max_len)
@@ -121,8 +124,9 @@ class RecurrentDrafter(Drafter):
         own = ancestors[:, :, (first - 1) * n :]
         view = CacheView(self.cache, n, own, self.shape.heads // self.shape.kv_heads, offset=(level - first) * n)
         positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
-        embeds = self.embed(tokens, positions)
-        hidden = self.layer(embeds, hidden, self.rope(positions), CachedAttention(view, index), index)
+        embeds = self.embed(tokens.flatten(), positions.flatten())
+        hidden = self.layer(embeds, hidden.flatten(0, 1), self.rope(positions), CachedAttention(view, index), index)
+        hidden = hidden.view(b, n, -1)
         return DraftState(hidden, self.readout(hidden, index), self.head)
 
     # Training

@@ -1,7 +1,6 @@
 """Draft vocabularies: all of the target's tokens, or a chosen part of them."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -22,9 +21,7 @@ class DraftVocab(nn.Module):
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids -> target ids, any shape."""
-        if self.ids is None:
-            return draft_ids
-        return F.embedding(draft_ids, self.ids[:, None]).squeeze(-1)
+        return draft_ids if self.ids is None else self.ids.take(draft_ids)
 
     def from_target(self, target_ids: Tensor) -> Tensor:
         """Target ids -> draft ids, any shape; -1 for tokens outside the draft vocabulary."""

@@ -16,7 +16,7 @@ from drafters.formats.convert import convert, export
 from drafters.formats.eagle3 import PROJECTIONS
 from specdec.api import DEMO_TARGET
 from specdec.model.checkpoint import write_folder
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 
 METHODS = {
     "EAGLE-3": "eagle3",

@@ -10,7 +10,7 @@ from drafters.dflash import BlockDrafter
 from drafters.formats import recognise
 from drafters.parallel import ParallelDrafter
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 GOLDEN = Path(__file__).parent / "golden" / "blocks"

@@ -15,7 +15,7 @@ from drafters.draft_model import DraftModel
 from drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.sampling.filters import filtered_probs
 from specdec.types import Sampling

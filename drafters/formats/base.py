@@ -17,7 +17,7 @@ from torch import Tensor
 from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 Tensors = dict[str, Tensor]

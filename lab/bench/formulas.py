@@ -10,7 +10,8 @@ from torch import Tensor
 from lab.bench.device_time import Run
 from lab.cost.memory import size_of
 from specdec.model.attention import attend, packed_mask, tree_mask
-from specdec.model.layers import RMSNorm, rotate
+from specdec.model.layers import RMSNorm
+from specdec.model.rope import rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import bits_of, gumbel, hashes_of
@@ -124,14 +125,13 @@ def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
         a, b = gate_up.chunk(2, dim=-1)
         return F.silu(a) * b
 
-    tables = cos.flatten(0, 2), sin.flatten(0, 2)
     return {
         "rms_norm": KernelCase(lambda: rms_norm.launch(x, norm.weight, 1e-5), lambda: plain(x), 2 * size(x)),
         "residual_rms_norm": KernelCase(
             lambda: rms_norm.launch(y, norm.weight, 1e-5, residual=x), add_norm, 4 * size(x)
         ),
         "rope_write": KernelCase(
-            lambda: rope_write.launch(qkv[0], *tables, slots, keys, values), rope, 2 * size(qkv) + size(cos, sin)
+            lambda: rope_write.launch(qkv[0], cos, sin, slots, keys, values), rope, 2 * size(qkv) + size(cos, sin)
         ),
         "gated": KernelCase(lambda: gated.launch(gate_up, "silu"), gate, size(gate_up) * 3 // 2),
     }

@@ -6,7 +6,7 @@ from torch import Tensor
 from drafters import eagle3
 from drafters.eagle3 import Eagle3
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from training.data import Batch
 

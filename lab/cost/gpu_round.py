@@ -39,7 +39,7 @@ from specdec.cli.terminal import console
 from specdec.engine.round import Round
 from specdec.kernels import backends
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.types import Sampling
 from specdec.verify import make_verifier

@@ -9,7 +9,7 @@ A new kernel is its file, with the formula, `reference` and `launch`; its name i
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
     rms_norm             RMSNorm, and residual + RMSNorm                   layers.RMSNorm, layers.OffsetRMSNorm
-    rope_write           norms of q and k, rotation, write to the cache    layers.rotate, cache.KVCache.write
+    rope_write           norms of q and k, rotation, write to the cache    rope.rotate, cache.KVCache.write
     commit               accepted nodes' keys and values move down         cache.KVCache.commit
     gated                act(gate) * up                                    the middle of layers.GatedMLP
     head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk

@@ -1,10 +1,10 @@
 """The norms of q and k, their rotary positions, and the write of k and v to the cache, in one pass.
 
-    turn(x) = x * cos + roll(x, Dh/2) * sin       sin with its first half negated, as `layers.RopeTable` has it
+    turn(x) = x * cos + roll(x, Dh/2) * sin       sin with its first half negated, as `rope.RopeTable` has it
     q_out[r,h] = turn(norm_q(q[r,h]))
     keys[slots[r],h] = turn(norm_k(k[r,h]))       values[slots[r],h] = v[r,h]
 
-In torch: `layers.rotate` and `cache.KVCache.write`, with `layers.RMSNorm` before them in families that have it. A row
+In torch: `rope.rotate` and `cache.KVCache.write`, with `layers.RMSNorm` before them in families that have it. A row
 whose slot is negative is padding, and writes nothing to the cache. Each warp has one head of a row. Results are rounded
 once, at the end.
 """
@@ -83,10 +83,11 @@ def launch(
     eps: float = 0.0,
     offset: bool = False,
 ) -> Tensor:
-    """qkv [R,heads+2K,Dh], the heads of a row together; cos, sin [R,Dh] of equal strides; slots [R] int64, into the
-    rows of keys and values [slots,K*Dh] -> q [R,heads,Dh]. gains [2,Dh]: weights of the norms of q and k; `offset` adds
-    1 to them."""
+    """qkv [B*n,heads+2K,Dh], the heads of a row together; cos, sin [B,n,1,Dh] of equal strides; slots [B*n] int64, into
+    the rows of keys and values [slots,K*Dh] -> q [B,n,heads,Dh]. gains [2,Dh]: weights of the norms of q and k;
+    `offset` adds 1 to them."""
     rows, heads, dim = qkv.shape
+    batch, cos, sin = len(cos), cos.flatten(0, 2), sin.flatten(0, 2)
     kv_heads = keys.shape[1] // dim
     q_heads = heads - 2 * kv_heads
     assert qkv.stride(2) == 1
@@ -100,4 +101,4 @@ def launch(
         Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2),
         NORM=gains is not None, OFFSET=offset, num_warps=1,
     )  # fmt: skip
-    return q
+    return q.unflatten(0, (batch, -1))

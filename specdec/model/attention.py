@@ -8,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.kernels import kernel_for
+from specdec.model import native
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import own_attention
+from specdec.model.cpu_attention import attend_add, attend_seen, seen_by
+from specdec.model.layers import Linear, RMSNorm
 
 
 def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
@@ -118,6 +120,37 @@ def document_mask(documents: Tensor) -> Tensor:
     return (documents[:, :, None] == documents[:, None]) & (rows[:, None] >= rows)
 
 
+def bind_write(weight: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Callable[..., Tensor] | None:
+    """What norms and rotates q and k and stores k and v in one pass: (rows, cos, sin, slots, keys, values) -> q, the
+    kernel `rope_write` or our own operator. None where there is neither. weight: that of q, k and v."""
+    if kernel := kernel_for("rope_write", weight):
+        if q_norm is None:
+            return kernel
+        gains = torch.stack([q_norm.weight, k_norm.weight])
+        return partial(kernel, gains=gains, eps=q_norm.eps, offset=q_norm.offset)
+    return native.rope_write(weight, *_gains(q_norm, k_norm))
+
+
+def bind_add(
+    qkv: Linear, o: Linear, q_norm: RMSNorm | None, k_norm: RMSNorm | None
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Attention and the norm behind it in one call (`cpu_attention.attend_add`): (residual, x, norm, rope, view, layer)
+    -> residual + attention(x), and its norm. None where there is no such call. It serves views that have `seen`."""
+    if kernel_for("rope_write", qkv.weight) or kernel_for("rms_norm", qkv.weight):
+        return None
+    add = attend_add(qkv, o, *_gains(q_norm, k_norm))
+    if add is None:
+        return None
+    return lambda residual, x, norm, rope, view, layer: add(
+        residual, x, norm.weight, norm.eps, rope, view.cache, layer, view.slots, view.seen
+    )
+
+
+def _gains(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> tuple[Tensor | None, float]:
+    """What normalised queries, and keys, are multiplied by [2,Dh], and the norms' eps."""
+    return (None, 0.0) if q_norm is None else (torch.stack([q_norm.gain(), k_norm.gain()]), q_norm.eps)
+
+
 class NoCache:
     """The view of a forward that keeps nothing: causal over its own positions, or, with a mask [B,T,T] bool, over what
     that shows of them. For training."""
@@ -160,7 +193,7 @@ class CacheView:
         scale: float | None = None,
     ):
         nodes = cache.places[offset : offset + n]
-        self.cache, self.slots, self.scale, self.kernel = cache, cache.slots_of(nodes), scale, None
+        self.cache, self.slots, self.scale, self.kernel, self.seen = cache, cache.slots_of(nodes), scale, None, None
         self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
         # No position exceeds its slot, so a window of all visible slots hides nothing.
@@ -180,8 +213,8 @@ class CacheView:
                 slots=cache.max_len,
             )
             return
-        if self.window is None and (own := own_attention(cache, n, offset + n, ancestors, scale)):
-            self.kernel = own
+        if self.window is None and (seen := seen_by(cache, n, offset + n, ancestors, scale)):
+            self.seen = seen
             return
         if n == 1 and ancestors is None and cache.batch == 1:
             self.first = self.visible - (self.window or self.visible)
@@ -197,21 +230,20 @@ class CacheView:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""
         self.cache.write(layer, self.slots, k, v)
-        return self._attend(layer, q, k, v)
+        return attend_causal(q, k, v, self.window, self.scale) if self.fresh else self._attend(layer, q)
 
     def attend_rows(
         self, layer: int, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]
     ) -> Tensor:
-        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, with the kernel `rope_write`."""
-        cos, sin = rope
-        b, n = cos.shape[:2]
-        q = write(rows, cos.flatten(0, 2), sin.flatten(0, 2), self.slots, *self.cache.flat[layer])
-        k, v = self.cache.layers[layer][:, :, :n]  # what a fresh prompt attends to: its own positions
-        return self._attend(layer, q.unflatten(0, (b, n)), k, v)
+        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `bind_write` gave."""
+        q = write(rows, *rope, self.slots, *self.cache.flat[layer])
+        if self.fresh:  # a prompt attends to its own positions
+            return attend_causal(q, *self.cache.layers[layer][:, :, : q.shape[1]], self.window, self.scale)
+        return self._attend(layer, q)
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.fresh:
-            return attend_causal(q, k, v, self.window, self.scale)
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
+        if self.seen is not None:
+            return attend_seen(q, *self.cache.heads[layer], self.seen)
         if self.kernel is not None:
             return self.kernel(q, *self.cache.heads[layer])
         return attend(q, *self.cache.read(layer, self.first, self.visible - self.first), self.mask, self.scale)

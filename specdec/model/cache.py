@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec.kernels import kernel_for
+from specdec.model import native
 
 
 def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
@@ -36,6 +37,7 @@ class KVCache:
         self.all_starts = torch.arange(rows, device=like.device)[:, None] * slots  # made once: graphs read it
         self.max_len = 0
         self.move = kernel_for("commit", like)
+        self.own_move = self.move is None and like.device.type == "cpu" and native.has_rows()
         if self.move is not None:
             self.addresses = torch.tensor([kv.data_ptr() for kv in self.memory], device=like.device)
         self._use(0, rows)
@@ -123,6 +125,8 @@ class KVCache:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""
         if self.move is not None:
             self.move(self.addresses, self.layers[0], self.lens, path, n)
+        elif self.own_move:
+            torch.ops.specdec_rows.commit.default._op(self.memory, self.lens, path, n)
         elif path.shape[1] > 1:
             source, destination = self.slots_of(path[:, 1:]), self.slots_of(self.places[1 : path.shape[1]])
             for rows in self.rows:

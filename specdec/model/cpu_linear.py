@@ -84,16 +84,32 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
 
 def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool = False) -> Product | None:
     """x [R,H] -> down(silu(gate(x)) * up(x)) in one call, where our own products serve both; else None."""
+    if (weights := _packed_mlp(gate_up, down, activation, int8)) is None:
+        return None
+    product, (wide, narrow) = torch.ops.specdec_rows.mlp.default._op, weights
+    return lambda x: product(x, wide.packed, narrow.packed, narrow.size)
+
+
+def gated_mlp_add(
+    gate_up: nn.Linear, down: nn.Linear, activation: str, weight: Tensor, eps: float
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """(residual, x) -> residual + that, and its norm, in one call; None as for `gated_mlp`. weight, eps: the norm's."""
+    weights = _packed_mlp(gate_up, down, activation, gate_up.int8)
+    if weights is None or not native.serves(weight):
+        return None
+    add, wide, narrow = torch.ops.specdec_rows.mlp_add.default._op, *(each.packed for each in weights)
+    return lambda residual, x: add(residual, x, wide, narrow, weight, eps)
+
+
+def _packed_mlp(
+    gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool
+) -> tuple[RowsWeight, RowsWeight] | None:
+    """Both weights, where one call of our own multiplies with them."""
     inner = down.in_features
     if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % UNIT or inner < WIDE:
         return None
-    if int8 and gate_up.weight.numel() >= LARGE:
-        return None
-    wide, narrow = pack(gate_up.weight), pack(down.weight)
-    if not isinstance(wide, RowsWeight) or not isinstance(narrow, RowsWeight):
-        return None
-    product = torch.ops.specdec_rows.mlp.default._op
-    return lambda x: product(x, wide.packed, narrow.packed, narrow.size)
+    wide, narrow = packed_rows(gate_up.weight, int8), packed_rows(down.weight)
+    return None if wide is None or narrow is None else (wide, narrow)
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
@@ -125,6 +141,8 @@ def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
 def _int8_linear(packed: torch.ScriptObject, bias: Tensor | None, dtype: torch.dtype) -> Product:
     # Without VNNI sums of products of 8 bits overflow.
     product, fewer = torch.ops.quantized.linear_dynamic.default._op, not torch.cpu._is_vnni_supported()
+    if dtype == torch.float32 and bias is None:
+        return lambda x: product(x, packed, fewer)
 
     def multiply(x: Tensor) -> Tensor:
         y = product(x.float(), packed, fewer).to(dtype)
@@ -158,6 +176,14 @@ def pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
     the same memory.
     """
     return _kept(_packed, weight, _pack)
+
+
+def packed_rows(weight: Tensor, int8: bool = False) -> RowsWeight | None:
+    """The weight in our own layout; None where `linear` takes another product. int8: as there."""
+    if int8 and weight.numel() >= LARGE:
+        return None
+    packed = pack(weight)
+    return packed if isinstance(packed, RowsWeight) else None
 
 
 def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], Any]) -> Any:
@@ -261,16 +287,3 @@ def _pack_onednn(weight: Tensor) -> Tensor | None:
     if not fast or (weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_ROWS)
-
-
-def transpose_weights(model: nn.Module) -> None:
-    """Keep each weight of `nn.Linear` on the CPU transposed in memory, for modules that call `F.linear` themselves.
-
-    The product of 4 to 16 rows, a tree, with a transposed weight takes 0.4 to 0.7 of the time of the usual layout in
-    torch 2.13 (MKL), and that of one row takes the same (docs/log.md). Values and shapes do not change.
-    """
-    for module in model.modules():
-        plain = isinstance(module, nn.Linear) and type(module.weight) is nn.Parameter  # quantised ones are classes
-        if plain and module.weight.device.type == "cpu" and module.weight.is_floating_point():
-            weight = module.weight.detach()
-            module.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=module.weight.requires_grad)

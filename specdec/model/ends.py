@@ -21,9 +21,9 @@ from specdec.model.checkpoint import (
     read_json,
     read_tensors,
 )
-from specdec.model.layers import Rope
 from specdec.model.loader import load_tokenizer, read_eos, target_parameters
 from specdec.model.names import resolve
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 # Families whose layers are not native and whose ends are Llama's, and those whose final norm stores its weight less 1.

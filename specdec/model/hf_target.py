@@ -21,8 +21,8 @@ from specdec.model.hf_check import check
 from specdec.model.hf_config import count_experts, exact_context, read_windows
 from specdec.model.hf_experts import ExpertWatch
 from specdec.model.hf_place import weight_of
-from specdec.model.layers import Rope
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
+from specdec.model.rope import Rope
 
 NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 RECURRENT = ("linear_attention", "conv")  # types of layers that take no mask of ours

@@ -1,9 +1,7 @@
 """The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from specdec.kernels import kernel_for
 from specdec.model import native
-from specdec.model.cpu_linear import check_int8, gated_mlp, linear
+from specdec.model.cpu_linear import check_int8, gated_mlp, gated_mlp_add, linear
 
 
 class Freezable(nn.Module):
@@ -25,6 +23,12 @@ class Freezable(nn.Module):
     """
 
     frozen: Callable[..., Tensor] | None = None  # the function that calls take until `unfreeze`
+
+    def freeze(self) -> None:
+        self.frozen = self.bind()
+
+    def unfreeze(self) -> None:
+        self.frozen = None
 
     def bind(self) -> Callable[..., Tensor]:
         raise NotImplementedError
@@ -42,14 +46,14 @@ def freeze(model: nn.Module) -> None:
     """Bind every part of a model once, for all calls until `unfreeze`. Its weights must stay as they are."""
     for module in model.modules():
         if isinstance(module, Freezable):
-            module.frozen = module.bind()
+            module.freeze()
 
 
 def unfreeze(model: nn.Module) -> None:
     """Let every part of a model see its present weights at each call again."""
     for module in model.modules():
         if isinstance(module, Freezable):
-            module.frozen = None
+            module.unfreeze()
 
 
 def round_weights(drafter: nn.Module) -> None:
@@ -71,11 +75,20 @@ class RMSNorm(Freezable):
     """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32, or finer, as transformers does."""
 
     offset = False  # the weight is stored less 1
+    frozen_add: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.frozen_add = self.bind_add()
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.frozen_add = None
 
     def bind(self) -> Callable[[Tensor], Tensor]:
         if kernel := kernel_for("rms_norm", self.weight):
@@ -91,8 +104,8 @@ class RMSNorm(Freezable):
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
-        if kernel_for("rms_norm", x) or native.serves(x):
-            return self.bind_add()(x, y)
+        if self.frozen_add is not None:
+            return self.frozen_add(x, y)
         x = x + y
         return x, self(x)
 
@@ -175,7 +188,8 @@ class LinearMap(Freezable):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
-        return (self.frozen or self.bind())(x.flatten(0, -2)).view(*x.shape[:-1], len(self.weight))
+        product = self.frozen or self.bind()
+        return product(x) if x.ndim == 2 else product(x.flatten(0, -2)).view(*x.shape[:-1], len(self.weight))
 
 
 class Linear(LinearMap, nn.Linear):
@@ -213,88 +227,20 @@ class GatedMLP(Freezable):
 
         return mlp
 
+    def bind_add(self, norm: RMSNorm) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(x, normed) -> x + mlp(normed), and its norm."""
+        parts = self.gate_up, self.down, self.activation, norm.weight, norm.eps
+        plain = norm.offset or kernel_for("rms_norm", norm.weight) or kernel_for("gated", norm.weight)
+        if not plain and (own := gated_mlp_add(*parts)):
+            return own
+        mlp, add_norm = self.bind(), norm.bind_add()
+        return lambda x, normed: add_norm(x, mlp(normed))
+
     def forward(self, x: Tensor) -> Tensor:
-        return (self.frozen or self.bind())(x.flatten(0, -2)).view_as(x)
+        mlp = self.frozen or self.bind()
+        return mlp(x) if x.ndim == 2 else mlp(x.flatten(0, -2)).view_as(x)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding of one model: what the checkpoint's config says about it.
-
-    `scaling` is 'default', 'linear' (positions divided by `factor`) or 'llama3' (Llama 3.1's frequency-dependent
-    interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between).
-    """
-
-    theta: float = 10000.0
-    scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    def fault(self) -> str:
-        """What makes this rope no rotation, in one clause; empty if nothing does."""
-        for name, number in (("rope_theta", self.theta), ("the factor of rope_scaling", self.factor)):
-            if not 0 < number < math.inf:
-                return f"{name} is {number:g}, and must be above 0"
-        return ""
-
-    def inverse_frequencies(self, head_dim: int) -> Tensor:
-        """[Dh/2] fp32, in radians per position."""
-        inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-        if self.scaling == "linear":
-            return inv / self.factor
-        if self.scaling == "llama3":
-            wavelength = 2 * math.pi / inv
-            low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
-            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            blended = (1 - ramp) * inv / self.factor + ramp * inv
-            return torch.where(wavelength > low, inv / self.factor, torch.where(wavelength < high, inv, blended))
-        return inv
-
-    def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-        """cos, sin [positions, Dh] fp32. The first half of sin is negated, so that one roll replaces `rotate_half`."""
-        angles = torch.outer(torch.arange(positions).float(), self.inverse_frequencies(head_dim))
-        sin = angles.sin()
-        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
-
-
-GROWTH = 2048  # positions by which the table grows
-
-
-class RopeTable(nn.Module):
-    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
-    side in one table [S, 2 Dh], so that one look-up finds both."""
-
-    def __init__(self, rope: Rope, head_dim: int):
-        super().__init__()
-        self.rope, self.head_dim = rope, head_dim
-        self.register_buffer("table", torch.empty(0, 2 * head_dim), persistent=False)
-
-    def reserve(self, positions: int, like: Tensor) -> None:
-        """Have at least so many positions. There are few sizes, as compiled functions belong to one each."""
-        positions += -positions % GROWTH
-        known = self.table
-        if len(known) < positions or known.device != like.device or known.dtype != like.dtype:
-            cos, sin = self.rope.tables(self.head_dim, max(positions, len(known)))
-            # The tables are made in fp32 and rounded once, as transformers does.
-            self.table = torch.cat([cos, sin], dim=-1).to(like)
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [B,N] -> cos, sin [B,N,1,Dh], views of one tensor."""
-        cos, sin = F.embedding(positions, self.table).unsqueeze(2).split_with_sizes([self.head_dim] * 2, dim=-1)
-        return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
-    if native.serves(x) and x.stride(-1) == 1:
-        return torch.ops.specdec_rows.rotate.default._op(x, cos, sin)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -17,7 +17,13 @@ the object behind a tensor, its handle, and calls the same product with it.
     torch.ops.specdec_rows.mlp(x, gate_up, down, size)
     torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)
     torch.ops.specdec_rows.rms_norm(x, weight, eps)                 x [...,H], and add_norm(x, y, weight, eps)
+    torch.ops.specdec_rows.norm_pair(x, y, x_weight, y_weight, x_eps, y_eps)            two norms side by side
     torch.ops.specdec_rows.rotate(x, cos, sin)                      x [B,N,heads,Dh]
+    torch.ops.specdec_rows.rope_write(rows, cos, sin, slots, keys, values, gains, eps)  as the kernel of that name
+    torch.ops.specdec_rows.largest(x)                               the place of the largest [...], the first of equals
+    torch.ops.specdec_rows.likeliest(logits)                        log-probability and token [...,1]
+    torch.ops.specdec_rows.follow(tokens, parents, drawn, steps)    path [B,P], n [B], emitted tokens [B,P]
+    torch.ops.specdec_rows.commit(memory, lens, path, n)            as the kernel of that name
 
 Each is compiled once for each version of torch, of itself and of the processor, and kept in the user's cache.
 """
@@ -88,6 +94,15 @@ def add_norm(weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], tuple[Ten
     return lambda x, y: add(x, y, weight, eps)
 
 
+def rope_write(like: Tensor, gains: Tensor | None, eps: float) -> Callable[..., Tensor] | None:
+    """Our own operator in the place of the kernel `rope_write`: (rows, cos, sin, slots, keys, values) -> q; None as for
+    `rms_norm`. gains [2,Dh]: what normalised queries, and keys, are multiplied by; None without norms."""
+    if not serves(like):
+        return None
+    write = torch.ops.specdec_rows.rope_write.default._op
+    return lambda *where: write(*where, gains, eps)
+
+
 @functools.cache
 def has_rows() -> bool:
     """Whether there are the operators of `rows.cpp`, now known to torch: with AVX2 or AVX-512, and a C++ compiler."""
@@ -101,6 +116,9 @@ def has_rows() -> bool:
         ("linear", _like),
         ("mlp", _like),
         ("tree_attention", lambda q, *rest: q.new_empty(*q.shape[:2], q.shape[2:].numel())),
+        ("largest", lambda x: x.new_empty(x.shape[:-1], dtype=torch.int64)),
+        ("likeliest", lambda x: (x.new_empty(*x.shape[:-1], 1), x.new_empty(*x.shape[:-1], 1, dtype=torch.int64))),
+        ("follow", _followed),
     ):
         torch.library.register_fake(f"specdec_rows::{name}", like)
     return True
@@ -108,6 +126,11 @@ def has_rows() -> bool:
 
 def _like(x: Tensor, *rest) -> Tensor:
     return x.new_empty(x.shape[0], rest[-1])
+
+
+def _followed(tokens: Tensor, parents: Tensor, drawn: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    path = tokens.new_empty(len(tokens), steps + 1)
+    return path, tokens.new_empty(len(tokens)), torch.empty_like(path)
 
 
 def _library(source: str, how: tuple[str, ...]) -> Path:

@@ -1,4 +1,4 @@
-// RMSNorm and the rotation of queries and keys, a call each, for `rows.cpp`.
+// RMSNorm, the rotation of queries and keys, and what surrounds them, a call each, for `rows.cpp`.
 
 #pragma once
 
@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <tuple>
+#include <vector>
 
 namespace norm_rope {
 
@@ -17,10 +19,24 @@ using at::Tensor;
 
 constexpr int64_t SHARE = 1 << 15; // values that are worth a thread
 
-// The rows of x [rows,size], and y added to them if there is one, into `sum` and their norms into `out`. What a row
-// gives does not depend on the others.
+// x [size] -> its norm.
+inline void norm_row(const float* x, const float* weight, float eps, int64_t size, float* out) {
+  Floats squares = {};
+  const int64_t whole = size / LANES * LANES;
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats part = load(x + i);
+    squares += part * part;
+  }
+  float total = sum_of(squares);
+  for (int64_t i = whole; i < size; i++) total += x[i] * x[i];
+  const float scale = 1 / std::sqrt(total / size + eps);
+  for (int64_t i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
+}
+
+// The rows of x [rows,size], and y added to them if there is one, into `sum` and their norms into `out`, whose rows lie
+// `apart`. What a row gives does not depend on the others.
 inline void norm_rows(const float* x, const float* y, const float* weight, float eps, int64_t rows, int64_t size,
-                      float* sum, float* out) {
+                      float* sum, float* out, int64_t apart) {
   at::parallel_for(0, rows, std::max<int64_t>(1, SHARE / size), [&](int64_t first, int64_t last) {
     for (int64_t r = first; r < last; r++) {
       const float* from = x + r * size;
@@ -29,16 +45,7 @@ inline void norm_rows(const float* x, const float* y, const float* weight, float
         for (int64_t i = 0; i < size; i++) to[i] = from[i] + y[r * size + i];
         from = to;
       }
-      Floats squares = {};
-      const int64_t whole = size / LANES * LANES;
-      for (int64_t i = 0; i < whole; i += LANES) {
-        const Floats part = load(from + i);
-        squares += part * part;
-      }
-      float total = sum_of(squares);
-      for (int64_t i = whole; i < size; i++) total += from[i] * from[i];
-      const float scale = 1 / std::sqrt(total / size + eps);
-      for (int64_t i = 0; i < size; i++) out[r * size + i] = from[i] * scale * weight[i];
+      norm_row(from, weight, eps, size, out + r * apart);
     }
   });
 }
@@ -50,7 +57,7 @@ inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const int64_t size = weight.numel();
   TORCH_CHECK(x.size(-1) == size, "the norm is of another size");
   norm_rows(rows.const_data_ptr<float>(), nullptr, weight.const_data_ptr<float>(), eps, x.numel() / size, size, nullptr,
-            out.mutable_data_ptr<float>());
+            out.mutable_data_ptr<float>(), size);
   return out;
 }
 
@@ -61,13 +68,37 @@ inline std::tuple<Tensor, Tensor> add_norm(const Tensor& x, const Tensor& y, con
   const int64_t size = weight.numel();
   TORCH_CHECK(x.size(-1) == size && x.sizes() == y.sizes(), "the norm is of another size");
   norm_rows(rows.const_data_ptr<float>(), added.const_data_ptr<float>(), weight.const_data_ptr<float>(), eps,
-            x.numel() / size, size, sum.mutable_data_ptr<float>(), out.mutable_data_ptr<float>());
+            x.numel() / size, size, sum.mutable_data_ptr<float>(), out.mutable_data_ptr<float>(), size);
   return {sum, out};
+}
+
+// x [...,H], y [...,G] fp32 -> the norms of both, side by side: [...,H+G].
+inline Tensor norm_pair(const Tensor& x, const Tensor& y, const Tensor& x_weight, const Tensor& y_weight, double x_eps,
+                        double y_eps) {
+  const Tensor left = x.contiguous(), right = y.contiguous();
+  const int64_t size = x_weight.numel(), beside = y_weight.numel(), rows = x.numel() / size;
+  TORCH_CHECK(x.size(-1) == size && y.size(-1) == beside && y.numel() == rows * beside, "the norms are of other sizes");
+  auto shape = x.sizes().vec();
+  shape.back() = size + beside;
+  Tensor out = at::empty(shape, x.options());
+  float* to = out.mutable_data_ptr<float>();
+  norm_rows(left.const_data_ptr<float>(), nullptr, x_weight.const_data_ptr<float>(), x_eps, rows, size, nullptr, to,
+            size + beside);
+  norm_rows(right.const_data_ptr<float>(), nullptr, y_weight.const_data_ptr<float>(), y_eps, rows, beside, nullptr,
+            to + size, size + beside);
+  return out;
+}
+
+// A head, times cos, and its halves exchanged times sin.
+inline void turn(const float* head, const float* cos, const float* sin, int64_t dim, float* out) {
+  const int64_t half = dim / 2;
+  for (int64_t d = 0; d < half; d++) out[d] = head[d] * cos[d] + head[d + half] * sin[d];
+  for (int64_t d = half; d < dim; d++) out[d] = head[d] * cos[d] + head[d - half] * sin[d];
 }
 
 // x [B,N,heads,Dh], each row's heads side by side, times cos [B,N,1,Dh], and its halves exchanged times sin: both fp32.
 inline Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
-  const int64_t batch = x.size(0), n = x.size(1), heads = x.size(2), dim = x.size(3), half = dim / 2;
+  const int64_t batch = x.size(0), n = x.size(1), heads = x.size(2), dim = x.size(3);
   TORCH_CHECK(x.stride(3) == 1 && cos.stride(3) == 1 && sin.stride(3) == 1, "a head lies in pieces");
   Tensor out = at::empty({batch, n, heads, dim}, x.options());
   const float *from = x.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
@@ -78,13 +109,49 @@ inline Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
       const float *cosine = c + b * cos.stride(0) + i * cos.stride(1), *sine = s + b * sin.stride(0) + i * sin.stride(1);
       for (int64_t h = 0; h < heads; h++) {
         const float* head = from + b * x.stride(0) + i * x.stride(1) + h * x.stride(2);
-        float* place = to + (row * heads + h) * dim;
-        for (int64_t d = 0; d < half; d++) place[d] = head[d] * cosine[d] + head[d + half] * sine[d];
-        for (int64_t d = half; d < dim; d++) place[d] = head[d] * cosine[d] + head[d - half] * sine[d];
+        turn(head, cosine, sine, dim, to + (row * heads + h) * dim);
       }
     }
   });
   return out;
+}
+
+// Of rows [B*N,heads+2K,Dh] of queries, keys and values: the norms of queries and keys, if there are `gains` [2,Dh], and
+// their rotation by cos and sin [B,N,1,Dh]. Keys and values go to the rows `slots` [B*N] of `keys` and `values`, [.,K*Dh]
+// -> the queries [B,N,heads,Dh].
+inline Tensor rope_write(const Tensor& rows, const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor& keys,
+                         Tensor& values, const std::optional<Tensor>& gains, double eps) {
+  const Tensor inputs = rows.contiguous(), places = slots.contiguous();
+  const int64_t batch = cos.size(0), n = cos.size(1), all = inputs.size(1), dim = inputs.size(2), width = keys.size(1);
+  const int64_t kv_heads = width / dim, heads = all - 2 * kv_heads;
+  TORCH_CHECK(inputs.size(0) == batch * n && places.numel() == batch * n && heads > 0, "rows and places do not match");
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && cos.stride(3) == 1 && sin.stride(3) == 1,
+              "a row of the cache lies in pieces");
+  Tensor queries = at::empty({batch, n, heads, dim}, rows.options());
+  const float *from = inputs.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
+  const float* gain = gains ? gains->const_data_ptr<float>() : nullptr;
+  float *q = queries.mutable_data_ptr<float>(), *k = keys.mutable_data_ptr<float>();
+  float* v = values.mutable_data_ptr<float>();
+  const int64_t* slot = places.const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < batch * n; row++)
+    TORCH_CHECK(slot[row] >= 0 && slot[row] < keys.size(0), "the cache has no slot ", slot[row]);
+  at::parallel_for(0, batch * n, std::max<int64_t>(1, SHARE / (all * dim)), [&](int64_t first, int64_t last) {
+    std::vector<float> normed(dim);
+    for (int64_t row = first; row < last; row++) {
+      const int64_t b = row / n, i = row % n;
+      const float *cosine = c + b * cos.stride(0) + i * cos.stride(1), *sine = s + b * sin.stride(0) + i * sin.stride(1);
+      for (int64_t h = 0; h < heads + kv_heads; h++) {
+        const float* head = from + (row * all + h) * dim;
+        if (gain) {
+          norm_row(head, gain + (h < heads ? 0 : dim), eps, dim, normed.data());
+          head = normed.data();
+        }
+        turn(head, cosine, sine, dim, h < heads ? q + (row * heads + h) * dim : k + slot[row] * width + (h - heads) * dim);
+      }
+      std::copy_n(from + (row * all + heads + kv_heads) * dim, width, v + slot[row] * width);
+    }
+  });
+  return queries;
 }
 
 } // namespace norm_rope

@@ -1,6 +1,7 @@
 // Products of a few rows with a weight in bf16 or fp32, in fp32, which read the weight once (with AMX: amx.h); the gated
-// MLP, made of two of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h). `native.py`
-// compiles this file for the processor at hand. `cpu_linear.py`, `cpu_attention.py` and `layers.py` say when it is used.
+// MLP, made of two of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h), alone and with
+// the products around them; what else a round does (tokens.h). `native.py` compiles this file for the processor at hand.
+// `cpu_linear.py`, `cpu_attention.py`, `layers.py` and those who call `native.serves` say when it is used.
 //
 // A round multiplies 1 to 60 rows with every weight. Of one row the time is that of reading the weight, and of several
 // it should be the same, as long as there is less arithmetic than reading. So a tile of outputs keeps all of its sums in
@@ -13,6 +14,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "norm_rope.h"
+#include "tokens.h"
 #include "vectors.h"
 
 #include <ATen/Parallel.h>
@@ -275,6 +277,29 @@ Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t s
   return out;
 }
 
+// A decoder layer up to its MLP, where nothing is biased: residual [R,H], plus what attention makes of x [R,in], and the
+// norm of that. The calls are those of this file, one after the other, and take the same arguments: weights packed as for
+// `linear`, `flat_keys` and `flat_values` as `rope_write` stores them, `keys` and `values` the same memory as
+// `tree_attention` reads it.
+std::tuple<Tensor, Tensor> attend_add(const Tensor& residual, const Tensor& x, const Tensor& qkv, const Tensor& o,
+                                      const Tensor& cos, const Tensor& sin, const Tensor& slots, Tensor& flat_keys,
+                                      Tensor& flat_values, const Tensor& keys, const Tensor& values, const Tensor& lens,
+                                      const std::optional<Tensor>& ancestors, int64_t nodes, double scale,
+                                      const std::optional<Tensor>& gains, double gain_eps, const Tensor& weight,
+                                      double eps) {
+  const int64_t rows = x.size(0), dim = keys.size(3), width = inputs_of(o), all = width + 2 * keys.size(1) * dim;
+  const Tensor heads = linear(x, qkv, all).view({rows, all / dim, dim});
+  const Tensor q = norm_rope::rope_write(heads, cos, sin, slots, flat_keys, flat_values, gains, gain_eps);
+  const Tensor seen = attention::tree_attention(q, keys, values, lens, ancestors, nodes, scale);
+  return norm_rope::add_norm(residual, linear(seen.view({rows, width}), o, residual.size(1)), weight, eps);
+}
+
+// The rest of it: residual [R,H] plus what the MLP makes of x, and the norm of that.
+std::tuple<Tensor, Tensor> mlp_add(const Tensor& residual, const Tensor& x, const Tensor& gate_up, const Tensor& down,
+                                   const Tensor& weight, double eps) {
+  return norm_rope::add_norm(residual, mlp(x, gate_up, down, residual.size(1)), weight, eps);
+}
+
 } // namespace
 
 TORCH_LIBRARY(specdec_rows, m) {
@@ -287,7 +312,21 @@ TORCH_LIBRARY(specdec_rows, m) {
       " -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_norm(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("norm_pair(Tensor x, Tensor y, Tensor x_weight, Tensor y_weight, float x_eps, float y_eps) -> Tensor");
   m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+  m.def(
+      "rope_write(Tensor rows, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, Tensor? gains,"
+      " float eps) -> Tensor");
+  m.def(
+      "attend_add(Tensor residual, Tensor x, Tensor qkv, Tensor o, Tensor cos, Tensor sin, Tensor slots,"
+      " Tensor(a!) flat_keys, Tensor(b!) flat_values, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors,"
+      " int nodes, float scale, Tensor? gains, float gain_eps, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def(
+      "mlp_add(Tensor residual, Tensor x, Tensor gate_up, Tensor down, Tensor weight, float eps) -> (Tensor, Tensor)");
+  m.def("largest(Tensor x) -> Tensor");
+  m.def("likeliest(Tensor logits) -> (Tensor, Tensor)");
+  m.def("follow(Tensor tokens, Tensor parents, Tensor drawn, int steps) -> (Tensor, Tensor, Tensor)");
+  m.def("commit(Tensor(a!)[] memory, Tensor lens, Tensor path, Tensor n) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(specdec_rows, CPU, m) {
@@ -296,5 +335,13 @@ TORCH_LIBRARY_IMPL(specdec_rows, CPU, m) {
   m.impl("tree_attention", &attention::tree_attention);
   m.impl("rms_norm", &norm_rope::rms_norm);
   m.impl("add_norm", &norm_rope::add_norm);
+  m.impl("norm_pair", &norm_rope::norm_pair);
   m.impl("rotate", &norm_rope::rotate);
+  m.impl("rope_write", &norm_rope::rope_write);
+  m.impl("attend_add", &attend_add);
+  m.impl("mlp_add", &mlp_add);
+  m.impl("largest", &tokens::largest);
+  m.impl("likeliest", &tokens::likeliest);
+  m.impl("follow", &tokens::follow);
+  m.impl("commit", &tokens::commit);
 }

@@ -1,16 +1,15 @@
 """The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from specdec.kernels import kernel_for
 from specdec.model.archs import ModelConfig
-from specdec.model.attention import CacheView, NoCache, document_mask, document_positions
+from specdec.model.attention import CacheView, NoCache, bind_add, bind_write, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import Freezable, GatedMLP, Linear, OffsetRMSNorm, RMSNorm, RopeTable, rotate
+from specdec.model.layers import Freezable, GatedMLP, Linear, OffsetRMSNorm, RMSNorm
+from specdec.model.rope import RopeTable, rotate
 
 Function = Callable[..., Tensor]
 
@@ -35,12 +34,13 @@ class Attention(Freezable):
         qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
         q_heads, kv_heads = self.heads, self.kv_heads
         q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
-        write = self._bind_write()
+        write = bind_write(self.qkv.weight, self.q_norm, self.k_norm)
 
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            heads = qkv(x).view(*rope[0].shape[:2], -1, dim)
+            rows = qkv(x)
             if write is not None and isinstance(view, CacheView):
-                return o(view.attend_rows(layer, heads.flatten(0, 1), rope, write).flatten(0, 1))
+                return o(view.attend_rows(layer, rows.view(len(rows), -1, dim), rope, write).flatten(0, 1))
+            heads = rows.view(*rope[0].shape[:2], -1, dim)
             if q_norm is None:
                 qk, v = heads.split_with_sizes([q_heads + kv_heads, kv_heads], dim=2)
             else:
@@ -51,13 +51,17 @@ class Attention(Freezable):
 
         return attention
 
-    def _bind_write(self) -> Callable[..., Tensor] | None:
-        """The kernel that norms and rotates q and k and stores k and v, or None."""
-        kernel = kernel_for("rope_write", self.qkv.weight)
-        if kernel is None or self.q_norm is None:
-            return kernel
-        gains = torch.stack([self.q_norm.weight, self.k_norm.weight])
-        return partial(kernel, gains=gains, eps=self.q_norm.eps, offset=self.q_norm.offset)
+    def bind_add(self, norm: RMSNorm) -> Callable[..., tuple[Tensor, Tensor]]:
+        """(x, normed, ...) -> x + attention(normed), and its norm."""
+        attention, add_norm = self.bind(), norm.bind_add()
+        own = None if norm.offset else bind_add(self.qkv, self.o, self.q_norm, self.k_norm)
+
+        def add(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
+            if own is not None and isinstance(view, CacheView) and view.seen is not None:
+                return own(x, normed, norm, rope, view, layer)
+            return add_norm(x, attention(normed, rope, view, layer))
+
+        return add
 
 
 class Block(nn.Module):
@@ -73,12 +77,10 @@ class Block(nn.Module):
 
     def bind(self, following: RMSNorm) -> Function:
         """(hidden state, its norm, ...) -> (the next hidden state, what `following` makes of it)."""
-        attention, mlp = self.attention.bind(), self.mlp.bind()
-        add_norm, add_following = self.post_norm.bind_add(), following.bind_add()
+        add_attention, add_mlp = self.attention.bind_add(self.post_norm), self.mlp.bind_add(following)
 
         def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
-            x, normed = add_norm(x, attention(normed, rope, view, layer))
-            return add_following(x, mlp(normed))
+            return add_mlp(*add_attention(x, normed, rope, view, layer))
 
         return block
 

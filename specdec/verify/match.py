@@ -8,7 +8,7 @@ from torch import Tensor
 from specdec.sampling.draws import sample
 from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import alive, path_of
+from specdec.verify.walk import follow
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,7 @@ class SampleAndMatch:
         sampling: Sampling | SamplingBatch,
         noise: RoundNoise | None = None,
     ) -> Verdict:
-        drawn = sample(logits, sampling, noise, tree.depth)  # [B,N]
-        # Siblings carry different tokens, so what is alive is one path, and behind each node of it comes its draw.
-        path, n = path_of(tree, alive(tree, tree.tokens == drawn.gather(1, tree.parents)))
-        return Verdict(path=path, n=n, tokens=drawn.gather(1, path))
+        return follow(tree, sample(logits, sampling, noise, tree.depth))
 
 
 sample_and_match = SampleAndMatch()

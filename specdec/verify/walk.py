@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from specdec.model import native
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
 from specdec.types import DraftTree, Verdict
@@ -26,6 +27,17 @@ def path_of(tree: DraftTree, on_path: Tensor) -> tuple[Tensor, Tensor]:
     # At each depth one node is on the path, and the others count as node 0.
     nodes = torch.arange(n, device=on_path.device) * on_path
     return path.scatter_reduce_(1, tree.depth, nodes, "amax"), on_path.sum(1)
+
+
+def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
+    """drawn [B,N], the token behind each node: the path from the root on whose every node carries what was drawn behind
+    its parent is accepted, and behind each node of it comes its draw."""
+    if drawn.device.type == "cpu" and native.has_rows():
+        path, n, tokens = torch.ops.specdec_rows.follow.default._op(tree.tokens, tree.parents, drawn, tree.steps)
+        return Verdict(path=path, n=n, tokens=tokens)
+    # Siblings carry different tokens, so what is alive is one path.
+    path, n = path_of(tree, alive(tree, tree.tokens == drawn.gather(1, tree.parents)))
+    return Verdict(path=path, n=n, tokens=drawn.gather(1, path))
 
 
 def accept(tree: DraftTree, winner: Tensor, bonus: Tensor) -> Verdict:

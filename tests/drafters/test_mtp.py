@@ -20,8 +20,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from drafters.formats import load_drafter, mtp_inside
 from specdec.engine.engine import Engine
-from specdec.model.layers import Rope
 from specdec.model.loader import load_target
+from specdec.model.rope import Rope
 from trees import Chain, DynamicTree
 
 H, V, LAYERS = 48, 61, 2

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 H, V, U, I, LAYERS = 32, 40, 12, 48, 8  # noqa: E741

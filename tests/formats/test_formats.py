@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
 from drafters.formats.convert import convert, export
-from specdec.model.layers import Rope
 from specdec.model.loader import load_target
+from specdec.model.rope import Rope
 
 
 @pytest.mark.parametrize("case", PUBLISHED)

@@ -19,7 +19,7 @@ from published import (
 )
 
 from drafters.formats import load_drafter
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from specdec import kernels
 from specdec.engine.engine import Engine
 from specdec.kernels import filtered_sampling, tree_attention, tree_level, tree_select
 from specdec.model.archs import ModelConfig
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.types import Sampling
 from trees import Chain, DynamicTree

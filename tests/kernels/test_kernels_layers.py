@@ -8,7 +8,7 @@ from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
 
 from specdec.kernels import commit, gated, rms_norm, rope_write
 from specdec.model.cache import KVCache
-from specdec.model.layers import Rope
+from specdec.model.rope import Rope
 
 pytestmark = on_devices
 
@@ -17,7 +17,7 @@ def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
     heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
     x, weight, rows = bf16(nodes, 4096), bf16(4096), bf16(nodes, heads + 2 * kv_heads, dim)
-    where = bf16(nodes, dim), bf16(nodes, dim), ints(nodes), *bf16(2, slots, kv_heads * dim)
+    where = bf16(1, nodes, 1, dim), bf16(1, nodes, 1, dim), ints(nodes), *bf16(2, slots, kv_heads * dim)
     cache = ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1)
     return {
         "norm": lambda: rms_norm.launch(x, weight, 1e-5),
@@ -66,7 +66,8 @@ def turned(device, dtype, heads, kv_heads, dim, norm, offset=False):
     keys, values = torch.full((2, 9, kv_heads * dim), 7.0).to(device, dtype)
     slots = torch.tensor([4, -1, 8], device=device)
     given = None if gains is None else gains.to(device)
-    q = rope_write.launch(*(x.to(device) for x in (rows, cos, sin)), slots, keys, values, given, 1e-6, offset)
+    tables = (x[None, :, None].to(device) for x in (cos, sin))
+    q = rope_write.launch(rows.to(device), *tables, slots, keys, values, given, 1e-6, offset).squeeze(0)
     gains = None if gains is None else gains.double() + offset
     wanted = rope_write.reference(rows.double(), cos.double(), sin.double(), kv_heads, gains, 1e-6)
     return q, keys, values, rows, wanted

@@ -25,8 +25,8 @@ from lab.bench.peers_gguf import architecture, interleave, metadata, rope_factor
 from lab.bench.peers_llama_cpp import read_chunks
 from lab.cost.memory import read_bytes
 from specdec.engine.memory import weight_bytes
-from specdec.model.layers import Rope
 from specdec.model.loader import load_target
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.types import Sampling
 

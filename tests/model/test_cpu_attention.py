@@ -7,8 +7,8 @@ from specdec.model import attention, native
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import CacheView, packed_mask, tree_mask
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import DIMS, FEW, own_attention
-from specdec.model.layers import Rope
+from specdec.model.cpu_attention import DIMS, FEW, attend_seen, seen_by
+from specdec.model.rope import Rope
 from specdec.model.target import Target
 from trees.ancestors import ancestors_of
 
@@ -33,6 +33,11 @@ def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCach
     return cache
 
 
+def attended(cache: KVCache, q: torch.Tensor, nodes: int, ancestors=None, scale=None) -> torch.Tensor:
+    """q [B,n,heads,Dh] at the last n of so many scratch slots."""
+    return attend_seen(q, *cache.heads[0], seen_by(cache, q.shape[1], nodes, ancestors, scale))
+
+
 def random_tree(batch: int, n: int, nodes: int) -> torch.Tensor:
     """ancestors [B,n,nodes]: each of the last n of `nodes` sees itself and some before it."""
     seen = torch.rand(batch, n, nodes) < 0.5
@@ -55,12 +60,12 @@ def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
     cache = filled_cache([0, 17, 37], kv_heads, dim, nodes)
     q, tree = torch.randn(3, n, heads, dim), random_tree(3, n, nodes)
     for scale in (None, 0.3):
-        got = own_attention(cache, n, nodes, tree, scale)(q, *cache.heads[0])
+        got = attended(cache, q, nodes, tree, scale)
         # Weights are right to a few units in the last place of their exponents, of which the largest is below 64 here.
         torch.testing.assert_close(got.double(), by_formula(q, cache, tree, scale), rtol=0, atol=3e-5)
     causal = torch.ones(nodes, nodes, dtype=torch.bool).tril()[-n:].expand(3, n, nodes)
-    got = own_attention(cache, n, nodes, None, None)(q, *cache.heads[0])
-    assert torch.equal(got, own_attention(cache, n, nodes, causal, None)(q, *cache.heads[0]))
+    got = attended(cache, q, nodes)
+    assert torch.equal(got, attended(cache, q, nodes, causal))
 
 
 def test_a_position_has_the_same_bits_in_a_tree_and_alone():
@@ -71,19 +76,19 @@ def test_a_position_has_the_same_bits_in_a_tree_and_alone():
     q = torch.randn(2, 6, 10, 64)
     seen = torch.zeros(6, 6, dtype=torch.bool)
     seen[5, path] = True
-    whole = own_attention(cache, 6, 6, seen.expand(2, 6, 6), None)(q, *cache.heads[0])
+    whole = attended(cache, q, 6, seen.expand(2, 6, 6))
     for row, length in enumerate(lens):
         alone = KVCache(1, 1, SLOTS, 2, 64, like=torch.zeros(0))
         alone.memory[0][:, 0, :length] = cache.memory[0][:, row, :length]
         alone.memory[0][:, 0, length : length + 3] = cache.memory[0][:, row, [length + node for node in path]]
         alone.lens.fill_(length + 2)
-        one = own_attention(alone, 1, 1, None, None)(q[row : row + 1, 5:], *alone.heads[0])
+        one = attended(alone, q[row : row + 1, 5:], 1)
         assert torch.equal(one[0, 0], whole[row, 5])
 
 
 def test_a_row_that_has_ended_may_lie_behind_all_slots():
     cache = filled_cache([SLOTS - 2, SLOTS + 9], 2, 32, 2)
-    out = own_attention(cache, 2, 2, None, None)(torch.randn(2, 2, 4, 32), *cache.heads[0])
+    out = attended(cache, torch.randn(2, 2, 4, 32), 2)
     assert out[0].isfinite().all()
 
 
@@ -101,7 +106,7 @@ def test_what_it_does_not_know_goes_to_torch(n, shape, dtype, window):
     cache.lens.fill_(20)
     cache.max_len = 20
     depth = torch.arange(n)[None]
-    assert CacheView(cache, n, None, 2, depth=depth, window=window).kernel is None
+    assert CacheView(cache, n, None, 2, depth=depth, window=window).seen is None
 
 
 @torch.no_grad()

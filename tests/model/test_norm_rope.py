@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from specdec.model import native
-from specdec.model.layers import RMSNorm, Rope, rotate
+from specdec.model.layers import RMSNorm
+from specdec.model.rope import Rope, rotate
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 EPS = torch.finfo(torch.float32).eps

@@ -11,8 +11,8 @@ from drafters.eagle3 import look_at_itself, scale_of
 from drafters.formats import load_drafter, save_drafter
 from drafters.formats.convert import without_a_form
 from drafters.layers import DraftAttention, DraftShape
-from specdec.model.layers import Rope, RopeTable
 from specdec.model.loader import load_target
+from specdec.model.rope import Rope, RopeTable
 from training.train import build_drafter
 
 CONF = Path(__file__).parents[2] / "conf"

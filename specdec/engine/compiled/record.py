@@ -22,7 +22,8 @@ class Call:
         """The arguments that it writes to."""
         given = dict(zip((a.name for a in self.op._schema.arguments), self.args, strict=False)) | self.kwargs
         writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
-        return [given[name] for name in writes if isinstance(given.get(name), Tensor)]
+        values = [given[name] for name in writes if name in given]
+        return [x for value in values for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
 
 
 @dataclass

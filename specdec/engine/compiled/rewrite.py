@@ -1,19 +1,22 @@
 """Operators that Inductor compiles badly as they stand, and what computes the same.
 
-- **Rows written by `index_copy_`**, as `KVCache` writes keys and values. Its views of the cache share memory, and for
-  views Inductor copies the whole cache, there and back. Written into the memory itself, as one tensor of rows, nothing
-  is copied but the rows.
+- **Rows written by `index_copy_`**, or by our own operators in its place, as `KVCache` writes keys and values. Its
+  views of the cache share memory, and for views Inductor copies the whole cache, there and back. Written into the
+  memory itself, as one tensor of rows, nothing is copied but the rows.
 - **Products with packed weights** (`cpu_linear`), whose weights are no tensors that Inductor knows: `native`.
-- **Norms and rotations of our own** (`norm_rope.h`), which launched rounds call instead of several operators. Inductor
-  makes of those several a part of the loops around them.
+- **Norms, rotations and moves of our own** (`rows.cpp`), which launched rounds call instead of several operators, and
+  calls that hold several of ours. Inductor makes of those several a part of the loops around them. Products and
+  attention stay calls.
 - **The largest of many and its place**, `max` over the vocabulary. Inductor's loop carries the place along and is ten
   times slower than one over the values, and another that looks for the first that equals the largest.
 """
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from specdec.engine.compiled.record import Call
 
@@ -43,16 +46,26 @@ def rewritten(builder: "GraphBuilder", call: Call) -> bool:
 
 
 def row_widths(calls: list[Call]) -> dict[int, int]:
-    """Storage -> elements of a row, for storages of which every `index_copy_` writes rows of one width."""
+    """Storage -> elements of a row, for storages of which every call writes rows of one width."""
     widths: dict[int, set[int]] = {}
     for call in calls:
-        if call.op is aten.index_copy_.default:
-            x, dim = call.args[:2]
-            width = math.prod(x.shape[dim + 1 :])
+        for x, width in _rows_written(call):
             fits = x.is_contiguous() and width and not x.storage_offset() % width
             fits = fits and not x.untyped_storage().nbytes() % (width * x.element_size())
             widths.setdefault(x.untyped_storage()._cdata, set()).add(width if fits else 0)
     return {storage: width for storage, (width, *more) in widths.items() if width > 1 and not more}
+
+
+def _rows_written(call: Call) -> list[tuple[Tensor, int]]:
+    """The tensors whose rows are written, and the elements of such a row."""
+    if call.op is aten.index_copy_.default:
+        x, dim = call.args[:2]
+        return [(x, math.prod(x.shape[dim + 1 :]))]
+    if str(call.op) in (ROPE_WRITE, ATTEND_ADD):
+        return [(x, x.shape[1]) for x in call.written()]
+    if str(call.op) == COMMIT:
+        return [(x, math.prod(x.shape[3:])) for x in call.written()]
+    return []
 
 
 def _write_rows(builder: "GraphBuilder", call: Call) -> bool:
@@ -106,21 +119,14 @@ def _largest(builder: "GraphBuilder", call: Call) -> bool:
 
 
 def _norm(builder: "GraphBuilder", call: Call) -> bool:
-    x, weight = (builder.nodes[id(arg)] for arg in call.args[:2])
-    builder.put(call.out, _normed(builder, x, weight, *_size_and_eps(call)))
+    x, weight, eps = call.args
+    builder.put(call.out, _normed(builder, builder.nodes[id(x)], builder.nodes[id(weight)], x.shape[-1], eps))
     return True
 
 
 def _add_norm(builder: "GraphBuilder", call: Call) -> bool:
-    x, y, weight = (builder.nodes[id(arg)] for arg in call.args[:3])
-    total = builder.emit(aten.add.Tensor, (x, y))
-    builder.put(call.out[0], total)
-    builder.put(call.out[1], _normed(builder, total, weight, *_size_and_eps(call)))
-    return True
-
-
-def _size_and_eps(call: Call) -> tuple[int, float]:
-    return call.args[0].shape[-1], call.args[-1]
+    x, y, weight, eps = call.args
+    return _put_sum(builder, call, x, builder.nodes[id(y)], weight, eps)
 
 
 def _normed(builder: "GraphBuilder", x: "Node", weight: "Node", size: int, eps: float) -> "Node":
@@ -132,16 +138,105 @@ def _normed(builder: "GraphBuilder", x: "Node", weight: "Node", size: int, eps: 
 
 
 def _rotate(builder: "GraphBuilder", call: Call) -> bool:
-    x, cos, sin = (builder.nodes[id(arg)] for arg in call.args)
-    exchanged = builder.emit(aten.roll.default, (x, [call.args[0].shape[-1] // 2], [-1]))
-    turned = builder.emit(aten.addcmul.default, (builder.emit(aten.mul.Tensor, (x, cos)), exchanged, sin))
-    builder.put(call.out, turned)
+    builder.put(call.out, _turned(builder, *(builder.nodes[id(arg)] for arg in call.args), call.args[0].shape[-1]))
     return True
 
 
+def _turned(builder: "GraphBuilder", x: "Node", cos: "Node", sin: "Node", dim: int) -> "Node":
+    exchanged = builder.emit(aten.roll.default, (x, [dim // 2], [-1]))
+    return builder.emit(aten.addcmul.default, (builder.emit(aten.mul.Tensor, (x, cos)), exchanged, sin))
+
+
+def _norm_pair(builder: "GraphBuilder", call: Call) -> bool:
+    nodes, sizes = [builder.nodes[id(arg)] for arg in call.args[:4]], [arg.shape[-1] for arg in call.args[:2]]
+    normed = [_normed(builder, *each) for each in zip(nodes[:2], nodes[2:], sizes, call.args[4:], strict=True)]
+    builder.put(call.out, builder.emit(aten.cat.default, (normed, -1)))
+    return True
+
+
+def _rope_write(builder: "GraphBuilder", call: Call) -> bool:
+    rows, *rest = call.args
+    builder.put(call.out, _written(builder, builder.nodes[id(rows)], rows.shape[1], *rest))
+    return True
+
+
+def _written(
+    builder: "GraphBuilder", rows: "Node", heads: int, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tensor,
+    values: Tensor, gains: Tensor | None, eps: float,
+) -> "Node":  # fmt: skip
+    """What `rope_write` does with rows of so many heads, q, k and v -> q."""
+    nodes, emit = builder.nodes, builder.emit
+    (b, n, _, dim), width = cos.shape, keys.shape[1]
+    parts = emit(aten.reshape.default, (rows, [b, n, heads, dim]))
+    ends = 0, heads - 2 * (width // dim), heads - width // dim, heads
+    q, k, v = (emit(aten.slice.Tensor, (parts, 2, first, last)) for first, last in itertools.pairwise(ends))
+    if gains is not None:
+        both = [emit(aten.select.int, (nodes[id(gains)], 0, side)) for side in (0, 1)]
+        q, k = (_normed(builder, x, gain, dim, eps) for x, gain in zip((q, k), both, strict=True))
+    q, k = (_turned(builder, x, nodes[id(cos)], nodes[id(sin)], dim) for x in (q, k))
+    for cache, new in ((keys, k), (values, v)):
+        memory, _ = builder.base(cache)
+        first = cache.storage_offset() // width
+        place = emit(aten.add.Tensor, (nodes[id(slots)], first)) if first else nodes[id(slots)]
+        emit(aten.index_put_.default, (memory, [place], emit(aten.reshape.default, (new, [b * n, width]))))
+    return q
+
+
+def _attend_add(builder: "GraphBuilder", call: Call) -> bool:
+    residual, x, qkv, o, cos, sin, slots, *flat = call.args[:9]
+    keys, values, lens, ancestors, nodes, scale, gains, gain_eps, weight, eps = call.args[9:]
+    emit, node, ops = builder.emit, builder.nodes, torch.ops.specdec_rows
+    rows, dim, width = len(x), keys.shape[3], o.shape[1] * o.shape[3]
+    heads = width // dim + 2 * keys.shape[1]
+    made = emit(ops.linear.default, (node[id(x)], node[id(qkv)], heads * dim))
+    q = _written(builder, made, heads, cos, sin, slots, *flat, gains, gain_eps)
+    tree = ancestors if ancestors is None else node[id(ancestors)]
+    what = q, node[id(keys)], node[id(values)], node[id(lens)], tree, nodes, scale
+    seen = emit(aten.reshape.default, (emit(ops.tree_attention.default, what), [rows, width]))
+    made = emit(ops.linear.default, (seen, node[id(o)], residual.shape[1]))
+    return _put_sum(builder, call, residual, made, weight, eps)
+
+
+def _mlp_add(builder: "GraphBuilder", call: Call) -> bool:
+    residual, x, gate_up, down, weight, eps = call.args
+    what = *(builder.nodes[id(arg)] for arg in (x, gate_up, down)), residual.shape[1]
+    made = builder.emit(torch.ops.specdec_rows.mlp.default, what)
+    return _put_sum(builder, call, residual, made, weight, eps)
+
+
+def _put_sum(builder: "GraphBuilder", call: Call, x: Tensor, y: "Node", weight: Tensor, eps: float) -> bool:
+    """x + y and its norm are what the call gives."""
+    total = builder.emit(aten.add.Tensor, (builder.nodes[id(x)], y))
+    builder.put(call.out[0], total)
+    builder.put(call.out[1], _normed(builder, total, builder.nodes[id(weight)], x.shape[-1], eps))
+    return True
+
+
+def _commit(builder: "GraphBuilder", call: Call) -> bool:
+    """All rows of a path are moved, those behind its end too, where nobody looks."""
+    (layers, lens, path, _), nodes, emit = call.args, builder.nodes, builder.emit
+    _, rows, slots = layers[0].shape[:3]
+    (batch, depth), device = path.shape, {"device": path.device}
+    starts = emit(aten.arange.start_step, (0, batch * slots, slots), device)
+    first = emit(aten.unsqueeze.default, (emit(aten.add.Tensor, (nodes[id(lens)], starts)), 1))
+    steps = emit(aten.slice.Tensor, (nodes[id(path)], 1, 1, depth)), emit(aten.arange.start, (1, depth), device)
+    of_keys = (emit(aten.reshape.default, (emit(aten.add.Tensor, (first, step)), [-1])) for step in steps)
+    source, place = (emit(aten.cat.default, ([x, emit(aten.add.Tensor, (x, rows * slots))],)) for x in of_keys)
+    for layer in layers if depth > 1 else ():
+        memory, _ = builder.base(layer)
+        emit(aten.index_put_.default, (memory, [place], emit(aten.index_select.default, (memory, 0, source))))
+    return True
+
+
+ROPE_WRITE, ATTEND_ADD, COMMIT = (f"specdec_rows.{name}.default" for name in ("rope_write", "attend_add", "commit"))
 # By name, as they are there only where they could be compiled.
 OWN = {
     "specdec_rows.rms_norm.default": _norm,
     "specdec_rows.add_norm.default": _add_norm,
+    "specdec_rows.norm_pair.default": _norm_pair,
     "specdec_rows.rotate.default": _rotate,
+    ROPE_WRITE: _rope_write,
+    ATTEND_ADD: _attend_add,
+    "specdec_rows.mlp_add.default": _mlp_add,
+    COMMIT: _commit,
 }

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.model.config_fields import head_shape
-from specdec.model.layers import Rope, check_heads
+from specdec.model.layers import check_heads
+from specdec.model.rope import Rope
 
 
 class NotNative(ValueError):

@@ -1,0 +1,88 @@
+"""Rotary positions: what a config says about them, the tables of cos and sin, and the rotation."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specdec.model import native
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of one model: what the checkpoint's config says about it.
+
+    `scaling` is 'default', 'linear' (positions divided by `factor`) or 'llama3' (Llama 3.1's frequency-dependent
+    interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between).
+    """
+
+    theta: float = 10000.0
+    scaling: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def fault(self) -> str:
+        """What makes this rope no rotation, in one clause; empty if nothing does."""
+        for name, number in (("rope_theta", self.theta), ("the factor of rope_scaling", self.factor)):
+            if not 0 < number < math.inf:
+                return f"{name} is {number:g}, and must be above 0"
+        return ""
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """[Dh/2] fp32, in radians per position."""
+        inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        if self.scaling == "linear":
+            return inv / self.factor
+        if self.scaling == "llama3":
+            wavelength = 2 * math.pi / inv
+            low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
+            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
+                self.high_freq_factor - self.low_freq_factor
+            )
+            blended = (1 - ramp) * inv / self.factor + ramp * inv
+            return torch.where(wavelength > low, inv / self.factor, torch.where(wavelength < high, inv, blended))
+        return inv
+
+    def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [positions, Dh] fp32. The first half of sin is negated, so that one roll replaces `rotate_half`."""
+        angles = torch.outer(torch.arange(positions).float(), self.inverse_frequencies(head_dim))
+        sin = angles.sin()
+        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+GROWTH = 2048  # positions by which the table grows
+
+
+class RopeTable(nn.Module):
+    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
+    side in one table [S, 2 Dh], so that one look-up finds both."""
+
+    def __init__(self, rope: Rope, head_dim: int):
+        super().__init__()
+        self.rope, self.head_dim = rope, head_dim
+        self.register_buffer("table", torch.empty(0, 2 * head_dim), persistent=False)
+
+    def reserve(self, positions: int, like: Tensor) -> None:
+        """Have at least so many positions. There are few sizes, as compiled functions belong to one each."""
+        positions += -positions % GROWTH
+        known = self.table
+        if len(known) < positions or known.device != like.device or known.dtype != like.dtype:
+            cos, sin = self.rope.tables(self.head_dim, max(positions, len(known)))
+            # The tables are made in fp32 and rounded once, as transformers does.
+            self.table = torch.cat([cos, sin], dim=-1).to(like)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [B,N] -> cos, sin [B,N,1,Dh], views of one tensor."""
+        cos, sin = F.embedding(positions, self.table).unsqueeze(2).split_with_sizes([self.head_dim] * 2, dim=-1)
+        return cos, sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
+    if native.serves(x) and x.stride(-1) == 1:
+        return torch.ops.specdec_rows.rotate.default._op(x, cos, sin)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

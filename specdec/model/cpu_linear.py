@@ -15,9 +15,9 @@ these weights. There are five ways, tried in this order (docs/log.md has their t
 In all ways but the last, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
 single row, and in FBGEMM's, with AVX2, not those of one row and of two. No other product of torch promises that.
 
-A drafter need not be exact, so its large weights may be rounded to int8, a scale for each of their rows. FBGEMM then
-reads half as many bytes again, and rounds the rows that it multiplies to 8 bits of the range of all of them: what a row
-gives depends a little on those beside it.
+A drafter need not be exact, so its weights may be rounded to int8, a scale for each of their rows. Our own product
+then reads half as many bytes again (`int8.h`). Where it is not at hand FBGEMM multiplies with the large ones. That
+rounds the rows to 8 bits of the range of all of them: what a row gives depends a little on those beside it.
 """
 
 import math
@@ -26,31 +26,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from specdec.model import native
+from specdec.model.rows_weight import UNIT, RowsWeight, pack_bf16, pack_fp32, pack_int8, row_scales
 
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row
 MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
 
-UNIT = 64  # outputs that `rows.cpp` divides among threads together
 WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
-# Values of a weight that is worth rounding: for smaller ones the call itself takes most of the time, and without VNNI
-# the products.
+# Values of a weight that is worth rounding for FBGEMM: for smaller ones the call itself takes most of the time, and
+# without VNNI the products.
 LARGE = 2**20 if torch.cpu._is_vnni_supported() else 2**22
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
-
-
-class RowsWeight(NamedTuple):
-    """A weight of fp32 values, packed for `rows.cpp` in bf16 or fp32."""
-
-    packed: Tensor  # [groups, in / n, outputs of a group, n], n 2 in bf16; the last UNIT is filled up with zeros
-    size: int  # outputs
 
 
 class Fp16Weight(NamedTuple):
@@ -68,9 +60,11 @@ _packed_int8: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
     the fastest way that this processor has. int8: of those that may round the weight."""
-    if int8 and weight.numel() >= LARGE and (rounded := _kept(_packed_int8, weight, _pack_int8)) is not None:
-        return _int8_linear(rounded, bias, weight.dtype)
-    packed = pack(weight)
+    packed = _kept(_packed_int8, weight, _pack_int8) if int8 else None
+    if isinstance(packed, torch.ScriptObject):
+        return _int8_linear(packed, bias, weight.dtype)
+    if packed is None:
+        packed = pack(weight)
     if isinstance(packed, RowsWeight):
         return _rows_linear(packed, bias)
     if isinstance(packed, Fp16Weight):
@@ -108,7 +102,7 @@ def _packed_mlp(
     inner = down.in_features
     if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % UNIT or inner < WIDE:
         return None
-    wide, narrow = packed_rows(gate_up.weight, int8), packed_rows(down.weight)
+    wide, narrow = packed_rows(gate_up.weight, int8), packed_rows(down.weight, int8)
     return None if wide is None or narrow is None else (wide, narrow)
 
 
@@ -180,9 +174,7 @@ def pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
 
 def packed_rows(weight: Tensor, int8: bool = False) -> RowsWeight | None:
     """The weight in our own layout; None where `linear` takes another product. int8: as there."""
-    if int8 and weight.numel() >= LARGE:
-        return None
-    packed = pack(weight)
+    packed = (_kept(_packed_int8, weight, _pack_int8) if int8 else None) or pack(weight)
     return packed if isinstance(packed, RowsWeight) else None
 
 
@@ -225,13 +217,17 @@ def _can_be_packed(weight: Tensor) -> bool:
 
 def check_int8(device: torch.device) -> None:
     """Raise ValueError where there is no product with weights in int8."""
-    there = torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
+    fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
+    there = native.has_rows() or fbgemm
     if device.type != "cpu" or not there:
         raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
 
 
-def _pack_int8(weight: Tensor) -> torch.ScriptObject:
-    scales = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:
+    """None for small weights where our own product is not at hand."""
+    if (packed := pack_int8(weight)) is not None or weight.numel() < LARGE:
+        return packed
+    scales = row_scales(weight)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.13 calls it deprecated, and has nothing else for FBGEMM
@@ -240,30 +236,10 @@ def _pack_int8(weight: Tensor) -> torch.ScriptObject:
 
 
 def _pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
-    for pack in (_pack_bf16, _pack_fp16, _pack_onednn, _pack_fp32):
+    for pack in (pack_bf16, _pack_fp16, _pack_onednn, pack_fp32):
         if (packed := pack(weight)) is not None:
             return packed
     return None
-
-
-def _pack_bf16(weight: Tensor) -> RowsWeight | None:
-    """None unless bf16 holds all values exactly, and there is a product for them."""
-    if weight.dtype != torch.float32 or weight.shape[1] % 2 or not native.has_rows():
-        return None
-    narrow = weight.bfloat16()
-    return _pack_rows(narrow, 2) if torch.equal(narrow.float(), weight) else None
-
-
-def _pack_fp32(weight: Tensor) -> RowsWeight | None:
-    return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
-
-
-def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
-    """beside: how many inputs of an output lie side by side."""
-    size, inputs = weight.shape
-    filled = F.pad(weight, (0, 0, 0, -size % UNIT))
-    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, beside), inputs // beside, beside)
-    return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:

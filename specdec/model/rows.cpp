@@ -13,6 +13,7 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "int8.h"
 #include "norm_rope.h"
 #include "tokens.h"
 #include "vectors.h"
@@ -147,6 +148,21 @@ struct Rows<Tiled> : amx::Rows {
 };
 #endif
 
+struct Int8 { // two inputs of an output side by side, WIDTH outputs, and the outputs' scales behind all inputs
+  struct Vector {
+    int8_t pairs[2 * LANES];
+  };
+  static constexpr int INPUTS = 2;
+};
+
+template <>
+struct Rows<Int8> : int8::Rows {
+  using int8::Rows::Rows;
+  void multiply(const Int8::Vector* weight, float* y, int64_t stride) const {
+    int8::Rows::multiply(weight->pairs, y, stride);
+  }
+};
+
 // Whether weights of so many inputs, `beside` of them side by side, are packed for AMX.
 bool tiled(int64_t inputs, int64_t beside) {
 #ifdef SPECDEC_AMX
@@ -165,7 +181,8 @@ int64_t group(int64_t inputs, int64_t beside) {
 }
 
 int64_t inputs_of(const Tensor& weight) {
-  return weight.size(1) * weight.size(3);
+  const int64_t scales = weight.scalar_type() == at::kChar ? int8::SCALES : 0;
+  return (weight.size(1) - scales) * weight.size(3);
 }
 
 // Outputs of a packed weight, those that fill up the last unit among them.
@@ -177,14 +194,14 @@ int64_t outputs_of(const Tensor& weight) {
 template <class Kind>
 struct Packed {
   const typename Kind::Vector* at;
-  int64_t units, in, grain;
+  int64_t units, in, apart, grain;
 
   explicit Packed(const Tensor& weight)
       : at(static_cast<const typename Kind::Vector*>(weight.const_data_ptr())), units(outputs_of(weight) / UNIT),
-        in(weight.size(1) * Kind::INPUTS),
-        grain(std::max<int64_t>(1, SHARE / (in * UNIT * int64_t(sizeof(float)) / Kind::INPUTS))) {}
+        in(inputs_of(weight)), apart(weight.size(1) * BLOCKS),
+        grain(std::max<int64_t>(1, SHARE / (apart * int64_t(sizeof(typename Kind::Vector))))) {}
   const typename Kind::Vector* unit(int64_t u) const {
-    return at + u * (in / Kind::INPUTS) * BLOCKS;
+    return at + u * apart;
   }
 };
 
@@ -192,6 +209,7 @@ struct Packed {
 template <class Body>
 void with_kind(const Tensor& weight, Body body) {
   if (weight.scalar_type() == at::kFloat) return body(Fp32());
+  if (weight.scalar_type() == at::kChar) return body(Int8());
 #ifdef SPECDEC_AMX
   if (tiled(inputs_of(weight), weight.size(3))) return body(Tiled());
 #endif
@@ -219,8 +237,10 @@ void multiply_all(const float* x, int64_t rows, const Packed<Kind>& weight, int6
 }
 
 void check(const Tensor& x, const Tensor& weight, int64_t size) {
-  const bool whole = outputs_of(weight) % UNIT == 0 && weight.size(2) == group(inputs_of(weight), weight.size(3));
-  const bool known = weight.scalar_type() == (weight.size(3) == 1 ? at::kFloat : at::kBFloat16);
+  const bool rounded = weight.scalar_type() == at::kChar;
+  const int64_t side = rounded ? int8::WIDTH : group(inputs_of(weight), weight.size(3));
+  const bool whole = outputs_of(weight) % UNIT == 0 && weight.size(2) == side;
+  const bool known = rounded || weight.scalar_type() == (weight.size(3) == 1 ? at::kFloat : at::kBFloat16);
   TORCH_CHECK(whole && known && inputs_of(weight) == x.size(1) && size <= outputs_of(weight),
               "the weight was packed for other sizes");
 }

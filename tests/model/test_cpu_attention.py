@@ -109,18 +109,48 @@ def test_what_it_does_not_know_goes_to_torch(n, shape, dtype, window):
     assert CacheView(cache, n, None, 2, depth=depth, window=window).seen is None
 
 
-@torch.no_grad()
-def test_a_tree_and_plain_decoding_see_the_same_logits():
-    """Bit for bit, as products (`rows.cpp`) and norms do not depend on the rows beside them either."""
+def random_target(**settings) -> Target:
+    """All of whose operators are our own."""
     torch.manual_seed(0)
     config = ModelConfig(
         layers=2, hidden=128, intermediate=512, heads=8, kv_heads=2, head_dim=16, vocab=200, eps=1e-5, rope=Rope(),
-        context=SLOTS, tied=False,
+        context=SLOTS, tied=False, **settings,
     )  # fmt: skip
     target = Target(config).eval()
     for parameter in target.parameters():
         if parameter.ndim == 2:
             parameter.copy_(torch.randn_like(parameter).mul(0.2).bfloat16())
+        else:
+            parameter.uniform_(0.5, 1.5)
+    return target
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_an_attention_in_one_call_has_the_bits_of_its_operators(qk_norm, monkeypatch):
+    target, tokens = random_target(qk_norm=qk_norm), torch.tensor([[3, 5, 7, 9]] * 2)
+    tree = {"depth": torch.tensor([[0, 1, 1, 2]] * 2), "ancestors": ancestors_of(torch.tensor([[0, 0, 0, 1]] * 2), 2)}
+
+    def forward() -> tuple[torch.Tensor, KVCache, set[str]]:
+        cache = target.new_cache(2, SLOTS)
+        target(torch.arange(10).view(2, 5), cache, prefill=True)
+        cache.advance(torch.tensor([5, 3]), 5)
+        with torch.profiler.profile() as profile:
+            logits, _ = target(tokens, cache, **tree)
+        return logits, cache, {event.key for event in profile.key_averages()}
+
+    together, cache, called = forward()
+    assert {"specdec_rows::attend_add", "specdec_rows::mlp_add"} <= called
+    monkeypatch.setattr("specdec.model.target.bind_add", lambda *parts: None)
+    apart, other, called = forward()
+    assert "specdec_rows::tree_attention" in called
+    assert torch.equal(together, apart)
+    assert all(torch.equal(own, one) for own, one in zip(cache.memory, other.memory, strict=True))
+
+
+@torch.no_grad()
+def test_a_tree_and_plain_decoding_see_the_same_logits():
+    """Bit for bit, as products (`rows.cpp`) and norms do not depend on the rows beside them either."""
+    target = random_target()
     prompt, path, other = torch.arange(40)[None], [7, 99, 3], [50, 51]
     in_tree, alone = (target.new_cache(1, SLOTS) for _ in range(2))
     for cache in (in_tree, alone):

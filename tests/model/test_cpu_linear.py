@@ -13,7 +13,7 @@ from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_t
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
 from specdec.model.cpu_linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
-from specdec.model.layers import GatedMLP, Linear, round_weights
+from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
 from trees import DynamicTree
 
 ROWS = native.has_rows()
@@ -152,24 +152,36 @@ def test_the_gated_mlp_is_one_call(held):
     assert torch.equal(mlp.bind()(x), product(x))
     assert all(torch.equal(product(x[:rows]), product(x)[:rows]) for rows in (1, 4, 7, 13))
     assert product(1e4 * x).isfinite().all()  # where e^-gate is none
+    norm, residual = RMSNorm(96, 1e-5).requires_grad_(False), torch.randn(20, 96)
+    norm.weight.uniform_(0.5, 2)
+    total, normed = mlp.bind_add(norm)(residual, x)
+    assert torch.equal(total, residual + product(x))
+    assert torch.equal(normed, norm(total))
+    round_weights(mlp)
+    rounded = mlp.bind()(x)
+    gate, up = linear(mlp.gate_up.weight, None, int8=True)(x).chunk(2, -1)
+    torch.testing.assert_close(rounded, linear(mlp.down.weight, None, int8=True)(F.silu(gate) * up), rtol=0, atol=2e-4)
+    assert not torch.equal(rounded, product(x))
 
 
 @needs_rows
 @pytest.mark.parametrize(
-    ("sizes", "bias", "activation", "int8"),
+    ("sizes", "bias", "activation"),
     [
-        ((96, 576), False, "gelu_tanh", False),
-        ((96, 576), True, "silu", False),
-        ((96, 600), False, "silu", False),
-        ((96, 448), False, "silu", False),
-        ((1024, 576), False, "silu", True),
+        ((96, 576), False, "gelu_tanh"),
+        ((96, 576), True, "silu"),
+        ((96, 600), False, "silu"),
+        ((96, 448), False, "silu"),
     ],
 )
 @torch.no_grad()
-def test_other_mlps_are_several_calls(sizes, bias, activation, int8, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "LARGE", 2**20)  # as with VNNI
+def test_other_mlps_are_several_calls(sizes, bias, activation):
     mlp = GatedMLP(*sizes, bias, activation).bfloat16().float().requires_grad_(False)
-    assert gated_mlp(mlp.gate_up, mlp.down, activation, int8) is None
+    assert gated_mlp(mlp.gate_up, mlp.down, activation) is None
+    x, norm = torch.randn(2, 3, 96), RMSNorm(96, 1e-5)
+    total, normed = mlp.bind_add(norm)(x[0], x[1])
+    assert torch.equal(total, x[0] + mlp(x[1]))
+    assert torch.equal(normed, norm(total))
 
 
 @needs_fp16
@@ -269,9 +281,36 @@ def test_autograd_and_other_dtypes_are_left_alone():
         assert pack(torch.zeros(16, 16)) is None  # nothing counts its changes
 
 
+@needs_rows
+@pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 512), (70, 8192)])
+@torch.no_grad()
+def test_our_own_product_with_a_rounded_weight(size, inputs):
+    """Of the rounded weight, as near as rows of so many bits allow. A row has the same bits whatever is beside it."""
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(size, inputs, generator=draw), torch.randn(14, inputs, generator=draw)
+    weight[3] *= 100
+    weight[5] = 0
+    x[2] *= 1e-20
+    x[4] = 0
+    x[7], weight[9] = 1, 1  # the largest sum that there can be
+    bias = torch.linspace(-1, 1, size)
+    product = linear(weight, None, int8=True)
+    scales = weight.double().abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+    rounded = (weight / scales).round() * scales
+    assert ((rounded - weight).abs() <= scales / 2 * (1 + 1e-6)).all()
+    exact, got = F.linear(x.double(), rounded), product(x)
+    step = x.double().abs().amax(1, keepdim=True) / min(32767, (2**31 - 1) // (127 * inputs))
+    bound = step / 2 * rounded.abs().sum(1) + 8 * exact.abs() * torch.finfo(torch.float32).eps
+    assert ((got - exact).abs() <= bound * (1 + 1e-4)).all()
+    assert all(torch.equal(product(x[:rows]), got[:rows]) for rows in range(15))
+    assert all(torch.equal(product(x[row : row + 1]), got[row : row + 1]) for row in range(14))
+    assert torch.equal(linear(weight, bias, int8=True)(x), got + bias)
+
+
 @needs_fp16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.usefixtures("without_rows")
 @torch.no_grad()
 def test_a_product_with_a_rounded_weight(dtype, biased, monkeypatch):
     """As near as the roundings allow: a weight to half a step of its row, an input to one step of all inputs' range."""
@@ -295,10 +334,13 @@ def test_a_product_with_a_rounded_weight(dtype, biased, monkeypatch):
 
 @needs_fp16
 @pytest.mark.parametrize("name", ["eagle3", "mtp", "dflash"])
+@pytest.mark.parametrize("rows", [True, False], ids=["our own", "FBGEMM's"])
 @torch.no_grad()
-def test_a_drafter_with_rounded_weights_is_as_lossless(name, monkeypatch):
+def test_a_drafter_with_rounded_weights_is_as_lossless(name, rows, monkeypatch):
     """Its products differ, the target's with a head that both share do not, and it sees new weights too."""
     monkeypatch.setattr(cpu_linear, "LARGE", 0)
+    if not rows:
+        monkeypatch.setattr(native, "has_rows", lambda: False)
     target = tiny_target()
     drafter = DRAFTERS[name](target).eval().requires_grad_(False)
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from drafters.layers import side_by_side
 from specdec.model import native
-from specdec.model.layers import RMSNorm
+from specdec.model.attention import bind_write
+from specdec.model.layers import OffsetRMSNorm, RMSNorm
 from specdec.model.rope import Rope, rotate
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
@@ -55,6 +57,42 @@ def test_a_rotation_is_the_formula(dim):
     # Two products of values of up to 5 are rounded, and their sum.
     torch.testing.assert_close(rotate(heads, cos, sin).double(), exact, rtol=0, atol=3 * 5 * EPS)
     assert torch.equal(rotate(heads[1:, 3:5], cos[1:, 3:5], sin[1:, 3:5]), rotate(heads, cos, sin)[1:, 3:5])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (5, 1, 96), (2, 2, 6)])
+@pytest.mark.parametrize("norm", [None, RMSNorm, OffsetRMSNorm])
+@torch.no_grad()
+def test_heads_are_rotated_and_stored_in_one_call(heads, kv_heads, dim, norm):
+    """With the bits of a norm, a rotation and a write each for itself."""
+    torch.manual_seed(0)
+    cos, sin = (x[:30].view(2, 15, 1, dim) for x in Rope().tables(dim, 40))
+    rows = torch.randn(30, heads + 2 * kv_heads, dim)
+    norms = [None, None] if norm is None else [norm(dim, 1e-5) for _ in range(2)]
+    for each in norms if norm else ():
+        each.weight.uniform_(0.5, 2)
+    keys, values = torch.full((2, 50, kv_heads * dim), 7.0)
+    slots = torch.randperm(50)[:30]
+    got = bind_write(rows, *norms)(rows, cos, sin, slots, keys, values)
+    q, k, v = rows.view(2, 15, -1, dim).split([heads, kv_heads, kv_heads], 2)
+    if norm:  # by their gains: Gemma's norm alone is not our own
+        own = [native.rms_norm(each.gain(), each.eps) for each in norms]
+        q, k = own[0](q), own[1](k)
+    assert torch.equal(got, rotate(q, cos, sin))
+    assert torch.equal(keys[slots], rotate(k, cos, sin).reshape(30, -1))
+    assert torch.equal(values[slots], v.reshape(30, -1))
+    others = sorted(set(range(50)) - set(slots.tolist()))
+    assert (keys[others] == 7).all()
+    assert (values[others] == 7).all()
+    with pytest.raises(RuntimeError, match="the cache has no slot 50"):
+        bind_write(rows, *norms)(rows, cos, sin, torch.full((30,), 50), keys, values)
+
+
+@torch.no_grad()
+def test_two_norms_side_by_side():
+    torch.manual_seed(0)
+    first, second, x, y = norm_of(40), norm_of(40), torch.randn(2, 3, 40), torch.randn(2, 3, 40)
+    assert torch.equal(side_by_side(first, second, x, y), torch.cat([first(x), second(y)], -1))
+    assert "specdec_rows::norm_pair" in calls(side_by_side, first, second, x, y)
 
 
 def test_only_what_does_not_learn_is_our_own():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.compiled.record import Call
+from specdec.model.rows_weight import inputs_of
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -186,7 +187,7 @@ def _attend_add(builder: "GraphBuilder", call: Call) -> bool:
     residual, x, qkv, o, cos, sin, slots, *flat = call.args[:9]
     keys, values, lens, ancestors, nodes, scale, gains, gain_eps, weight, eps = call.args[9:]
     emit, node, ops = builder.emit, builder.nodes, torch.ops.specdec_rows
-    rows, dim, width = len(x), keys.shape[3], o.shape[1] * o.shape[3]
+    rows, dim, width = len(x), keys.shape[3], inputs_of(o)
     heads = width // dim + 2 * keys.shape[1]
     made = emit(ops.linear.default, (node[id(x)], node[id(qkv)], heads * dim))
     q = _written(builder, made, heads, cos, sin, slots, *flat, gains, gain_eps)

@@ -66,11 +66,11 @@ def tensors(value) -> list[Tensor]:
 def again(func, args, kwargs, out) -> None:
     """Run a recorded operator, its results to where they were."""
     inputs = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs))}
-    results = tensors(out)
-    if func._schema.is_mutable:
-        func(*args, **kwargs)
-    elif not all(x.numel() and x.untyped_storage().data_ptr() in inputs for x in results):  # else views: nothing to do
-        for x, new in zip(results, tensors(func(*args, **kwargs)), strict=True):
+    views = [bool(x.numel()) and x.untyped_storage().data_ptr() in inputs for x in tensors(out)]
+    if views and all(views) and not func._schema.is_mutable:
+        return  # nothing to do
+    for x, new, view in zip(tensors(out), tensors(func(*args, **kwargs)), views, strict=True):
+        if not view:
             x.copy_(new)
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from specdec.engine import static_batch
 from specdec.engine.engine import Engine
-from specdec.model import layers
+from specdec.model import rope
 from specdec.model.layers import RMSNorm
 from specdec.types import Sampling
 from trees import DynamicTree
@@ -51,7 +51,7 @@ def test_what_the_warm_up_has_made_is_held():
 
 def test_tables_that_another_engine_lets_grow(monkeypatch):
     """In the midst of a decoding, an engine of the same target takes longer texts than there are positions for."""
-    monkeypatch.setattr(layers, "GROWTH", 64)
+    monkeypatch.setattr(rope, "GROWTH", 64)
     target = tiny_target(context=600)
     alone = Engine(target).generate([[3, 5, 7]], max_new_tokens=12).rows[0].tokens
     engine = Engine(target, graphs=Tape())

@@ -35,8 +35,7 @@ using at::Tensor;
 constexpr int64_t UNIT = 64; // outputs that are divided among threads together
 constexpr int64_t GROUP = LANES == 16 ? 64 : 16; // outputs that lie side by side in the packed weight
 constexpr int64_t BLOCKS = UNIT / LANES, BESIDE = GROUP / LANES; // vectors of outputs of a unit, and of a group
-constexpr int64_t MANY = LANES == 16 ? 8 : 6; // rows that are multiplied at once
-constexpr int64_t PART = 6; // of more rows
+constexpr int64_t MANY = 6; // rows that are multiplied at once
 constexpr int64_t AHEAD = 2048; // bytes that are fetched before they are needed
 constexpr int64_t SHARE = 1 << 16; // bytes of weight that are worth a thread
 
@@ -61,7 +60,7 @@ struct Fp32 {
 // Blocks of outputs whose sums fit the registers for so many rows: there are 32 with AVX-512, and else 16. Below 8 sums a
 // product waits for the one before.
 constexpr int64_t width_for(int64_t rows) {
-  if (LANES == 16) return rows <= 6 ? 4 : 2;
+  if (LANES == 16) return 4;
   return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
@@ -83,16 +82,21 @@ inline void add_products(const float* x, int64_t size, int64_t at, const Floats 
   }
 }
 
-// R rows of x [R,size] times the blocks from `weight` on, as many as fit, into y [R,..].
+// R rows of x [R,size] times the blocks from `weight` on, as many as fit, into y [R,..]. What lies `later` bytes further
+// on, if that is not 0, is fetched meanwhile, for another time.
 template <class Kind, int R>
 void multiply(const float* x, int64_t size, const typename Kind::Vector* weight, int64_t apart, float* y,
-              int64_t stride) {
+              int64_t stride, int64_t later) {
   constexpr int B = width_for(R);
   Floats sums[R][B] = {}, weights[B];
   for (int64_t i = 0; i < size; i += Kind::INPUTS, weight += BESIDE) {
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++) // a line each
-      if (b * LANES % 16 == 0) __builtin_prefetch(reinterpret_cast<const char*>(block(weight, apart, b)) + AHEAD);
+      if (b * LANES % 16 == 0) {
+        const char* line = reinterpret_cast<const char*>(block(weight, apart, b));
+        __builtin_prefetch(line + AHEAD);
+        if (later) __builtin_prefetch(line + later, 0, 2);
+      }
 #pragma GCC unroll 2
     for (int which = 0; which < Kind::INPUTS; which++) {
 #pragma GCC unroll 8
@@ -104,7 +108,7 @@ void multiply(const float* x, int64_t size, const typename Kind::Vector* weight,
 }
 
 template <class Kind>
-using Product = void (*)(const float*, int64_t, const typename Kind::Vector*, int64_t, float*, int64_t);
+using Product = void (*)(const float*, int64_t, const typename Kind::Vector*, int64_t, float*, int64_t, int64_t);
 
 template <class Kind, size_t... R>
 constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
@@ -121,16 +125,16 @@ struct Rows {
   int64_t count, in;
 
   // Times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts, of which
-  // all but the first find the weight in the cache.
+  // all but the first find the weight in the cache. So these have the time to fetch the next unit.
   void multiply(const typename Kind::Vector* weight, float* y, int64_t stride) const {
     if (count == 0) return;
-    const int64_t most = count <= MANY ? MANY : PART, parts = (count + most - 1) / most;
+    const int64_t parts = (count + MANY - 1) / MANY, unit = in / Kind::INPUTS * BLOCKS * sizeof(*weight);
     const int64_t width = width_for((count + parts - 1) / parts), apart = in / Kind::INPUTS * BESIDE;
     for (int64_t b = 0; b < BLOCKS; b += width)
       for (int64_t part = 0; part < parts; part++) {
         const int64_t first = part * count / parts, some = (part + 1) * count / parts - first;
         PRODUCTS<Kind>[some - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES,
-                                 stride);
+                                 stride, part ? unit : 0);
       }
   }
 };

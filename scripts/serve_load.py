@@ -2,11 +2,11 @@
 
     python scripts/serve_load.py --prompts MT_BENCH --out runs/load
 
-A server of each way is started, and all of them live side by side. At each load, closed loop, so many chats at a time
-and all answers of one length, the ways take turns --repeats times: only one of them is asked at a time. Medians
-count. The machine must be idle. Writes load.json, load.md and load.png into the folder, anew after every turn.
-Ends with what each adaptive way lost or gained at each load against the better of plain and the fixed ways: the median
-of the turns' ratios.
+A server of each way is started, and all of them live side by side. At each load, closed loop, so many chats at a time,
+with answers of 32 to 96 tokens, the same for all, the ways take turns --repeats times: only one of them is asked at a
+time. Medians count. The machine must be idle. Writes load.json, load.md and load.png into the folder, anew after every
+turn. Ends with what each adaptive way lost or gained at each load against the better of plain and the fixed ways: the
+median of the turns' ratios.
 """
 
 import argparse
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     p.add_argument("--num-prompts", type=int, default=64, help="of a turn at most: 8 and 8 for each chat at a time")
     p.add_argument("--max-new-tokens", type=int, default=64)
+    p.add_argument("--range-ratio", type=float, default=0.5, help="by which that number varies (default 0.5)")
     p.add_argument("--repeats", type=int, default=3)
     return p
 
@@ -104,6 +105,7 @@ def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[st
 def measure(args: argparse.Namespace, url: str, load: int, prompts: list[str]) -> dict:
     """Figures of one load. ValueError unless every answer is valid."""
     asked = ["--prompts", "-", "--base-url", url, "--max-new-tokens", str(args.max_new_tokens), "--ignore-eos"]
+    asked += ["--range-ratio", str(args.range_ratio)]
     asked += ["--concurrency", str(load), "--warm-up", str(load)]
     [point] = asyncio.run(bench_serve.measure(bench_serve.parser().parse_args(asked), prompts))["loads"]
     if point["wrong"]:

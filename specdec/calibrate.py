@@ -58,7 +58,7 @@ def assembled(name: str, costs: Callable[[], Curve], sizes: Sequence[int], prior
     if kind == "fixed":
         return Fixed(levels)
     if kind == "table":
-        return Table.parse(detail, levels) if detail else Table.measured(costs(), sizes, np.cumprod(prior))
+        return Table.parse(detail, levels) if detail else Table.measured(costs(), sizes, prior)
     if kind == "ema":
         return Ema(costs(), sizes, prior)
     estimator = make_estimator(detail or "calibrated", levels)

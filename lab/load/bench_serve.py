@@ -34,6 +34,13 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--num-prompts", type=int, default=80, help="at each load (default 80); they are used again")
     asked.add_argument("--completions", action="store_true", help="ask for completions, not in chats")
     asked.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    asked.add_argument(
+        "--range-ratio",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="let that number vary by so large a share (default 0)",
+    )
     asked.add_argument("--ignore-eos", action="store_true", help="answers have exactly so many tokens")
     asked.add_argument("--temperature", type=float, default=0.0, help="(default 0)")
     asked.add_argument("--seed", type=int, default=0, help="of arrivals, and of draws (default 0)")
@@ -90,6 +97,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("--rate contradicts --concurrency: requests arrive in one of the two ways")
     if min(args.num_prompts, args.max_new_tokens, *(args.concurrency or [1])) < 1 or args.warm_up < 0:
         raise ValueError("--num-prompts, --max-new-tokens and --concurrency must be at least 1, --warm-up at least 0")
+    if not 0 <= args.range_ratio < 1:
+        raise ValueError(f"--range-ratio must be at least 0 and below 1, got {args.range_ratio:g}")
     for path in (args.out, args.chart):
         if path is not None:
             check_writable(path)
@@ -110,7 +119,8 @@ async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=No
     loads = [Load(rate=rate) for rate in args.rate or ()] or [Load(n) for n in args.concurrency or (1, 8, 32)]
     async with httpx2.AsyncClient(base_url=args.base_url.removesuffix("/v1"), transport=transport, **how) as client:
         model = args.model or await first_model(client)
-        asked = Asked(model, args.max_new_tokens, not args.completions, args.temperature, args.ignore_eos, args.seed)
+        drawn = args.temperature, args.ignore_eos, args.seed, args.range_ratio
+        asked = Asked(model, args.max_new_tokens, not args.completions, *drawn)
         shown, points = progress_bar("loads"), []
         for number, load in enumerate(loads, 1):
             if args.warm_up:

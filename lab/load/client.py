@@ -5,9 +5,10 @@ the TTFT, each later one an ITL, and TPOT is (last event - first event) / (token
 """
 
 import json
+import random
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,17 @@ class Asked:
     temperature: float = 0.0
     ignore_eos: bool = False
     seed: int | None = None
+    range_ratio: float = (
+        0.0  # the most tokens of request i are drawn, by i, from (1 - this) to (1 + this) times as many
+    )
     extra: dict = field(default_factory=dict)  # fields of the body beside these
+
+    def of(self, number: int) -> "Asked":
+        """What is asked in request `number`: the same of every server, and at every load."""
+        if not self.range_ratio:
+            return self
+        share = 1 + self.range_ratio * random.Random(number).uniform(-1, 1)
+        return replace(self, max_tokens=max(1, round(share * self.max_tokens)), range_ratio=0.0)
 
     def body(self, prompt: str) -> dict:
         own = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}

@@ -32,15 +32,15 @@ async def drive(client, asked: Asked, prompts: Sequence[str], load: Load, seed: 
     if load.rate is None:
         slots = asyncio.Semaphore(load.concurrency)
 
-        async def one(prompt: str) -> Answer:
+        async def one(number: int, prompt: str) -> Answer:
             async with slots:
-                return await ask(client, asked, prompt)
+                return await ask(client, asked.of(number), prompt)
 
-        answers = await asyncio.gather(*map(one, prompts))
+        answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
     else:
         draw, tasks = random.Random(seed), []
-        for prompt in prompts:
-            tasks.append(asyncio.create_task(ask(client, asked, prompt)))
+        for number, prompt in enumerate(prompts):
+            tasks.append(asyncio.create_task(ask(client, asked.of(number), prompt)))
             await asyncio.sleep(draw.expovariate(load.rate))
         answers = await asyncio.gather(*tasks)
     seconds = max(answer.sent + answer.seconds for answer in answers) - start

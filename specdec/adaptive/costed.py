@@ -15,6 +15,9 @@ PATIENCE = 8  # plain rounds after which drafting begins again, if it would have
 SETTLING = 2
 # Where drafts pay, a few of so many rounds are plain, from the eighth on: else nobody knows what plain rounds take.
 FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
+# Where drafts go on, a few rounds draft one level more, and the next time one less: what such rounds take is known from
+# other loads and times only. The first time soon, then after more and more rounds, up to the last number.
+NEAR_SOON, NEAR, NEAR_SELDOM = 16, 64, 512
 DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else tells what deep drafts are worth
 # Where plain rounds go on, a few rounds draft: the first time soon, as nobody knows what drafts take at this load, then
 # after more and more plain rounds, up to the last number. They draft as deep as seems best, every other time as deep as
@@ -56,18 +59,19 @@ class Prompts:
 
 @dataclass
 class Tries:
-    """When drafts are tried where rounds are plain, at loads of about as many rows."""
+    """When another number of levels is tried, at loads of about as many rows."""
 
-    left: int = SOON  # plain rounds until the next try
-    following: int = AFTER_PLAIN  # and from that to the one behind it
+    left: int  # rounds until the next try
+    following: int  # and from that to the one behind it
+    most: int  # and at most
     count: int = 0  # tries so far
 
     def passed(self, rounds: int) -> bool:
-        """So many rounds more were plain. Whether drafts are tried now."""
+        """So many rounds more were played. Whether another number is tried now."""
         self.left -= rounds
         if self.left > 0:
             return False
-        self.left, self.following = self.following, min(2 * self.following, SELDOM)
+        self.left, self.following = self.following, min(2 * self.following, self.most)
         self.count += 1
         return True
 
@@ -93,7 +97,10 @@ class Costed(Policy):
     def __init__(self):
         self.prompts = Prompts()
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
-        self.tries: defaultdict[int, Tries] = defaultdict(Tries)  # by the binary digits of the number of rows
+        # Of drafts where rounds are plain, and of one level more or less where they are not: by the binary digits of
+        # the number of rows.
+        self.tries: defaultdict[int, Tries] = defaultdict(lambda: Tries(SOON, AFTER_PLAIN, SELDOM))
+        self.near: defaultdict[int, Tries] = defaultdict(lambda: Tries(NEAR_SOON, NEAR, NEAR_SELDOM))
 
     def plan(self, rows: int) -> int:
         self.rounds += 1
@@ -130,6 +137,10 @@ class Costed(Policy):
             if self.tries_deep and self.rounds >= self.deep_due:
                 self.deep_due = self.rounds + DEEP
                 return [self._deepest(rows)]
+            near = self.near[rows.bit_length()]
+            if self.timed and near.passed(self.rounds - self.thought):
+                levels = self.now + (1 if near.count % 2 else -1)
+                return [levels] * FEW if 0 < levels <= self.curve.levels else []
         elif self.timed or self.tries_deep:
             tries = self.tries[rows.bit_length()]
             if tries.passed(self.rounds - self.thought):

@@ -8,6 +8,8 @@ import numpy as np
 
 from specdec.adaptive.costed import Costed
 from specdec.adaptive.curve import Curve
+from specdec.adaptive.policy import Outcome
+from specdec.adaptive.rates import Rates
 
 
 class Table(Costed):
@@ -35,12 +37,11 @@ class Table(Costed):
         return cls(levels)
 
     @classmethod
-    def measured(cls, curve: Curve, sizes: Sequence[int], reach: Sequence[float]) -> "Table":
-        """The table of what is fastest by measured costs. sizes [D+1]: nodes of the trees of 0 to D levels. reach [D]:
-        how often a round accepts this level."""
+    def measured(cls, curve: Curve, sizes: Sequence[int], prior: Sequence[float]) -> "Table":
+        """The table of what is fastest by measured costs. sizes [D+1]: nodes of the trees of 0 to D levels. prior [D]:
+        as for `Rates`."""
         found = cls(dict.fromkeys(curve.rows, 0))
-        found.curve, found.sizes = curve, np.asarray(sizes)
-        found.tokens = 1 + np.concatenate([[0.0], np.cumsum(reach)])[: len(sizes)]
+        found.curve, found.sizes, found.rates = curve, np.asarray(sizes), Rates(prior)
         found.depths = [int(found._speed(rows).argmax()) for rows in found.starts]
         return found
 
@@ -53,7 +54,14 @@ class Table(Costed):
     def _speed(self, rows: int) -> np.ndarray:
         """[D+1] tokens a second that a row is expected to get, by levels."""
         rest, verify = self.curve.at(rows)
-        return self.tokens / (rest[: len(self.sizes)] + verify[self.sizes])
+        tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])
+        return tokens[: len(self.sizes)] / (rest[: len(self.sizes)] + verify[self.sizes])
+
+    def learn(self, outcome: Outcome) -> None:
+        """How often drafts are right, where a server tells what rounds take. What is not drafted stays as it was."""
+        super().learn(outcome)
+        if self.timed and self.curve is not None and outcome.levels:
+            self.rates.add(outcome.accepted, outcome.ended)
 
     def __str__(self) -> str:
         return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))

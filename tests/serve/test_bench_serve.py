@@ -81,6 +81,17 @@ def test_what_makes_an_answer_valid(wrong):
     assert answer.text == ("aa" if not wrong else answer.text)
 
 
+def test_lengths_vary_alike_for_all_servers():
+    asked = Asked("m", 64, range_ratio=0.5)
+    lengths = [asked.of(number).max_tokens for number in range(200)]
+    assert lengths == [Asked("other", 64, range_ratio=0.5).of(number).max_tokens for number in range(200)]
+    assert min(lengths) in (32, 33)
+    assert max(lengths) in (95, 96)
+    assert sum(lengths) / 200 == pytest.approx(64, rel=0.1)
+    assert Asked("m", 64).of(3).max_tokens == 64
+    assert Asked("m", 1, range_ratio=0.9).of(3).max_tokens >= 1
+
+
 def test_figures_by_the_book():
     answers = [Answer(time.perf_counter(), [0.1, 0.2, 0.5], 0.6, 4, 9, "", "stop"), Answer(0.0, wrong="it is")]
     found = figures_of(answers, 2.0)
@@ -97,6 +108,7 @@ def test_wrong_settings_are_told(tmp_path):
     for words, told in (
         (["--rate", "1", "--concurrency", "2"], "contradicts"),
         (["--num-prompts", "0"], "at least 1"),
+        (["--range-ratio", "1"], "below 1"),
         (["--base-url", "http://127.0.0.1:1"], "does not tell its models"),
     ):
         done = run_here(main, "--prompts", str(file), *words)

@@ -113,6 +113,8 @@ def title_of(settings: dict, target) -> str:
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
+    if out.parent == Path("runs"):  # where commands write unless they are told otherwise
+        out.parent.mkdir(exist_ok=True)
     check_writable(out)
     configurations = read_configurations(settings["configurations"], suite["configurations"])
     device = check_device(settings["device"])

@@ -87,13 +87,12 @@ class ModelSettings:
         return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
 
     def load_drafter(self, target: Target) -> Drafter:
-        dtype = DRAFT_DTYPES[self.draft_dtype] if self.draft_dtype else None
         return load_drafter(
             self.draft or DEMO_DRAFTER,
             target,
             token_map=self.token_map,
             feedback=self.feedback,
-            dtype=dtype,
+            dtype=self.draft_dtype or None,
             allow_nonfinite=self.allow_nonfinite,
         )
 

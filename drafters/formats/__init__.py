@@ -36,7 +36,7 @@ from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import read_headers, read_json, read_pickle, read_tensors, write_folder
+from specdec.model.checkpoint import DRAFT_DTYPES, read_headers, read_json, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
 from specdec.model.names import bundled, resolve
@@ -161,7 +161,7 @@ def load_drafter(
     *,
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     allow_nonfinite: bool = False,
 ) -> Drafter:
     """A drafter for `target` from a checkpoint folder or hub name, on the target's device and frozen;
@@ -172,11 +172,15 @@ def load_drafter(
     token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
     feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
     dtype: None is the target's; a narrower one costs some acceptance, but no exactness. torch.int8 on a CPU: that of
-    the target, with weights rounded to int8 in products.
+    the target, with weights rounded to int8 in products. 'fp32', 'bf16', 'fp16' and 'int8' name them.
     allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
 
     Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
     """
+    if isinstance(dtype, str):
+        if dtype not in DRAFT_DTYPES:
+            raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {dtype!r}")
+        dtype = DRAFT_DTYPES[dtype]
     drafter = ngram.from_name(str(path), target) or _language_model(path, target, allow_nonfinite)
     if drafter is not None:
         if token_map is not None or feedback is not None or dtype is not None:

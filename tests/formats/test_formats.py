@@ -180,3 +180,8 @@ def test_a_drafter_is_no_target(kind, tmp_path):
     save_drafter(DRAFTERS[kind](target), tmp_path / "draft", target)
     with pytest.raises(ValueError, match=r"draft is a drafter \(\w+\), not a target: give it as the draft"):
         load_target(tmp_path / "draft")
+
+
+def test_a_dtype_by_a_name_that_there_is_not():
+    with pytest.raises(ValueError, match="must be one of bf16, fp16, fp32, int8, got 'int4'"):
+        load_drafter("ngram", tiny_target(), dtype="int4")

@@ -3,7 +3,7 @@
     python scripts/serve_load.py --prompts MT_BENCH --out runs/load
 
 A server of each way is started, and all of them live side by side. At each load, closed loop, so many chats at a time,
-with answers of 32 to 96 tokens, the same for all, the ways take turns --repeats times: only one of them is asked at a
+with answers of many lengths, the same for all, the ways take turns --repeats times: only one of them is asked at a
 time. Medians count. The machine must be idle. Writes load.json, load.md and load.png into the folder, anew after every
 turn. Ends with what each adaptive way lost or gained at each load against the better of plain and the fixed ways: the
 median of the turns' ratios.

@@ -60,7 +60,7 @@ class Table(Costed):
     def learn(self, outcome: Outcome) -> None:
         """How often drafts are right, where a server tells what rounds take. What is not drafted stays as it was."""
         super().learn(outcome)
-        if self.timed and self.curve is not None and outcome.levels:
+        if self.timed and outcome.levels:
             self.rates.add(outcome.accepted, outcome.ended)
 
     def __str__(self) -> str:

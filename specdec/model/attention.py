@@ -155,6 +155,8 @@ class NoCache:
     """The view of a forward that keeps nothing: causal over its own positions, or, with a mask [B,T,T] bool, over what
     that shows of them. For training."""
 
+    seen = None  # our own operators do not serve
+
     def __init__(self, window: int | None = None, scale: float | None = None, mask: Tensor | None = None):
         self.window, self.scale, self.mask = window, scale, mask
         if mask is not None and window is not None:

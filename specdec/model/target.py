@@ -57,7 +57,7 @@ class Attention(Freezable):
         own = None if norm.offset else bind_add(self.qkv, self.o, self.q_norm, self.k_norm)
 
         def add(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
-            if own is not None and isinstance(view, CacheView) and view.seen is not None:
+            if own is not None and view.seen is not None:
                 return own(x, normed, norm, rope, view, layer)
             return add_norm(x, attention(normed, rope, view, layer))
 

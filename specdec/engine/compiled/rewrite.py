@@ -74,21 +74,25 @@ def _write_rows(builder: "GraphBuilder", call: Call) -> bool:
     base = builder.base(x)
     if base is None or base[1].ndim == 1:
         return False
-    memory, whole = base
-    width, count = whole.shape[1], x.shape[dim]
-    rows, first = builder.nodes[id(index)], x.storage_offset() // width
+    rows, count = builder.nodes[id(index)], x.shape[dim]
     blocks = math.prod(x.shape[:dim])
     if blocks > 1:  # one for each place in the dimensions before `dim`
-        starts = (first, first + blocks * count, count)
-        starts = builder.emit(aten.arange.start_step, starts, {"device": x.device})
+        starts = builder.emit(aten.arange.start_step, (0, blocks * count, count), {"device": x.device})
         rows = builder.emit(aten.add.Tensor, (builder.emit(aten.unsqueeze.default, (starts, 1)), rows))
         rows = builder.emit(aten.reshape.default, (rows, [-1]))
-    elif first:
-        rows = builder.emit(aten.add.Tensor, (rows, first))
-    values = builder.emit(aten.reshape.default, (builder.nodes[id(source)], [blocks * len(index), width]))
-    builder.emit(aten.index_put_.default, (memory, [rows], values))
+    _store(builder, x, rows, blocks * len(index), builder.nodes[id(source)])
     builder.put(call.out, builder.nodes[id(x)])
     return True
+
+
+def _store(builder: "GraphBuilder", x: Tensor, rows: "Node", count: int, values: "Node") -> None:
+    """Write `count` values to these rows of x, counted from its first, in the memory that it lies in."""
+    memory, whole = builder.base(x)
+    width = whole.shape[1]
+    first = x.storage_offset() // width
+    rows = builder.emit(aten.add.Tensor, (rows, first)) if first else rows
+    values = builder.emit(aten.reshape.default, (values, [count, width]))
+    builder.emit(aten.index_put_.default, (memory, [rows], values))
 
 
 def _multiply(builder: "GraphBuilder", call: Call) -> bool:
@@ -175,11 +179,8 @@ def _written(
         both = [emit(aten.select.int, (nodes[id(gains)], 0, side)) for side in (0, 1)]
         q, k = (_normed(builder, x, gain, dim, eps) for x, gain in zip((q, k), both, strict=True))
     q, k = (_turned(builder, x, nodes[id(cos)], nodes[id(sin)], dim) for x in (q, k))
-    for cache, new in ((keys, k), (values, v)):
-        memory, _ = builder.base(cache)
-        first = cache.storage_offset() // width
-        place = emit(aten.add.Tensor, (nodes[id(slots)], first)) if first else nodes[id(slots)]
-        emit(aten.index_put_.default, (memory, [place], emit(aten.reshape.default, (new, [b * n, width]))))
+    _store(builder, keys, nodes[id(slots)], b * n, k)
+    _store(builder, values, nodes[id(slots)], b * n, v)
     return q
 
 
@@ -224,8 +225,8 @@ def _commit(builder: "GraphBuilder", call: Call) -> bool:
     of_keys = (emit(aten.reshape.default, (emit(aten.add.Tensor, (first, step)), [-1])) for step in steps)
     source, place = (emit(aten.cat.default, ([x, emit(aten.add.Tensor, (x, rows * slots))],)) for x in of_keys)
     for layer in layers if depth > 1 else ():
-        memory, _ = builder.base(layer)
-        emit(aten.index_put_.default, (memory, [place], emit(aten.index_select.default, (memory, 0, source))))
+        moved = emit(aten.index_select.default, (builder.base(layer)[0], 0, source))
+        _store(builder, layer, place, 2 * batch * (depth - 1), moved)
     return True
 
 

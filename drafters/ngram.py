@@ -18,6 +18,7 @@ from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.sampling.likely import largest, top
+from specdec.types import Survivors
 
 MODES = ("lookup", "suffix")
 LONGEST = 16  # how many committed tokens of a match count
@@ -133,9 +134,10 @@ class NGram(Drafter):
         self.lens = self.lens + n
         return self._root(self.history, self.lens, max_len)
 
-    def compact(self, index: Tensor) -> None:
-        self.memory[: len(index)] = self.history[index]
-        self.history, self.lens = self.memory[: len(index)], self.lens[index]
+    def compact(self, kept: Survivors) -> None:
+        for row, place in kept.moves:
+            self.memory[place] = self.memory[row]
+        self.history, self.lens = self.memory[: kept.count], self.lens[kept.index]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
         """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter, DraftState, Vocabulary
 from specdec.model.cache import KVCache
+from specdec.types import Survivors
 
 
 class WrappedDrafter(Drafter):
@@ -87,8 +88,8 @@ class WrappedDrafter(Drafter):
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self.drafter.extend(feats, tokens, n, max_len)
 
-    def compact(self, index: Tensor) -> None:
-        self.drafter.compact(index)
+    def compact(self, kept: Survivors) -> None:
+        self.drafter.compact(kept)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.drafter.step(tokens, hidden, level, ancestors)

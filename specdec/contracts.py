@@ -16,7 +16,7 @@ from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
 from specdec.sampling.likely import top_logprobs
-from specdec.types import DraftTree
+from specdec.types import DraftTree, Survivors
 
 
 @dataclass
@@ -180,10 +180,10 @@ class Drafter(nn.Module):
         state (W = 1, or W = block) at the last absorbed position."""
         raise NotImplementedError
 
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only, ascending, in all that is kept of rows, and forget the others."""
+    def compact(self, kept: Survivors) -> None:
+        """Go on with these rows only, in all that is kept of rows, and forget the others."""
         if self.cache is not None:
-            self.cache.compact(index)
+            self.cache.compact(kept)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the

@@ -45,6 +45,26 @@ class Verdict:
     tokens: Tensor  # [B, P] emitted tokens: tokens[:, k] follows node path[:, k]; entries from n on are void
 
 
+class Survivors:
+    """Rows of a batch that go on when the others have ended. The last of them take the places of those that ended, and
+    no other row moves: where many rows are served, one that ends costs the move of one."""
+
+    def __init__(self, ended: Sequence[bool], device: torch.device):
+        """ended: of every row."""
+        self.count = sum(not over for over in ended)  # B'
+        behind = (row for row in range(self.count, len(ended)) if not ended[row])
+        # Of each row that moves, where it is and where it goes. No place is among both.
+        self.moves = [(next(behind), place) for place in range(self.count) if ended[place]]
+        self.rows = list(range(self.count))  # what each place holds from now on
+        for source, place in self.moves:
+            self.rows[place] = source
+        self.index = torch.tensor(self.rows, dtype=torch.int64, device=device)  # [B'] the same
+
+    def of(self, items: list) -> list:
+        """Of a list with an item for every row, those of the rows that go on."""
+        return [items[row] for row in self.rows]
+
+
 # Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FILTERS = ("top_k", "top_p", "min_p")

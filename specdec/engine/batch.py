@@ -26,6 +26,7 @@ from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.sampling.filters import settings_of
 from specdec.sampling.penalties import Penalties
+from specdec.types import Survivors
 
 PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.02 to 0.12 for trees, up to 0.4 for plain rounds.
 
@@ -64,8 +65,8 @@ def penalties_of(sequences: abc.Sequence[Sequence], vocab: int, device: torch.de
 class Batch:
     """What rounds work on, and what one round leaves to the next.
 
-    Row b holds `sequences[b]`. Rows whose sequence has ended stay until they are dropped; then the rows behind them
-    move up. New sequences join behind the others.
+    Row b holds `sequences[b]`. Rows whose sequence has ended stay until they are dropped; then the last rows take their
+    places. New sequences join behind the others.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Batch:
 
     def _undo_prefill(self) -> None:
         """Take rows out of the caches that a prefill which failed has put there."""
-        drafter, known = self.round.drafter, torch.arange(len(self.sequences), device=self.device)
+        drafter, known = self.round.drafter, Survivors([False] * len(self.sequences), self.device)
         self.cache.compact(known)
         if self.state is not None:
             drafter.compact(known)
@@ -252,15 +253,14 @@ class Batch:
     def _drop(self, ended: list[bool]) -> None:
         if not any(ended):
             return
-        kept = [b for b, over in enumerate(ended) if not over]
+        kept = Survivors(ended, self.device)
         self.carried = 0.0
-        self.sequences = [self.sequences[b] for b in kept]
-        index = torch.tensor(kept, dtype=torch.int64, device=self.device)
+        self.sequences, index = kept.of(self.sequences), kept.index
         self.root = self.root[index]
-        self.cache.compact(index)
+        self.cache.compact(kept)
         if self.state is not None:
             self.state = self.state.compact(index)
-            self.round.drafter.compact(index)
+            self.round.drafter.compact(kept)
         if self.guide is not None:
             self.guide.compact(kept)
         self.progress.compact(index)

@@ -15,7 +15,7 @@ from specdec.adaptive import Draft, Outcome, Policy
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.held import Held
 from specdec.engine.sequence import Sequence
-from specdec.types import DraftTree, Verdict
+from specdec.types import DraftTree, Survivors, Verdict
 
 
 @dataclass
@@ -135,10 +135,10 @@ class Guide:
         if self.held is not None:
             self.held.join(rows, joining)
 
-    def compact(self, kept: abc.Sequence[int]) -> None:
+    def compact(self, kept: Survivors) -> None:
         """Go on with these rows only."""
         if self.held is not None:
-            self.held.compact(np.asarray(kept, dtype=np.int64))
+            self.held.compact(np.asarray(kept.rows, dtype=np.int64))
 
     def forget(self) -> None:
         """No row goes on, so nobody will ask for what was held, nor for the last round."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specdec.kernels import kernel_for
 from specdec.model import native
+from specdec.types import Survivors
 
 
 def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
@@ -92,14 +93,13 @@ class KVCache:
         self.lens.fill_(length)
         self.max_len = length
 
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'], ascending, and forget the others. None of them is longer than `max_len`. They
-        move together at the front of the same memory; beside it one layer's slots are held for a moment."""
-        count = len(index)
+    def compact(self, kept: Survivors) -> None:
+        """Go on with these rows, none of which is longer than `max_len`, and forget the others."""
         for layer in self.layers:
-            layer[:, :count, : self.max_len] = layer[:, :, : self.max_len].index_select(1, index)
-        self.lens[:count] = self.lens[index]
-        self._use(0, count)
+            for row, place in kept.moves:  # row by row: on the CPU operators with indices take six times as long
+                layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
+        self.lens[: kept.count] = self.lens[kept.index]
+        self._use(0, kept.count)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.model.cache import KVCache, cache_bytes
+from specdec.types import Survivors
 
 State = dict[str, Tensor]  # by name, each [R, ...]
 # A layer over T positions from a state, which it may change: (x [R,T,H], state) -> (what it makes of x, state after).
@@ -68,10 +69,10 @@ class RecurrentCache:
         for x in self.kept.values():
             x.zero_()
 
-    def compact(self, index: Tensor) -> None:
-        """Move the rows index [B'] to the front."""
+    def compact(self, kept: Survivors) -> None:
         for x in self.kept.values():
-            x[: len(index)] = x.index_select(0, index)
+            for row, place in kept.moves:
+                x[place] = x[row]
 
     def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
         """A copy of the committed states, or, if `again`, of those behind the last forward, of some rows or all."""
@@ -180,10 +181,10 @@ class HybridCache(KVCache):
             for name, x in own.kept.items():
                 x.copy_(kept.kept[name])
 
-    def compact(self, index: Tensor) -> None:
+    def compact(self, kept: Survivors) -> None:
         for state in self.recurrent.values():
-            state.compact(index)
-        super().compact(index)
+            state.compact(kept)
+        super().compact(kept)
 
     def committed(self, row: int) -> list[Tensor]:
         states = [part[row] for state in self.recurrent.values() for part in state.kept.values()]

@@ -50,9 +50,9 @@ class Shy(WrappedDrafter):
         state.levels = self.wanted(self.lens)
         return state
 
-    def compact(self, index):
-        super().compact(index)
-        self.lens = self.lens[index]
+    def compact(self, kept):
+        super().compact(kept)
+        self.lens = self.lens[kept.index]
 
     @staticmethod
     def wanted(n):

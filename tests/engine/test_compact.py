@@ -15,7 +15,7 @@ from specdec.engine.recorder import Recorder
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.model.hf_target import TransformersTarget
-from specdec.types import Sampling
+from specdec.types import Sampling, Survivors
 from specdec.verify import make_verifier
 from trees import Chain, DynamicTree, SampledTree
 
@@ -186,8 +186,19 @@ def test_a_trace_does_not_tell():
 # The cache
 
 
+@pytest.mark.parametrize("ended", ["01000", "11000", "00011", "10110", "11111", "00000", ""])
+def test_only_as_many_rows_move_as_have_ended_before_those_that_go_on(ended):
+    over = [c == "1" for c in ended]
+    kept = Survivors(over, torch.device("cpu"))
+    assert sorted(kept.rows) == [row for row, gone in enumerate(over) if not gone]
+    assert kept.index.tolist() == kept.of(list(range(len(over)))) == kept.rows
+    places = [place for place, row in enumerate(kept.rows) if place != row]
+    assert [place for _, place in kept.moves] == places == [p for p in range(kept.count) if over[p]]
+    assert [row for row, _ in kept.moves] == [kept.rows[place] for place in places]
+
+
 @torch.inference_mode()
-def test_the_rows_of_a_cache_move_together_in_its_own_memory():
+def test_the_rows_of_a_cache_move_in_its_own_memory():
     g = torch.Generator().manual_seed(0)
     cache = KVCache(layers=2, rows=5, slots=9, kv_heads=2, head_dim=3, like=torch.empty(0))
     for kv in cache.layers:
@@ -195,9 +206,9 @@ def test_the_rows_of_a_cache_move_together_in_its_own_memory():
     cache.lens += torch.tensor([4, 9, 2, 6, 3])
     cache.max_len = 6
     before, memory = [kv.clone() for kv in cache.layers], [kv.data_ptr() for kv in cache.layers]
-    index = torch.tensor([0, 3, 4])
-    cache.compact(index)
-    assert cache.lens.tolist() == [4, 6, 3]
+    cache.compact(Survivors([False, True, False, True, False], torch.device("cpu")))
+    index = torch.tensor([0, 4, 2])
+    assert cache.lens.tolist() == [4, 3, 2]
     assert (cache.batch, cache.slots) == (3, 9)
     assert [kv.data_ptr() for kv in cache.layers] == memory
     for layer, (kv, old) in enumerate(zip(cache.layers, before, strict=True)):
@@ -205,5 +216,5 @@ def test_the_rows_of_a_cache_move_together_in_its_own_memory():
         assert torch.equal(cache.read(layer, 0, 6)[1], old[1, index, :6].transpose(1, 2))
     new = torch.randn(3, 2, 2, 3, generator=g)
     cache.write(1, cache.slots_of(torch.arange(2)), new, -new)
-    assert torch.equal(cache.layers[1][0, 1, 6:8], new[1])
-    assert torch.equal(cache.layers[1][1, 2, 3:5], -new[2])
+    assert torch.equal(cache.layers[1][0, 1, 3:5], new[1])
+    assert torch.equal(cache.layers[1][1, 2, 2:4], -new[2])

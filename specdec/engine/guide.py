@@ -138,7 +138,7 @@ class Guide:
     def compact(self, kept: Survivors) -> None:
         """Go on with these rows only."""
         if self.held is not None:
-            self.held.compact(np.asarray(kept.rows, dtype=np.int64))
+            self.held.compact(kept)
 
     def forget(self) -> None:
         """No row goes on, so nobody will ask for what was held, nor for the last round."""

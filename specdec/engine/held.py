@@ -5,14 +5,15 @@ To keep a position costs nothing: tensors are put aside as they came, and where 
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
+from specdec.types import Survivors
 
 HOLD = 32  # positions that the drafter absorbs at once
-MOST_PARTS = 64  # of which each has rows that have left
+MOST_PARTS = 256  # beyond these they are made one
+FEW_PARTS = 16  # up to so many are looked through each time that rows leave
 
 # Of one prefill or plain round: features [R,K,F] (None without taps), tokens [R,K], and of these K how many count [R].
 Kept = tuple[Tensor | None, Tensor, Tensor]
@@ -22,16 +23,17 @@ Kept = tuple[Tensor | None, Tensor, Tensor]
 class Part:
     """Committed positions of a prefill, or of plain rounds with the same rows."""
 
-    rows: np.ndarray  # [B] for each row of the batch its row R here; -1 if it has none
+    names: list[int]  # of its rows [R]
     rounds: list[Kept]
     open: bool = False  # the next round has the same rows
 
-    def index(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the rows that are here: their places in the batch and in this part, and how many of their positions count.
-        Those that count stand before those that do not: once a row has ended, none of its positions counts."""
+    def index(self, place_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the rows that are still in the batch: their places in it and in this part, and how many of their positions
+        count. Those that count stand before those that do not: once a row has ended, none of its positions counts."""
         counts = sum(n for _, _, n in self.rounds)
-        here = np.flatnonzero(self.rows >= 0)
-        places, rows = (torch.from_numpy(x).to(counts.device) for x in (here, self.rows[here]))
+        here = [row for row, name in enumerate(self.names) if name in place_of]
+        places = torch.tensor([place_of[self.names[row]] for row in here], device=counts.device)
+        rows = torch.tensor(here, device=counts.device)
         return places, rows, counts[rows]
 
     def joined(self) -> tuple[Tensor | None, Tensor]:
@@ -41,48 +43,66 @@ class Part:
 
 
 class Held:
-    """Committed positions that the drafter has not absorbed."""
+    """Committed positions that the drafter has not absorbed. Rows are known by numbers that stay theirs, so parts need
+    no change when rows leave or move."""
 
     def __init__(self, rows: int):
-        self.rows, self.parts = rows, list[Part]()
+        self.names, self.named = list(range(rows)), rows  # names: of the batch's rows; how many were given
+        self.parts, self.look = list[Part](), FEW_PARTS  # look: with so many parts, for those nobody needs
 
     def put(self, feats: Tensor | None, tokens: Tensor, n: Tensor) -> None:
         """One more position of all rows, for those of which n [B] is 1: feats [B,1,F], tokens [B,1]."""
         if not (self.parts and self.parts[-1].open):
-            self.parts.append(Part(np.arange(self.rows), [], open=True))
+            self.parts.append(Part(self.names, [], open=True))
         self.parts[-1].rounds.append((feats, tokens, n))
 
     def join(self, rows: int, prompts: Kept | None = None) -> None:
         """So many rows more, below the others, and what their prompts leave."""
-        for part in self.parts:
-            part.rows, part.open = np.concatenate([part.rows, np.full(rows, -1)]), False
+        self._close()
+        new = list(range(self.named, self.named + rows))
+        self.names, self.named = self.names + new, self.named + rows
         if prompts is not None:
-            self.parts.append(Part(np.concatenate([np.full(self.rows, -1), np.arange(rows)]), [prompts]))
-        self.rows += rows
+            self.parts.append(Part(new, [prompts]))
 
-    def compact(self, index: np.ndarray) -> None:
-        """Go on with the rows index [B'] only."""
-        self.rows = len(index)
-        for part in self.parts:
-            part.rows, part.open = part.rows[index], False
-        self.parts = [part for part in self.parts if (part.rows >= 0).any()]
-        if len(self.parts) > MOST_PARTS:  # else a server that never drafts would keep rows that left long ago
-            self.parts = [Part(np.arange(self.rows), [self.padded()])]
+    def compact(self, kept: Survivors) -> None:
+        """Go on with these rows only."""
+        self._close()
+        self.names = kept.of(self.names)
+        if len(self.parts) >= self.look:
+            self._tidy()
+
+    def _close(self) -> None:
+        if self.parts:
+            self.parts[-1].open = False
+
+    def _tidy(self) -> None:
+        """Forget the parts of which all rows have left, and what rows that left have in the others once these are many:
+        else a server that never drafts would keep it for long."""
+        self.parts = self._needed()
+        if len(self.parts) > MOST_PARTS:
+            self.parts = [Part(self.names, [self.padded()])]
+        self.look = max(FEW_PARTS, 2 * len(self.parts))
+
+    def _needed(self) -> list[Part]:
+        here = set(self.names)
+        return [part for part in self.parts if not here.isdisjoint(part.names)]
 
     def padded(self) -> Kept:
         """All of it, as of one round with the batch's rows. This waits for the device."""
         some_feats, some_tokens, _ = self.parts[0].rounds[0]
-        n = torch.zeros(self.rows, dtype=torch.int64, device=some_tokens.device)
-        found = [part.index() for part in self.parts]
+        n = torch.zeros(len(self.names), dtype=torch.int64, device=some_tokens.device)
+        place_of = {name: place for place, name in enumerate(self.names)}
+        parts = self._needed()
+        found = [part.index(place_of) for part in parts]
         starts = []
         for places, _, count in found:
             starts.append(n[places])
             n[places] += count
         width = int(n.max())
         # What does not count goes to a last place, which is cut off.
-        tokens = some_tokens.new_zeros(self.rows, width + 1)
+        tokens = some_tokens.new_zeros(len(self.names), width + 1)
         feats = None if some_feats is None else some_feats.new_zeros(*tokens.shape, some_feats.shape[-1])
-        for part, (places, rows, count), start in zip(self.parts, found, starts, strict=True):
+        for part, (places, rows, count), start in zip(parts, found, starts, strict=True):
             part_feats, part_tokens = part.joined()
             at = torch.arange(part_tokens.shape[1], device=n.device)
             to = places[:, None], torch.where(at < count[:, None], start[:, None] + at, width)

@@ -2,12 +2,12 @@
 
 import random
 
-import numpy as np
 import pytest
 import torch
 
 import specdec.engine.held as held_module
 from specdec.engine.held import Held
+from specdec.types import Survivors
 
 
 class Row:
@@ -33,10 +33,17 @@ def numbers(rows: int, width: int, fresh, with_feats: bool) -> tuple[torch.Tenso
     return (tokens[..., None].expand(-1, -1, 2).float() if with_feats else None), tokens
 
 
-@pytest.mark.parametrize("most_parts", [1, 4, 64])
+def leave(held: Held, ended: list[bool]) -> Survivors:
+    kept = Survivors(ended, torch.device("cpu"))
+    held.compact(kept)
+    return kept
+
+
+@pytest.mark.parametrize("most_parts", [1, 4, 256])
 @pytest.mark.parametrize("with_feats", [True, False])
 def test_rows_come_go_and_end(with_feats, most_parts, monkeypatch):
     monkeypatch.setattr(held_module, "MOST_PARTS", most_parts)
+    monkeypatch.setattr(held_module, "FEW_PARTS", min(most_parts, held_module.FEW_PARTS))
     rng, fresh = random.Random(3), iter(range(10**6))
     rows, held = [Row(), Row()], Held(2)
     for _ in range(200):
@@ -54,10 +61,9 @@ def test_rows_come_go_and_end(with_feats, most_parts, monkeypatch):
             held.join(1)
             rows.append(Row())
         elif kind == "leave" and len(rows) > 1:
-            kept = sorted(rng.sample(range(len(rows)), len(rows) - 1))
-            held.compact(np.array(kept))
-            rows = [rows[b] for b in kept]
-            assert len(held.parts) <= most_parts
+            gone = rng.randrange(len(rows))
+            rows = leave(held, [b == gone for b in range(len(rows))]).of(rows)
+            assert len(held.parts) < max(held_module.FEW_PARTS, 2 * most_parts)
         elif rows:
             rng.choice(rows).active = False
         if held.parts:
@@ -74,9 +80,19 @@ def test_rounds_of_the_same_rows_are_one_part():
     assert [len(part.rounds) for part in held.parts] == [3, 1]
 
 
-def test_nothing_is_kept_of_rows_that_left():
+def test_nothing_is_kept_of_rows_that_left(monkeypatch):
+    monkeypatch.setattr(held_module, "FEW_PARTS", 1)
     held = Held(1)
     held.put(None, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     held.join(1)
-    held.compact(np.array([1]))
+    leave(held, [True, False])
     assert held.parts == []
+
+
+def test_rows_of_which_nothing_is_held():
+    """Their neighbours had something, and have left."""
+    held = Held(1)
+    held.put(None, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
+    held.join(1)
+    leave(held, [True, False])
+    check(held, [Row()], with_feats=False)

@@ -23,6 +23,7 @@ DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else te
 # after more and more plain rounds, up to the last number. They draft as deep as seems best, every other time as deep as
 # can be. After plain rounds a drafter has much to absorb, so they follow each other.
 FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 1024, 16384
+FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 LATELY = 256  # sequences that are counted in full; then all counts are halved
@@ -145,7 +146,7 @@ class Costed(Policy):
             tries = self.tries[rows.bit_length()]
             if tries.passed(self.rounds - self.thought):
                 deep = self.tries_deep and tries.count % 2 == 0
-                return [self._deepest(rows) if deep else self.promising] * FEW
+                return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW
         return []
 
     def _settle(self, levels: int) -> int:

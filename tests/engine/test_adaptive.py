@@ -10,7 +10,7 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
-from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_PLAIN, PATIENCE, PLAIN, SOON, STRETCH
+from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_DEEP, FEW_PLAIN, PATIENCE, PLAIN, SOON, STRETCH
 from specdec.adaptive.survival import BEGIN, FIRST, SELDOM_LOOKS, SURE
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -94,7 +94,8 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
 def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap, monkeypatch):
     """Nor anything when nothing runs."""
-    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 4)
+    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 1)
+    monkeypatch.setattr("specdec.engine.held.FEW_PARTS", 1)
     engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
     engine.reserve(3, 16)
     guide, widest = engine.loop.batch.guide, 0
@@ -243,7 +244,9 @@ def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
     policy.rounds = BEGIN
     tried = [number for number in range(9 * AFTER_PLAIN) if policy.plan(1000)]
     starts = [number for number in tried if number - 1 not in tried]
-    assert len(tried) == FEW * len(starts)
+    lengths = [sum(start <= number < start + FEW for number in tried) for start in starts]
+    assert sum(lengths) == len(tried)
+    assert lengths == [FEW_DEEP if number % 2 else FEW for number in range(len(starts))]
     assert SOON - STRETCH <= starts[0] <= SOON + STRETCH
     for between, (a, b) in zip((AFTER_PLAIN, 2 * AFTER_PLAIN, 4 * AFTER_PLAIN), pairwise(starts), strict=True):
         assert between <= b - a < between + FEW + STRETCH

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`); '' for its own")
     p.add_argument("--concurrency", default="1,2,4,8,16,32")
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
-    p.add_argument("--num-prompts", type=int, default=64, help="of a turn at most: 8 and 8 for each chat at a time")
+    p.add_argument("--num-prompts", type=int, default=264, help="of a turn at most: 8 and 8 for each chat at a time")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--range-ratio", type=float, default=0.5, help="by which that number varies (default 0.5)")
     p.add_argument("--repeats", type=int, default=3)

@@ -1,5 +1,6 @@
 """Policies that go by what rounds cost: when they try what they know little of, and when they change their mind."""
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -98,8 +99,7 @@ class Costed(Policy):
     def __init__(self):
         self.prompts = Prompts()
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
-        # Of drafts where rounds are plain, and of one level more or less where they are not: by the binary digits of
-        # the number of rows.
+        # Of drafts where rounds are plain, and of one level more or less where they are not: by `_load`.
         self.tries: defaultdict[int, Tries] = defaultdict(lambda: Tries(SOON, AFTER_PLAIN, SELDOM))
         self.near: defaultdict[int, Tries] = defaultdict(lambda: Tries(NEAR_SOON, NEAR, NEAR_SELDOM))
 
@@ -138,12 +138,12 @@ class Costed(Policy):
             if self.tries_deep and self.rounds >= self.deep_due:
                 self.deep_due = self.rounds + DEEP
                 return [self._deepest(rows)]
-            near = self.near[rows.bit_length()]
+            near = self.near[_load(rows)]
             if self.timed and near.passed(self.rounds - self.thought):
                 levels = self.now + (1 if near.count % 2 else -1)
                 return [levels] * FEW if 0 < levels <= self.curve.levels else []
         elif self.timed or self.tries_deep:
-            tries = self.tries[rows.bit_length()]
+            tries = self.tries[_load(rows)]
             if tries.passed(self.rounds - self.thought):
                 deep = self.tries_deep and tries.count % 2 == 0
                 return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW
@@ -159,7 +159,7 @@ class Costed(Policy):
         if self.waiting is None or self.rounds - self.waiting >= PATIENCE:
             self.now = levels
         if self.now:
-            self.tries.pop(self.asked.bit_length(), None)
+            self.tries.pop(_load(self.asked), None)
         return self.now
 
     def _fastest(self, rows: int, speed: np.ndarray) -> int:
@@ -200,3 +200,8 @@ class Costed(Policy):
         if self.count:
             self.curve.took(*self.kind, self.seconds / self.count, self.count)
         self.seconds, self.count = 0.0, 0
+
+
+def _load(rows: int) -> int:
+    """The power of two that is nearest by ratio: so many rows and one less, as while a row is free, are of one load."""
+    return round(math.log2(rows)) if rows else 0

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-KEPT = 64  # rounds of a kind over which its excess is averaged in the end
+KEPT = 128  # rounds of a kind over which its excess is averaged in the end
+# What is known of a kind gets old while others are played: of the rounds that it counts, a round of another kind takes
+# this share. Else a few rounds now and then could not change what hundreds in a worse moment have said.
+OLD = 1 / 128
 DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
 MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
 LEAST = 0.1  # share of its measured seconds that a round takes at least
@@ -30,9 +33,9 @@ class Curve:
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
     # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
-    # rounds were.
+    # rounds it counts for.
     excess: dict[int, list[float]] = field(default_factory=dict)
-    served: dict[int, list[int]] = field(default_factory=dict)
+    served: dict[int, list[float]] = field(default_factory=dict)
     speed: float = 1.0
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
@@ -66,16 +69,18 @@ class Curve:
         of so many."""
         knot = self._knot(rows, self.rows)
         if knot not in self.excess:
-            self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0] * (self.levels + 1)
+            self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0.0] * (self.levels + 1)
         excess, served = self.excess[knot], self.served[knot]
-        served[levels] += rounds
+        left, mine = (1 - OLD) ** rounds, min(served[levels] + rounds, max(KEPT, rounds))
+        served[:] = [count * left for count in served]
+        served[levels] = mine
         rest, verify = self._measured(rows)
         own = float(rest[levels] + verify[nodes])
         found, old = max(seconds / self.speed, LEAST * own), excess[levels]
         if math.isnan(old):
             old = found - own
         found = min(found, MOST * (own + old))
-        new = old + (found - own - old) * rounds / min(served[levels], max(KEPT, rounds))
+        new = old + (found - own - old) * rounds / mine
         excess[levels] = new
         self.speed *= 1 + (1 - (1 - DRIFT) ** rounds) * (found / (own + new) - 1)
 

@@ -1,12 +1,13 @@
 """What policies are worth by the load, without a network: schedulers of several ways in one process, closed loop.
 
-    python scripts/scheduler_load.py --prompts MT_BENCH --out runs/scheduler_load.json
+    python scripts/scheduler_load.py --prompts MT_BENCH --out runs/load
 
 On a shared machine one server may be faster than its twin by a tenth for minutes. So here the ways take turns of a
 second or two, in changing order, until so many chats have ended. Each keeps so many going, the same for all ways, with
 answers of 32 to 96 tokens by the number of the chat. A way's clock stands still while others have their turn. Prints
 tokens/s, the medians of TTFT and TPOT, and each way's tokens/s as a share of those of the better of plain decoding and
-the fixed tree, with the standard error (jackknife over the turns). The machine must be idle.
+the fixed tree, with the standard error (jackknife over the turns). Writes load.json, load.md and load.png into the
+folder. The machine must be idle.
 """
 
 import argparse
@@ -21,9 +22,14 @@ import numpy as np
 import torch
 from serve_load import WAYS
 
+from lab.load.chart import write_chart
 from lab.machine import provenance
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
+from specdec.api import load_target
+from specdec.cli.files import write_text
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
 from specdec.serve import serve_command
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.scheduler import Scheduler
@@ -112,9 +118,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     loads = [int(load) for load in args.concurrency.split(",")]
-    engines = {way: engine(args, WAYS[way], max(loads)) for way in args.ways}
+    target = load_target("demo/target")  # one for all: two in memory may differ in speed
+    engines = {way: engine(args, WAYS[way], max(loads), target) for way in args.ways}
     asked = load_benchmark("prompts", args.prompts, turns=1, bad="skip", limit=64).questions
-    prompts = [encode_prompt(engines[args.ways[0]].target, question.turns[0]) for question in asked]
+    prompts = [encode_prompt(target, question.turns[0]) for question in asked]
     told, order, draw = {}, list(args.ways), random.Random(0)
     for load in loads:
         chats = {way: Chats(Scheduler(engines[way], rows=max(loads), room=640), prompts, load) for way in args.ways}
@@ -128,14 +135,18 @@ def main() -> None:
         told[load] = {way: chats[way].figures() for way in args.ways}
         print(f"{load}: {compared(told[load])}", flush=True)
     settings = {"machine": provenance(torch.device("cpu")), "settings": str(vars(args))}
-    write_json(args.out, settings | {"loads": [{"concurrency": load, "ways": ways} for load, ways in told.items()]})
+    loads = [{"concurrency": load, "ways": ways} for load, ways in told.items()]
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_json(args.out / "load.json", settings | {"loads": loads})
+    write_text(args.out / "load.md", table(told) + "\n")
+    write_chart(args.out / "load.png", lines_of(told))
     print(table(told))
 
 
-def engine(args: argparse.Namespace, words: list[str], rows: int):
+def engine(args: argparse.Namespace, words: list[str], rows: int, target: Target) -> Engine:
     drafts = ["--draft", args.draft, "--token-map", args.token_map, "--draft-dtype", args.draft_dtype]
     flags = [*words, *([] if "--no-draft" in words else drafts), "--batch-size", str(rows)]
-    return serve_command.make_engine(serve_command.parser().parse_args(flags))
+    return serve_command.make_engine(serve_command.parser().parse_args(flags), target)
 
 
 def compared(ways: dict[str, dict]) -> str:
@@ -158,6 +169,12 @@ def share_of(mine: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> 
 
     left = share(turns.sum(0) - turns)  # [n], each without one of them
     return float(share(turns.sum(0))), float(((len(left) - 1) * left.var()) ** 0.5)
+
+
+def lines_of(told: dict[int, dict[str, dict]]) -> dict[str, list[dict]]:
+    """What the chart shows of every way."""
+    return {way: [{"concurrency": load, "interactivity": 1e3 / ways[way]["tpot_ms"], **ways[way]}
+                  for load, ways in told.items()] for way in next(iter(told.values()))}  # fmt: skip
 
 
 def table(told: dict[int, dict[str, dict]]) -> str:

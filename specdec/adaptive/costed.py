@@ -22,8 +22,9 @@ NEAR_SOON, NEAR, NEAR_SELDOM = 16, 64, 512
 DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else tells what deep drafts are worth
 # Where plain rounds go on, a few rounds draft: the first time soon, as nobody knows what drafts take at this load, then
 # after more and more plain rounds, up to the last number. They draft as deep as seems best, every other time as deep as
-# can be. After plain rounds a drafter has much to absorb, so they follow each other.
-FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 1024, 16384
+# can be. After plain rounds a drafter has much to absorb, which may take as long as twenty of them: so drafts that are
+# tried follow each other, and are few.
+FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 4096, 16384
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this

@@ -19,6 +19,7 @@ from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.trace_files import check_trace_folder, write_trace
+from specdec.model.target import Target
 from specdec.serve.app import make_app
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler
@@ -119,8 +120,9 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_engine(args: argparse.Namespace) -> Engine:
-    """The engine that the flags ask for; settings are checked first, because models take a while."""
+def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engine:
+    """The engine that the flags ask for; settings are checked first, because models take a while. target: theirs, if it
+    has been loaded."""
     models, trees = read_flags(ModelSettings, args), read_flags(TreeSettings, args)
     verifier = read_flags(VerifierSettings, args).make()
     if trees.tree == AUTO:
@@ -132,7 +134,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
     if args.adaptive is not None and (args.no_draft or args.compile):
         raise ValueError(f"--adaptive contradicts --{'no-draft' if args.no_draft else 'compile'}")
     tree = None if args.no_draft else trees.spec().build()
-    target = models.load_target()
+    target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         kernels.use("torch")  # as for `specdec generate`

@@ -25,6 +25,7 @@ DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else te
 # can be. After plain rounds a drafter has much to absorb, which may take as long as twenty of them: so drafts that are
 # tried follow each other, and are few.
 FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 4096, 16384
+AFTER_PLAIN_OF_ONE = 512  # with one row; with more, so many times as many, AFTER_PLAIN at most: they absorb more
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
@@ -101,7 +102,7 @@ class Costed(Policy):
         self.prompts = Prompts()
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
         # Of drafts where rounds are plain, and of one level more or less where they are not: by `_load`.
-        self.tries: defaultdict[int, Tries] = defaultdict(lambda: Tries(SOON, AFTER_PLAIN, SELDOM))
+        self.tries: dict[int, Tries] = {}
         self.near: defaultdict[int, Tries] = defaultdict(lambda: Tries(NEAR_SOON, NEAR, NEAR_SELDOM))
 
     def plan(self, rows: int) -> int:
@@ -144,7 +145,9 @@ class Costed(Policy):
                 levels = self.now + (1 if near.count % 2 else -1)
                 return [levels] * FEW if 0 < levels <= self.curve.levels else []
         elif self.timed or self.tries_deep:
-            tries = self.tries[_load(rows)]
+            load = _load(rows)
+            following = min(AFTER_PLAIN_OF_ONE << load, AFTER_PLAIN)
+            tries = self.tries.setdefault(load, Tries(SOON, following, SELDOM))
             if tries.passed(self.rounds - self.thought):
                 deep = self.tries_deep and tries.count % 2 == 0
                 return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW

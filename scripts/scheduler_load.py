@@ -45,8 +45,8 @@ class Chats:
     def __init__(self, scheduler: Scheduler, prompts: Sequence[list[int]], load: int):
         self.scheduler, self.prompts = scheduler, prompts
         self.asked, self.clock, self.since = 0, 0.0, time.perf_counter()
-        self.first: dict[Job, float] = {}  # of those that run: when they were asked, then when they were first told
-        self.begun: dict[Job, float] = {}
+        self.begun: dict[Job, float] = {}  # when a chat was asked, until it is told of its first token
+        self.first: dict[Job, float] = {}  # and when that was, until it ends
         self.turns: list[tuple[int, float]] = []  # tokens and seconds of each
         self.tokens = self.ended = 0
         self.ttfts, self.tpots = list[float](), list[float]()

@@ -129,7 +129,7 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
 def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
     """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
     drops, compact = [], KVCache.compact
-    monkeypatch.setattr(KVCache, "compact", lambda self, index: drops.append(len(index)) or compact(self, index))
+    monkeypatch.setattr(KVCache, "compact", lambda self, kept: drops.append(kept.count) or compact(self, kept))
     target = load_target(target_path)
     target.eos = frozenset(range(0, target.config.vocab, 4))
     asked = [Prompt([7 * i % target.config.vocab, 5], [{"role": "user", "content": str(i)}]) for i in range(16)]

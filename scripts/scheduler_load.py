@@ -12,17 +12,17 @@ folder. The machine must be idle.
 
 import argparse
 import random
-import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import checkout  # noqa: F401
 import numpy as np
 import torch
-from serve_load import WAYS
+from serve_load import ROOM, WAYS, add_load_flags, serve_flags, table
 
 from lab.load.chart import write_chart
+from lab.load.client import Asked
+from lab.load.drive import spread
 from lab.machine import provenance
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
@@ -36,6 +36,7 @@ from specdec.serve.scheduler import Scheduler
 from specdec.text import encode_prompt
 
 TURN = 32  # chats that end
+ASKED = Asked("", max_tokens=64, range_ratio=0.5)
 FIXED = ("plain", "fixed 4/5/16")  # what the others are held against
 
 
@@ -59,8 +60,7 @@ class Chats:
 
     def ask(self) -> None:
         number, self.asked = self.asked, self.asked + 1
-        most = random.Random(number).randint(32, 96)
-        prompt = self.prompts[number % len(self.prompts)]
+        most, prompt = ASKED.of(number).max_tokens, self.prompts[number % len(self.prompts)]
         job = Job(prompt, lambda delta: None, max_new_tokens=most, eos=frozenset())
         self.begun[job] = self.now()
         self.scheduler.submit([job])
@@ -96,20 +96,16 @@ class Chats:
         self.turns, self.ttfts, self.tpots = [], [], []
 
     def figures(self) -> dict:
-        ttft, tpot = (1e3 * statistics.median(values) for values in (self.ttfts, self.tpots))
+        """As `lab.load.drive.drive` names them."""
+        ttft, tpot = (spread([1e3 * value for value in values]) for values in (self.ttfts, self.tpots))
         tokens, seconds = map(sum, zip(*self.turns, strict=True))
         told = {"tokens_per_second": tokens / seconds, "ttft_ms": ttft, "tpot_ms": tpot}
-        return told | {"tokens_and_seconds_by_turn": self.turns}
+        return told | {"interactivity": 1e3 / tpot["median"], "tokens_and_seconds_by_turn": self.turns}
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompts", required=True)
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--draft", default="specdec/demo/mtp")
-    p.add_argument("--token-map", default="specdec/demo/frspec_4096.json")
-    p.add_argument("--draft-dtype", default="int8")
-    p.add_argument("--concurrency", default="1,2,4,8,16,32")
+    add_load_flags(p)
     p.add_argument("--ways", nargs="+", default=[*FIXED, "table, chain", "survival, chain"], choices=list(WAYS))
     p.add_argument("--turns", type=int, default=16, help=f"of {TURN} chats, of each way at each load (default 16)")
     return p
@@ -122,9 +118,10 @@ def main() -> None:
     engines = {way: engine(args, WAYS[way], max(loads), target) for way in args.ways}
     asked = load_benchmark("prompts", args.prompts, turns=1, bad="skip", limit=64).questions
     prompts = [encode_prompt(target, question.turns[0]) for question in asked]
-    told, order, draw = {}, list(args.ways), random.Random(0)
+    told: dict[str, list[dict]] = {way: [] for way in args.ways}
+    order, draw = list(args.ways), random.Random(0)
     for load in loads:
-        chats = {way: Chats(Scheduler(engines[way], rows=max(loads), room=640), prompts, load) for way in args.ways}
+        chats = {way: Chats(Scheduler(engines[way], rows=max(loads), room=ROOM), prompts, load) for way in args.ways}
         for way in args.ways:
             chats[way].play()
             chats[way].forget()
@@ -132,21 +129,20 @@ def main() -> None:
             draw.shuffle(order)
             for way in order:
                 chats[way].play()
-        told[load] = {way: chats[way].figures() for way in args.ways}
-        print(f"{load}: {compared(told[load])}", flush=True)
+        for way in args.ways:
+            told[way].append({"concurrency": load} | chats[way].figures())
+        print(f"{load}: {compared({way: points[-1] for way, points in told.items()})}", flush=True)
     settings = {"machine": provenance(torch.device("cpu")), "settings": str(vars(args))}
-    loads = [{"concurrency": load, "ways": ways} for load, ways in told.items()]
     args.out.mkdir(parents=True, exist_ok=True)
-    write_json(args.out / "load.json", settings | {"loads": loads})
-    write_text(args.out / "load.md", table(told) + "\n")
-    write_chart(args.out / "load.png", lines_of(told))
+    write_json(args.out / "load.json", settings | {"loads": told})
+    write_text(args.out / "load.md", table(told))
+    write_chart(args.out / "load.png", told)
     print(table(told))
 
 
 def engine(args: argparse.Namespace, words: list[str], rows: int, target: Target) -> Engine:
-    drafts = ["--draft", args.draft, "--token-map", args.token_map, "--draft-dtype", args.draft_dtype]
-    flags = [*words, *([] if "--no-draft" in words else drafts), "--batch-size", str(rows)]
-    return serve_command.make_engine(serve_command.parser().parse_args(flags), target)
+    flags = serve_command.parser().parse_args(serve_flags(args, words, rows))
+    return serve_command.make_engine(flags, target)
 
 
 def compared(ways: dict[str, dict]) -> str:
@@ -169,22 +165,6 @@ def share_of(mine: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> 
 
     left = share(turns.sum(0) - turns)  # [n], each without one of them
     return float(share(turns.sum(0))), float(((len(left) - 1) * left.var()) ** 0.5)
-
-
-def lines_of(told: dict[int, dict[str, dict]]) -> dict[str, list[dict]]:
-    """What the chart shows of every way."""
-    return {way: [{"concurrency": load, "interactivity": 1e3 / ways[way]["tpot_ms"], **ways[way]}
-                  for load, ways in told.items()] for way in next(iter(told.values()))}  # fmt: skip
-
-
-def table(told: dict[int, dict[str, dict]]) -> str:
-    """Markdown: tokens/s, median TTFT and TPOT in ms, by way and load."""
-    lines = [f"| tokens/s (TTFT, TPOT) | {' | '.join(map(str, told))} |", f"|---|{'---|' * len(told)}"]
-    for way in next(iter(told.values())):
-        found = [told[load][way] for load in told]
-        cells = [f"{p['tokens_per_second']:.0f} ({p['ttft_ms']:.0f}, {p['tpot_ms']:.1f})" for p in found]
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ answer was there, by the number of rows: medians of --repeats turns. The machine
 """
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
+from lab.load.client import Asked
 from lab.machine import provenance
 from lab.models import add_model_flags, load_models
 from lab.output import write_json
@@ -35,7 +35,8 @@ class Chats:
 
     def __init__(self, prompts: list[list[int]]):
         self.prompts = prompts
-        self.lengths = [random.Random(i).randint(32, 96) for i in range(len(prompts))]
+        asked = Asked("", max_tokens=64, range_ratio=0.5)
+        self.lengths = [asked.of(i).max_tokens for i in range(len(prompts))]
         self.room = max(map(len, prompts)) + 96
 
     def static(self, engine: Engine, rows: int) -> Done:

@@ -31,6 +31,7 @@ from specdec.cli.files import write_text
 
 TREE = ["--topk", "4", "--steps", "5", "--num-draft-tokens", "16"]
 CHAIN = ["--topk", "1", "--steps", "5"]
+ROOM = 640
 WAYS = {
     "plain": ["--no-draft"],
     "fixed 4/5/16": TREE,
@@ -45,18 +46,29 @@ WAYS = {
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompts", required=True)
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--draft", default="specdec/demo/mtp")
-    p.add_argument("--token-map", default="specdec/demo/frspec_4096.json", help="of the drafter; '' for none")
-    p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`); '' for its own")
-    p.add_argument("--concurrency", default="1,2,4,8,16,32")
+    add_load_flags(p)
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     p.add_argument("--num-prompts", type=int, default=264, help="of a turn at most: 8 and 8 for each chat at a time")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--range-ratio", type=float, default=0.5, help="by which that number varies (default 0.5)")
     p.add_argument("--repeats", type=int, default=3)
     return p
+
+
+def add_load_flags(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--prompts", required=True)
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--draft", default="specdec/demo/mtp")
+    p.add_argument("--token-map", default="specdec/demo/frspec_4096.json", help="of the drafter; '' for none")
+    p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`); '' for its own")
+    p.add_argument("--concurrency", default="1,2,4,8,16,32")
+
+
+def serve_flags(args: argparse.Namespace, words: list[str], rows: int) -> list[str]:
+    """What `specdec serve` is told for a way."""
+    given = {"--draft": args.draft, "--token-map": args.token_map, "--draft-dtype": args.draft_dtype}
+    draft = [] if "--no-draft" in words else [word for pair in given.items() if pair[1] for word in pair]
+    return ["--batch-size", str(rows), "--room", str(ROOM), *draft, *words]
 
 
 def main() -> None:
@@ -91,10 +103,8 @@ def report(args: argparse.Namespace, turns: dict[str, list[list[dict]]]) -> None
 @contextmanager
 def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[str]:
     """A server of one way, by its address."""
-    given = {"--draft": args.draft, "--token-map": args.token_map, "--draft-dtype": args.draft_dtype}
-    draft = [] if "--no-draft" in words else [word for pair in given.items() if pair[1] for word in pair]
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--batch-size", str(rows), "--room", "640"]
-    process = subprocess.Popen([*command, *draft, *words], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", *serve_flags(args, words, rows)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield re.search(r"http://\S+", process.stdout.readline())[0]
     finally:

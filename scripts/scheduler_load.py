@@ -2,8 +2,8 @@
 
     python scripts/scheduler_load.py --prompts MT_BENCH --out runs/load
 
-On a shared machine one server may be faster than its twin by a tenth for minutes. So here the ways take turns of a
-second or two, in changing order, until so many chats have ended. Each keeps so many going, the same for all ways, with
+On a shared machine one server may be faster than its twin by a tenth for minutes. So here the ways take turns of half
+a second or so, in changing order, until so many chats have ended. Each keeps so many going, the same for all ways, with
 answers of 32 to 96 tokens by the number of the chat. A way's clock stands still while others have their turn. Prints
 tokens/s, the medians of TTFT and TPOT, and each way's tokens/s as a share of those of the better of plain decoding and
 the fixed tree, with the standard error (jackknife over the turns). Writes load.json, load.md and load.png into the
@@ -35,7 +35,7 @@ from specdec.serve.jobs import Delta, Job
 from specdec.serve.scheduler import Scheduler
 from specdec.text import encode_prompt
 
-TURN = 32  # chats that end
+TURN = 8  # chats that end
 ASKED = Asked("", max_tokens=64, range_ratio=0.5)
 FIXED = ("plain", "fixed 4/5/16")  # what the others are held against
 
@@ -107,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_load_flags(p)
     p.add_argument("--ways", nargs="+", default=[*FIXED, "table, chain", "survival, chain"], choices=list(WAYS))
-    p.add_argument("--turns", type=int, default=16, help=f"of {TURN} chats, of each way at each load (default 16)")
+    p.add_argument("--turns", type=int, default=64, help=f"of {TURN} chats, of each way at each load (default 64)")
     return p
 
 

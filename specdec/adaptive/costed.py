@@ -20,12 +20,11 @@ FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
 # other loads and times only. The first time soon, then after more and more rounds, up to the last number.
 NEAR_SOON, NEAR, NEAR_SELDOM = 16, 64, 512
 DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else tells what deep drafts are worth
-# Where plain rounds go on, a few rounds draft: the first time soon, as nobody knows what drafts take at this load, then
-# after more and more plain rounds, up to the last number. They draft as deep as seems best, every other time as deep as
-# can be. After plain rounds a drafter has much to absorb, which may take as long as twenty of them: so drafts that are
-# tried follow each other, and are few.
-FEW, SOON, AFTER_PLAIN, SELDOM = 10, 128, 4096, 16384
-AFTER_PLAIN_OF_ONE = 512  # with one row; with more, so many times as many, AFTER_PLAIN at most: they absorb more
+# Where plain rounds go on, a few rounds draft: after so many plain rounds for each row, then after more and more, up to
+# the last number. They draft as deep as seems best, every other time as deep as can be. After plain rounds a drafter
+# has much to absorb of every row, which may take as long as thirty of them: so drafts that are tried follow each other,
+# and are few; and the next ones wait until what the last ones cost is this share of the plain rounds.
+FEW, SOON, SELDOM, SHARE = 10, 128, 16384, 0.01
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
@@ -79,6 +78,10 @@ class Tries:
         self.count += 1
         return True
 
+    def cost(self, rounds: float) -> None:
+        """The last try took as long as so many plain rounds, beyond those that would have given as many tokens."""
+        self.left = max(self.left, min(round(rounds / SHARE), self.most))
+
 
 class Costed(Policy):
     """A policy that goes by what rounds cost."""
@@ -89,11 +92,13 @@ class Costed(Policy):
     asked, levels, left = 0, 0, 0  # the rows of the last choice, what was chosen, and for how many rounds it stands yet
     promising = 1  # levels that seemed best among drafts
     now: int | None = None  # levels that rounds draft lately
+    begun = 0  # the round since which they draft
     waiting: int | None = None  # the plain round since which a draft would have been faster
     plain_due, deep_due = FIRST_PLAIN, DEEP  # rounds from which on plain ones, and deep drafts, are to be tried
     thought = 0  # the round of the last choice
     last: tuple[int, int, int] | None = None  # rows, levels and nodes of the last round, if its time tells something
     drafting, alike = False, 0  # whether that round drafted, and how many did or did not since it was otherwise
+    emitted = 0, 0  # its rows, and their tokens
     timed = False  # a server tells how long rounds take, and the choice goes by that
     kind: tuple[int, int, int] | None = None  # of rounds whose seconds have not been learnt yet
     seconds, count = 0.0, 0  # of these
@@ -103,6 +108,8 @@ class Costed(Policy):
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
         # Of drafts where rounds are plain, and of one level more or less where they are not: by `_load`.
         self.tries: dict[int, Tries] = {}
+        self.tried: Tries | None = None  # those of the last try, and the seconds that it took too long
+        self.spent = 0.0
         self.near: defaultdict[int, Tries] = defaultdict(lambda: Tries(NEAR_SOON, NEAR, NEAR_SELDOM))
 
     def plan(self, rows: int) -> int:
@@ -145,11 +152,13 @@ class Costed(Policy):
                 levels = self.now + (1 if near.count % 2 else -1)
                 return [levels] * FEW if 0 < levels <= self.curve.levels else []
         elif self.timed or self.tries_deep:
-            load = _load(rows)
-            following = min(AFTER_PLAIN_OF_ONE << load, AFTER_PLAIN)
-            tries = self.tries.setdefault(load, Tries(SOON, following, SELDOM))
+            if self.spent and self.tried is not None:
+                self.tried.cost(self.spent / self.curve.plain(rows))
+            load, self.spent = _load(rows), 0.0
+            soon = min(SOON << load, SELDOM)
+            tries = self.tries.setdefault(load, Tries(soon, 2 * soon, SELDOM))
             if tries.passed(self.rounds - self.thought):
-                deep = self.tries_deep and tries.count % 2 == 0
+                self.tried, deep = tries, self.tries_deep and tries.count % 2 == 0
                 return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW
         return []
 
@@ -161,10 +170,18 @@ class Costed(Policy):
         elif self.waiting is None:
             self.waiting = self.rounds
         if self.waiting is None or self.rounds - self.waiting >= PATIENCE:
+            if levels and not self.now:
+                self.begun = self.rounds
+            elif self.now and not levels:
+                self._leave_off()
             self.now = levels
-        if self.now:
-            self.tries.pop(_load(self.asked), None)
         return self.now
+
+    def _leave_off(self) -> None:
+        """Plain rounds again. If drafts were not soon given up, they are tried as soon as if they never had been."""
+        tries = self.tries.get(_load(self.asked))
+        if tries is not None and self.rounds - self.begun >= tries.following:
+            del self.tries[_load(self.asked)]
 
     def _fastest(self, rows: int, speed: np.ndarray) -> int:
         """The number of levels with the most tokens a second: that of late, unless another is clearly better. speed
@@ -180,7 +197,8 @@ class Costed(Policy):
 
     def learn(self, outcome: Outcome) -> None:
         rows, drafting = len(outcome.accepted), outcome.levels > 0
-        self.prompts.emitted(rows, rows + sum(outcome.accepted))
+        self.emitted = rows, rows + sum(outcome.accepted)
+        self.prompts.emitted(*self.emitted)
         self.alike = self.alike + 1 if drafting == self.drafting else 1
         self.drafting = drafting
         self.last = (rows, outcome.levels, outcome.nodes) if self.alike > SETTLING else None
@@ -191,6 +209,9 @@ class Costed(Policy):
         if self.curve is None:
             return
         self.timed = True
+        if self.drafting and self.now == 0:
+            rows, tokens = self.emitted
+            self.spent += seconds - tokens / rows * self.curve.plain(rows)
         if last is None:
             return
         if last != self.kind:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-KEPT = 128  # rounds of a kind over which its excess is averaged in the end
-# What is known of a kind gets old while others are played: of the rounds that it counts, a round of another kind takes
-# this share. Else a few rounds now and then could not change what hundreds in a worse moment have said.
+CHANGING = 16  # rounds behind a change of levels that tell of these; those behind them tell of the machine
+KEPT = 64  # rounds of a kind over which its excess is averaged in the end
+# What is known of a kind gets old while others are learnt: of the rounds that it counts, a round of another kind takes
+# this share. Else a few rounds now and then could not change what many in a worse moment have said.
 OLD = 1 / 128
 DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
 MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
@@ -25,8 +26,9 @@ class Curve:
     Rounds that are served take longer: something is done between them, and while they run others want the same
     processor. Nor do they follow each other as they did when they were measured. So of every number of levels it is
     learnt what its rounds take beyond the measured seconds, and, of all rounds together, how fast the machine is
-    lately: served seconds are speed x (measured + excess). What a machine does to all rounds alike goes into the speed,
-    so that kinds which are seldom played stay comparable with the one that is."""
+    lately: served seconds are speed x (measured + excess). The two are told apart by when they are learnt. Behind a
+    change of levels the machine is what it was a moment ago, so what is new is the levels' excess; while they stay,
+    what is new is the machine's speed. So kinds are compared by rounds that were near each other in time."""
 
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
@@ -37,6 +39,7 @@ class Curve:
     excess: dict[int, list[float]] = field(default_factory=dict)
     served: dict[int, list[float]] = field(default_factory=dict)
     speed: float = 1.0
+    lately: tuple[int, int] = -1, 0  # levels, and the rounds since they have changed
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
 
     @property
@@ -71,18 +74,20 @@ class Curve:
         if knot not in self.excess:
             self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0.0] * (self.levels + 1)
         excess, served = self.excess[knot], self.served[knot]
-        left, mine = (1 - OLD) ** rounds, min(served[levels] + rounds, max(KEPT, rounds))
-        served[:] = [count * left for count in served]
-        served[levels] = mine
         rest, verify = self._measured(rows)
         own = float(rest[levels] + verify[nodes])
         found, old = max(seconds / self.speed, LEAST * own), excess[levels]
         if math.isnan(old):
             old = found - own
         found = min(found, MOST * (own + old))
-        new = old + (found - own - old) * rounds / mine
-        excess[levels] = new
-        self.speed *= 1 + (1 - (1 - DRIFT) ** rounds) * (found / (own + new) - 1)
+        since = self.lately[1] if levels == self.lately[0] else 0
+        self.lately = levels, since + rounds
+        if since >= CHANGING and served[levels]:
+            self.speed *= 1 + (1 - (1 - DRIFT) ** rounds) * (found / (own + old) - 1)
+            return
+        served[:] = [count * (1 - OLD) ** rounds for count in served]
+        served[levels] = min(served[levels] + rounds, max(KEPT, rounds))
+        excess[levels] = old + (found - own - old) * rounds / served[levels]
 
     def _knot(self, rows: int, among: Iterable[int]) -> int:
         """The nearest number of rows."""

@@ -10,7 +10,7 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
-from specdec.adaptive.costed import AFTER_PLAIN, FEW, FEW_DEEP, FEW_PLAIN, PATIENCE, PLAIN, SOON, STRETCH
+from specdec.adaptive.costed import FEW, FEW_DEEP, FEW_PLAIN, PATIENCE, PLAIN, SELDOM, SHARE, SOON, STRETCH
 from specdec.adaptive.survival import BEGIN, FIRST, SELDOM_LOOKS, SURE
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -240,27 +240,73 @@ def test_prompts_that_a_drafter_absorbs_are_paid_for_by_drafts():
 
 
 def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
-    policy = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5)
+    policy = Ema(curve(1.0, 10.0), SIZES, [0.6] * 5)
     policy.rounds = BEGIN
-    tried = [number for number in range(9 * AFTER_PLAIN) if policy.plan(1000)]
-    starts = [number for number in tried if number - 1 not in tried]
-    lengths = [sum(start <= number < start + FEW for number in tried) for start in starts]
-    assert sum(lengths) == len(tried)
-    assert lengths == [FEW_DEEP if number % 2 else FEW for number in range(len(starts))]
-    assert SOON - STRETCH <= starts[0] <= SOON + STRETCH
-    for between, (a, b) in zip((AFTER_PLAIN, 2 * AFTER_PLAIN, 4 * AFTER_PLAIN), pairwise(starts), strict=True):
+    first = 8 * SOON
+    starts, lengths = tries(policy, 8, 9 * first)
+    assert lengths == [FEW, FEW_DEEP, FEW], "as deep as seems best, and every other time as deep as can be"
+    assert first - STRETCH <= starts[0] <= first + STRETCH
+    for between, (a, b) in zip((2 * first, 4 * first), pairwise(starts), strict=True):
         assert between <= b - a < between + FEW + STRETCH
+
+
+def test_what_tries_cost_is_a_small_share_of_the_plain_rounds():
+    """The first of their rounds takes as long as many plain ones, as the drafter absorbs what it has missed."""
+    policy = calibrate.assembled("table", lambda: curve(1.0, 10.0), SIZES, [0.6] * 5)
+    plain, drafted, absorbing = policy.curve.plain(2), policy.curve.seconds(2, 1, 2), 80.0
+
+    def play(levels: int, after: int) -> None:
+        policy.learn(Outcome(levels, levels + 1, [0] * 2, [False] * 2))
+        policy.took((drafted + absorbing * plain * (after == 0)) if levels else plain)
+
+    starts, _ = tries(policy, 2, 40_000, play)
+    lost = FEW * (drafted / plain - 1) + absorbing
+    assert len(starts) > 3
+    assert lost / SHARE <= starts[1] - starts[0] <= 1.02 * lost / SHARE, "more than twice what it would be else"
+    assert all(b - a <= SELDOM + FEW + STRETCH for a, b in pairwise(starts)), "but the last number is the last"
 
 
 def test_drafts_are_tried_at_each_load_by_itself():
     """Else a crowd's plain rounds would keep a single row from trying."""
     policy = Ema(curve(1.0, 10.0), SIZES, [0.6] * 5)
     policy.rounds = BEGIN
-    for _ in range(4 * AFTER_PLAIN):
+    for _ in range(4 * SOON):
         policy.plan(32)
-    alone = [policy.plan(1) for _ in range(2 * AFTER_PLAIN)]
-    assert sum(level > 0 for level in alone[: SOON + STRETCH + FEW]) == FEW
-    assert set(alone) == {0, 1, 5}, "as deep as seems best, and every other time as deep as can be"
+    starts, _ = tries(policy, 1, 2 * SOON)
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(("drafted", "soon"), [(SOON // 2, False), (8 * SOON, True)])
+def test_drafts_that_were_soon_given_up_are_not_tried_again_as_soon(drafted, soon):
+    policy = calibrate.assembled("table", lambda: curve(1.0, 10.0), SIZES, [0.6] * 5)
+    policy.timed, best = True, 0
+    policy._best = lambda rows: best
+    tries(policy, 1, SOON + FEW + STRETCH)
+    best = 2
+    for _ in range(drafted):
+        policy.plan(1)
+    assert policy.now == 2
+    best = 0
+    while policy.now:
+        policy.plan(1)
+    starts, _ = tries(policy, 1, 4 * SOON)
+    assert (starts[0] <= SOON + STRETCH) == soon
+
+
+def tries(policy, rows: int, rounds: int, play=lambda levels, after: None) -> tuple[list[int], list[int]]:
+    """The rounds in which drafts begin, and how many they are, where they follow plain rounds. play: is told the levels
+    of every round, and how many rounds before it drafted too."""
+    starts, lengths, after = list[int](), list[int](), 0
+    for number in range(rounds):
+        levels = policy.plan(rows)
+        play(levels, after)
+        if levels and not after:
+            starts.append(number)
+            lengths.append(0)
+        after = after + 1 if levels else 0
+        if levels:
+            lengths[-1] += 1
+    return starts, lengths
 
 
 def settled(policy, rows: int) -> int:

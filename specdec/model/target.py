@@ -259,7 +259,11 @@ class Target(nn.Module):
             if layer + 1 in taps:
                 states[layer + 1] = x
         states[len(layers)] = x = normed
-        feats = torch.cat([states[tap] for tap in taps], dim=-1).view(b, n, -1) if taps else None
+        feats = None
+        if taps:  # of one tap no copy is made
+            feats = (states[taps[0]] if len(taps) == 1 else torch.cat([states[tap] for tap in taps], dim=-1)).view(
+                b, n, -1
+            )
         if not logits:
             return None, feats
         if last is not None:

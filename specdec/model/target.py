@@ -260,10 +260,9 @@ class Target(nn.Module):
                 states[layer + 1] = x
         states[len(layers)] = x = normed
         feats = None
-        if taps:  # of one tap no copy is made
-            feats = (states[taps[0]] if len(taps) == 1 else torch.cat([states[tap] for tap in taps], dim=-1)).view(
-                b, n, -1
-            )
+        if taps:
+            tapped = [states[tap] for tap in taps]
+            feats = (tapped[0] if len(tapped) == 1 else torch.cat(tapped, dim=-1)).view(b, n, -1)
         if not logits:
             return None, feats
         if last is not None:

@@ -23,7 +23,7 @@ DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else te
 # Where plain rounds go on, a few rounds draft: after so many plain rounds for each row, then after more and more, up to
 # the last number. They draft as deep as seems best, every other time as deep as can be. After plain rounds a drafter
 # has much to absorb of every row, which may take as long as thirty of them: so drafts that are tried follow each other,
-# and are few; and the next ones wait until what the last ones cost is this share of the plain rounds.
+# and are few. Where rounds are timed the next ones wait until what the last ones cost is this share of the plain ones.
 FEW, SOON, SELDOM, SHARE = 10, 128, 16384, 0.01
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
@@ -67,6 +67,7 @@ class Tries:
     left: int  # rounds until the next try
     following: int  # and from that to the one behind it
     most: int  # and at most
+    soonest: int = 0  # and at least, where it goes by what tries cost
     count: int = 0  # tries so far
 
     def passed(self, rounds: int) -> bool:
@@ -79,8 +80,9 @@ class Tries:
         return True
 
     def cost(self, rounds: float) -> None:
-        """The last try took as long as so many plain rounds, beyond those that would have given as many tokens."""
-        self.left = max(self.left, min(round(rounds / SHARE), self.most))
+        """What the last try led to took as long as so many plain rounds more than plain rounds that give as many tokens
+        would have."""
+        self.left = min(max(round(rounds / SHARE), self.soonest), self.most)
 
 
 class Costed(Policy):
@@ -92,7 +94,6 @@ class Costed(Policy):
     asked, levels, left = 0, 0, 0  # the rows of the last choice, what was chosen, and for how many rounds it stands yet
     promising = 1  # levels that seemed best among drafts
     now: int | None = None  # levels that rounds draft lately
-    begun = 0  # the round since which they draft
     waiting: int | None = None  # the plain round since which a draft would have been faster
     plain_due, deep_due = FIRST_PLAIN, DEEP  # rounds from which on plain ones, and deep drafts, are to be tried
     thought = 0  # the round of the last choice
@@ -108,7 +109,8 @@ class Costed(Policy):
         self.trial: list[int] = []  # levels of the next rounds, which are to tell something
         # Of drafts where rounds are plain, and of one level more or less where they are not: by `_load`.
         self.tries: dict[int, Tries] = {}
-        self.tried: Tries | None = None  # those of the last try, and the seconds that it took too long
+        # Those of the last try, and the seconds that drafts since then have taken longer than plain rounds would have.
+        self.tried: Tries | None = None
         self.spent = 0.0
         self.near: defaultdict[int, Tries] = defaultdict(lambda: Tries(NEAR_SOON, NEAR, NEAR_SELDOM))
 
@@ -156,7 +158,7 @@ class Costed(Policy):
                 self.tried.cost(self.spent / self.curve.plain(rows))
             load, self.spent = _load(rows), 0.0
             soon = min(SOON << load, SELDOM)
-            tries = self.tries.setdefault(load, Tries(soon, 2 * soon, SELDOM))
+            tries = self.tries.setdefault(load, Tries(soon, 2 * soon, SELDOM, soon))
             if tries.passed(self.rounds - self.thought):
                 self.tried, deep = tries, self.tries_deep and tries.count % 2 == 0
                 return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW
@@ -170,18 +172,8 @@ class Costed(Policy):
         elif self.waiting is None:
             self.waiting = self.rounds
         if self.waiting is None or self.rounds - self.waiting >= PATIENCE:
-            if levels and not self.now:
-                self.begun = self.rounds
-            elif self.now and not levels:
-                self._leave_off()
             self.now = levels
         return self.now
-
-    def _leave_off(self) -> None:
-        """Plain rounds again. If drafts were not soon given up, they are tried as soon as if they never had been."""
-        tries = self.tries.get(_load(self.asked))
-        if tries is not None and self.rounds - self.begun >= tries.following:
-            del self.tries[_load(self.asked)]
 
     def _fastest(self, rows: int, speed: np.ndarray) -> int:
         """The number of levels with the most tokens a second: that of late, unless another is clearly better. speed
@@ -209,7 +201,7 @@ class Costed(Policy):
         if self.curve is None:
             return
         self.timed = True
-        if self.drafting and self.now == 0:
+        if self.drafting:
             rows, tokens = self.emitted
             self.spent += seconds - tokens / rows * self.curve.plain(rows)
         if last is None:

@@ -12,6 +12,7 @@ KEPT = 64  # rounds of a kind over which its excess is averaged in the end
 # this share. Else a few rounds now and then could not change what many in a worse moment have said.
 OLD = 1 / 128
 DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
+LIKE = 16  # rounds of a number of levels that those of all others count for
 MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
 LEAST = 0.1  # share of its measured seconds that a round takes at least
 
@@ -94,12 +95,15 @@ class Curve:
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))
 
     def _excess(self, rows: int) -> np.ndarray:
-        """[D+1] Of levels that were never served with about so many rows that of the nearest number of levels."""
-        found = np.asarray(self.excess[self._knot(rows, self.excess)])
-        known = np.flatnonzero(~np.isnan(found))
-        if len(known) == len(found):
-            return found
-        return found[known[np.abs(known - np.arange(len(found))[:, None]).argmin(1)]]
+        """[D+1] With about so many rows. Of drafts what all of them take counts as LIKE rounds of each: else one that was
+        tried in a bad moment would seem slow for good."""
+        knot = self._knot(rows, self.excess)
+        own, count = np.nan_to_num(self.excess[knot]), np.asarray(self.served[knot])
+        drafts = count[1:].sum()
+        every = own[0] if not drafts else (count[1:] @ own[1:]) / drafts
+        found = (count * own + LIKE * every) / (count + LIKE)
+        found[0] = own[0] if count[0] else every
+        return found
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

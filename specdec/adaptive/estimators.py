@@ -7,7 +7,7 @@ import numpy as np
 
 from specdec.adaptive.policy import Draft, Outcome
 
-EVERY = 256  # observations between two fits
+SOON, EVERY = 32, 256  # observations before the first fit, which follow each other the more seldom, and between two
 KEPT = 4000  # observations that are kept
 RIDGE = 4.0  # observations that the wish for slope 1 and intercepts 0 counts
 ROUNDS = 4  # of Newton's method
@@ -69,7 +69,7 @@ class Calibrated(Estimator):
         self.features = np.concatenate([self.features, features])[-KEPT:]
         self.labels = np.concatenate([self.labels, labels])[-KEPT:]
         self.since += len(rows)
-        if self.since >= EVERY:
+        if self.since >= min(max(SOON, len(self.labels) // 2), EVERY):
             self.since = 0
             self.fit()
 

@@ -42,13 +42,18 @@ class Survival(Costed):
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
         for levels, size in enumerate(sizes):
             self.tokens[levels, [0, *range(size + 1, len(nodes))]] = np.nan
+        # Drafted tokens that verified nodes were expected to give lately, and that they gave: the estimator learns later
+        # than averages of what it has said, so these are corrected by the quotient.
+        self.hope = 0.0
+        self.hoped = self.given = float(reach[1:].sum())
 
     def _deepest(self, rows: int) -> int:
         return len(self.sizes) - 1
 
     def _best(self, rows: int) -> int:
         rest, verify = self.curve.at(rows)
-        speed = self.tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
+        tokens = 1 + (self.tokens - 1) * (self.given / self.hoped)
+        speed = tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
         return self._fastest(rows, np.fmax.reduce(speed, 1))
 
     def _begins(self) -> bool:
@@ -75,7 +80,11 @@ class Survival(Costed):
             width = 1 + int((tokens / (rest[draft.levels] + verify[1 : draft.nodes + 1])).argmax())
             kept = None if width == draft.nodes else np.sort(order[:, :width], 1)
         self.whole = self.whole + 1 if kept is None else 0
-        return None if whole or self.drafts % WHOLE == 0 else kept
+        if whole or self.drafts % WHOLE == 0:
+            kept = None
+        verified = survival if kept is None else np.take_along_axis(survival, kept, 1)
+        self.hope = float(verified[draft.live].sum(1).mean()) - 1
+        return kept
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
@@ -109,3 +118,7 @@ class Survival(Costed):
         super().learn(outcome)
         if outcome.levels:
             self.estimator.learn(outcome)
+            if outcome.draft is not None:
+                share = 1 - MEMORY ** len(outcome.accepted)
+                self.hoped += share * (self.hope - self.hoped)
+                self.given += share * (sum(outcome.accepted) / len(outcome.accepted) - self.given)

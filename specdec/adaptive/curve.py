@@ -95,8 +95,8 @@ class Curve:
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))
 
     def _excess(self, rows: int) -> np.ndarray:
-        """[D+1] With about so many rows. Of drafts what all of them take counts as LIKE rounds of each: else one that was
-        tried in a bad moment would seem slow for good."""
+        """[D+1] With about so many rows. Of drafts what all of them take counts as LIKE rounds of each: else one that
+        was tried in a bad moment would seem slow for good."""
         knot = self._knot(rows, self.excess)
         own, count = np.nan_to_num(self.excess[knot]), np.asarray(self.served[knot])
         drafts = count[1:].sum()

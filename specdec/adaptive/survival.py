@@ -42,8 +42,8 @@ class Survival(Costed):
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
         for levels, size in enumerate(sizes):
             self.tokens[levels, [0, *range(size + 1, len(nodes))]] = np.nan
-        # Drafted tokens that verified nodes were expected to give lately, and that they gave: the estimator learns later
-        # than averages of what it has said, so these are corrected by the quotient.
+        # Drafted tokens that verified nodes were expected to give lately, and that they gave: the estimator learns
+        # later than averages of what it has said, so these are corrected by the quotient.
         self.hope = 0.0
         self.hoped = self.given = float(reach[1:].sum())
 

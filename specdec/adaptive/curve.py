@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 CHANGING = 16  # rounds behind a change of levels that tell of these; those behind them tell of the machine
-KEPT = 64  # rounds of a kind over which its excess is averaged in the end
+# Rounds of a kind over which its excess is averaged in the end. Rounds that follow each other are fast or slow
+# together, by a tenth on a shared machine: so eight of them tell little more than one, and many tries are averaged.
+KEPT = 256
 # What is known of a kind gets old while others are learnt: of the rounds that it counts, a round of another kind takes
 # this share. Else a few rounds now and then could not change what many in a worse moment have said.
-OLD = 1 / 128
+OLD = 1 / 512
 DRIFT = 1 / 16  # weight of a round in the machine's speed, which changes sooner than the excess of a kind
-LIKE = 16  # rounds of a number of levels that those of all others count for
+LIKE = 32  # rounds of a number of levels that those of all others count for
 MOST = 1.5  # a served round counts no more than so many times what was expected: something else was in its way
 LEAST = 0.1  # share of its measured seconds that a round takes at least
 
@@ -42,6 +44,7 @@ class Curve:
     speed: float = 1.0
     lately: tuple[int, int] = -1, 0  # levels, and the rounds since they have changed
     _known: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)
+    _lately: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, repr=False)  # until more is learnt
 
     @property
     def levels(self) -> int:
@@ -53,11 +56,13 @@ class Curve:
 
     def at(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """For so many rows: rest [D+1] by levels, and verify [N+1] by nodes, of which entry 0 is void."""
-        rest, verify = self._measured(rows)
         if not self.excess:
-            return rest, verify
-        excess = np.maximum(self._excess(rows), (LEAST - 1) * (rest + verify[1]))
-        return self.speed * (rest + excess), self.speed * verify
+            return self._measured(rows)
+        if rows not in self._lately:
+            rest, verify = self._measured(rows)
+            excess = np.maximum(self._excess(rows), (LEAST - 1) * (rest + verify[1]))
+            self._lately[rows] = self.speed * (rest + excess), self.speed * verify
+        return self._lately[rows]
 
     def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """What `at` returns before anything was served: the engine's own seconds."""
@@ -71,6 +76,7 @@ class Curve:
     def took(self, rows: int, levels: int, nodes: int, seconds: float, rounds: int = 1) -> None:
         """Learn how long rounds of this kind took where they were served, with all that was done around them: the mean
         of so many."""
+        self._lately.clear()
         knot = self._knot(rows, self.rows)
         if knot not in self.excess:
             self.excess[knot], self.served[knot] = [math.nan] * (self.levels + 1), [0.0] * (self.levels + 1)
@@ -95,15 +101,17 @@ class Curve:
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))
 
     def _excess(self, rows: int) -> np.ndarray:
-        """[D+1] With about so many rows. Of drafts what all of them take counts as LIKE rounds of each: else one that
-        was tried in a bad moment would seem slow for good."""
+        """[D+1] With about so many rows. As a share of the measured seconds, what all drafts take counts as LIKE rounds
+        of each: else one that was tried in a bad moment would seem slow for good."""
         knot = self._knot(rows, self.excess)
-        own, count = np.nan_to_num(self.excess[knot]), np.asarray(self.served[knot])
+        rest, verify = self._measured(knot)
+        own, count = rest + verify[1], np.asarray(self.served[knot])
+        share = np.where(count > 0, self.excess[knot], 0.0) / own
         drafts = count[1:].sum()
-        every = own[0] if not drafts else (count[1:] @ own[1:]) / drafts
-        found = (count * own + LIKE * every) / (count + LIKE)
-        found[0] = own[0] if count[0] else every
-        return found
+        every = count[1:] @ share[1:] / drafts if drafts else share[0]
+        found = (count * share + LIKE * every) / (count + LIKE)
+        found[0] = share[0] if count[0] else every
+        return found * own
 
     def seconds(self, rows: int, levels: int, nodes: int) -> float:
         """A round of `rows` rows that drafts so many levels and verifies so many nodes of each row."""

@@ -48,7 +48,8 @@ class Calibrated(Estimator):
         self.start = self.weights.copy()
         self.features = np.empty((0, levels + 1))
         self.labels = np.empty(0)
-        self.since = 0
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []  # features and labels behind these
+        self.since = 0  # observations among the seen
 
     def feature(self, draft: Draft) -> np.ndarray:
         """[B,N] what a node's probability follows from, beside its level."""
@@ -66,14 +67,16 @@ class Calibrated(Estimator):
         features = np.zeros((len(rows), len(self.weights)))
         features[np.arange(len(rows)), outcome.draft.depth[rows, nodes] - 1] = 1
         features[:, -1] = self.feature(outcome.draft)[rows, nodes]
-        self.features = np.concatenate([self.features, features])[-KEPT:]
-        self.labels = np.concatenate([self.labels, labels])[-KEPT:]
+        self.seen.append((features, labels))
         self.since += len(rows)
         if self.since >= min(max(SOON, len(self.labels) // 2), EVERY):
-            self.since = 0
             self.fit()
 
     def fit(self) -> None:
+        features, labels = zip(*self.seen, strict=True)
+        self.features = np.concatenate([self.features, *features])[-KEPT:]
+        self.labels = np.concatenate([self.labels, *labels])[-KEPT:]
+        self.seen, self.since = [], 0
         x, w, ridge = self.features, self.weights, RIDGE * np.eye(len(self.weights))
         for _ in range(ROUNDS):
             p = _sigmoid(x @ w)

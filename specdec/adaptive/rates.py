@@ -20,35 +20,38 @@ class Rates:
     def __init__(self, prior: Sequence[float]):
         """prior: the probabilities to begin with, level by level."""
         self.prior = np.clip(np.asarray(prior, dtype=float), 0.01, 0.99)
-        self.hits, self.trials = np.zeros(len(prior)), np.zeros(len(prior))
+        # Lists: counting is done every round, and a few steps of Python are quicker than numpy for so few numbers.
+        self.hits, self.trials = [0.0] * len(prior), [0.0] * len(prior)
         self.missed = 0  # rounds that drafted nothing, which have not been counted yet
 
     def add(self, accepted: Iterable[int], ended: Iterable[bool]) -> None:
         """Rows of one round: how many tokens each accepted, and whether its path ended in a leaf, so that nothing is
         known of the level behind it."""
-        hits, trials = [0] * len(self.hits), [0] * len(self.hits)  # a few steps of Python: quicker than numpy's slices
+        hits, trials = [0] * len(self.hits), [0] * len(self.hits)
         for count, leaf in zip(accepted, ended, strict=True):
             for level in range(count):
                 hits[level] += 1
             for level in range(count + (not leaf)):
                 trials[level] += 1
         self._count_missed()
-        kept = np.where(np.asarray(trials) > 0, MEMORY, RETURN)
-        self.hits, self.trials = kept * self.hits + hits, kept * self.trials + trials
+        for level, seen in enumerate(trials):
+            kept = MEMORY if seen else RETURN
+            self.hits[level] = kept * self.hits[level] + hits[level]
+            self.trials[level] = kept * self.trials[level] + seen
 
     def unobserved(self) -> None:
         """A round that drafted nothing."""
         self.missed += 1
 
     def _count_missed(self) -> None:
-        left, self.missed = RETURN**self.missed, 0
-        self.hits *= left
-        self.trials *= left
+        if self.missed:
+            left, self.missed = RETURN**self.missed, 0
+            self.hits, self.trials = [left * count for count in self.hits], [left * count for count in self.trials]
 
     def values(self) -> np.ndarray:
         """[D]"""
         self._count_missed()
-        return (self.hits + WEIGHT * self.prior) / (self.trials + WEIGHT)
+        return (self.hits + WEIGHT * self.prior) / (np.asarray(self.trials) + WEIGHT)
 
     def reach(self) -> np.ndarray:
         """[D] the probability that a round accepts this level, if it drafts so deep."""

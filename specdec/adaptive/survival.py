@@ -13,9 +13,10 @@ from specdec.adaptive.rates import BEGIN, MEMORY
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
 WHOLE = 32  # behind these, one of so many drafts is verified whole
 ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
-# Where so many drafts in a row were best verified whole, only one of so many is looked at: to look takes a tenth of a
-# small target's round.
-SURE, SELDOM_LOOKS = 8, 8
+# What it takes to look at a draft and to learn from it, on any processor about. Where cuts save less than that lately,
+# only one of so many drafts is looked at.
+LOOK, SELDOM_LOOKS = 3e-4, 8
+LATELY = 1 / 16  # weight of a draft in what cuts save
 
 
 class Survival(Costed):
@@ -36,7 +37,8 @@ class Survival(Costed):
         super().__init__()
         self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
         self.drafts = self.seen = 0  # that were looked at; seen: rows with such a draft
-        self.whole = self.unseen = 0  # drafts in a row that were best verified whole, and that were not looked at
+        self.unseen = 0  # drafts in a row that were not looked at
+        self.saved, self.pays = 1.0, True  # by cuts lately, share of a round; whether to look at drafts pays
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
         reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
         self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
@@ -61,7 +63,7 @@ class Survival(Costed):
 
     def looks(self) -> bool:
         self.unseen += 1
-        if self.whole >= SURE and self.unseen < SELDOM_LOOKS:
+        if not (self.pays or self._begins()) and self.unseen < SELDOM_LOOKS:
             return False
         self.unseen = 0
         return True
@@ -71,15 +73,12 @@ class Survival(Costed):
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
         survival = self.estimator.survival(draft)
         rest, verify = self.curve.at(rows)
-        order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children, also among equals
-        tokens = np.take_along_axis(survival, order, 1)[draft.live].mean(0).cumsum()  # the root's is 1
+        tokens = np.sort(survival[draft.live], 1)[:, ::-1].mean(0).cumsum()  # by width; the root's is 1
         self._expect(draft, survival, tokens, whole)
-        if draft.drawn:
-            kept = self._levels(draft, survival, rest[draft.levels], verify)
-        else:
-            width = 1 + int((tokens / (rest[draft.levels] + verify[1 : draft.nodes + 1])).argmax())
-            kept = None if width == draft.nodes else np.sort(order[:, :width], 1)
-        self.whole = self.whole + 1 if kept is None else 0
+        seconds = rest[draft.levels] + verify
+        kept, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
+        self.saved += LATELY * (1 - tokens[-1] / seconds[draft.nodes] / speed - self.saved)
+        self.pays = self.saved * seconds[draft.nodes] > LOOK
         if whole or self.drafts % WHOLE == 0:
             kept = None
         verified = survival if kept is None else np.take_along_axis(survival, kept, 1)
@@ -100,19 +99,30 @@ class Survival(Costed):
             tokens - self.tokens[draft.levels, 1 : draft.nodes + 1]
         )
 
-    def _levels(self, draft: Draft, survival: np.ndarray, rest: float, verify: np.ndarray) -> np.ndarray | None:
-        """Whole levels, one after the other, as long as the next one pays. Whether it does is told by what is known
-        before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
-        drawn token would be kept or dropped by what it led to."""
+    def _width(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray):
+        """The nodes to keep, and a row's tokens a second with these: of all rows the best, as many as are the fastest.
+        tokens [N], seconds [N+1]: by how many are kept."""
+        speed = tokens / seconds[1 : draft.nodes + 1]
+        width = 1 + int(speed.argmax())
+        if width == draft.nodes:
+            return None, speed[-1]
+        order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children, also among equals
+        return np.sort(order[:, :width], 1), speed[width - 1]
+
+    def _levels(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray):
+        """The same of whole levels, one after the other, as long as the next one pays. Whether it does is told by what
+        is known before its tokens were drawn. To look at a later level and then leave this one out would show in the
+        text: a drawn token would be kept or dropped by what it led to."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
-        tokens, kept = 1.0, 1
+        found, kept = 1.0, 1
         for level in range(1, draft.levels + 1):
             more = int((shape <= level).sum())
-            with_it = tokens + live[shape == level].sum()
-            if with_it / (rest + verify[more]) <= tokens / (rest + verify[kept]):
+            with_it = found + live[shape == level].sum()
+            if with_it / seconds[more] <= found / seconds[kept]:
                 break
-            tokens, kept = with_it, more
-        return None if kept == draft.nodes else np.broadcast_to(np.arange(kept), (len(survival), kept))
+            found, kept = with_it, more
+        whole = kept == draft.nodes
+        return None if whole else np.broadcast_to(np.arange(kept), (len(survival), kept)), found / seconds[kept]
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

@@ -17,6 +17,7 @@ ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
 # only one of so many drafts is looked at.
 LOOK, SELDOM_LOOKS = 3e-4, 8
 LATELY = 1 / 16  # weight of a draft in what cuts save
+Cut = tuple[np.ndarray | None, float]  # nodes to keep, None for all; and a row's expected tokens a second with these
 
 
 class Survival(Costed):
@@ -99,9 +100,10 @@ class Survival(Costed):
             tokens - self.tokens[draft.levels, 1 : draft.nodes + 1]
         )
 
-    def _width(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray):
-        """The nodes to keep, and a row's tokens a second with these: of all rows the best, as many as are the fastest.
-        tokens [N], seconds [N+1]: by how many are kept."""
+    @staticmethod
+    def _width(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
+        """The best nodes of every row, as many as give the most tokens a second. tokens [N], seconds [N+1]: by how many
+        are kept."""
         speed = tokens / seconds[1 : draft.nodes + 1]
         width = 1 + int(speed.argmax())
         if width == draft.nodes:
@@ -109,8 +111,9 @@ class Survival(Costed):
         order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children, also among equals
         return np.sort(order[:, :width], 1), speed[width - 1]
 
-    def _levels(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray):
-        """The same of whole levels, one after the other, as long as the next one pays. Whether it does is told by what
+    @staticmethod
+    def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
+        """Whole levels, one after the other, as long as the next one pays. Whether it does is told by what
         is known before its tokens were drawn. To look at a later level and then leave this one out would show in the
         text: a drawn token would be kept or dropped by what it led to."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)

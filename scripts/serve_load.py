@@ -58,8 +58,8 @@ def parser() -> argparse.ArgumentParser:
 def add_load_flags(p: argparse.ArgumentParser) -> None:
     p.add_argument("--prompts", required=True)
     p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--draft", default="specdec/demo/mtp")
-    p.add_argument("--token-map", default="specdec/demo/frspec_4096.json", help="of the drafter; '' for none")
+    p.add_argument("--draft", default="demo/mtp")
+    p.add_argument("--token-map", default="demo/frspec_4096.json", help="of the drafter; '' for none")
     p.add_argument("--draft-dtype", default="int8", help="(default int8, as in `make demo`); '' for its own")
     p.add_argument("--concurrency", default="1,2,4,8,16,32")
 

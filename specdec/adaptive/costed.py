@@ -9,13 +9,13 @@ import numpy as np
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.policy import Outcome, Policy
 
-STRETCH = 8  # rounds of as many rows that a choice stands for: to make one takes hundredths of a small target's round
-PATIENCE = 8  # plain rounds after which drafting begins again, if it would have been faster in all of them
+STRETCH = 16  # rounds that a choice stands for: to make one takes hundredths of a small target's round
+PATIENCE = 16  # plain rounds after which drafting begins again, if it would have been faster in all of them
 # The first rounds after a change between plain rounds and drafts take longer: a drafter absorbs what it has missed, and
 # weights that were not read lately have left the processor's cache.
-SETTLING = 2
+SETTLING = 4
 # Where drafts pay, a few of so many rounds are plain, from the eighth on: else nobody knows what plain rounds take.
-FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 4
+FIRST_PLAIN, PLAIN, FEW_PLAIN = 8, 128, 8
 # Where drafts go on, a few rounds draft one level more, and the next time one less: what such rounds take is known from
 # other loads and times only. The first time soon, then after more and more rounds, up to the last number.
 NEAR_SOON, NEAR, NEAR_SELDOM = 16, 64, 512
@@ -24,7 +24,7 @@ DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else te
 # the last number. They draft as deep as seems best, every other time as deep as can be. After plain rounds a drafter
 # has much to absorb of every row, which may take as long as thirty of them: so drafts that are tried follow each other,
 # and are few. Where rounds are timed the next ones wait until what the last ones cost is this share of the plain ones.
-FEW, SOON, SELDOM, SHARE = 10, 128, 16384, 0.01
+FEW, SOON, SELDOM, SHARE = 10, 128, 16384, 0.005
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
@@ -118,7 +118,7 @@ class Costed(Policy):
         self.rounds += 1
         if self.trial:
             return self.trial.pop()
-        if self.left and rows == self.asked:
+        if self.left and (rows == self.asked or (self.timed and _load(rows) == _load(self.asked))):
             self.left -= 1
             return self.levels
         if self._begins():

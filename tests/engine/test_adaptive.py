@@ -10,7 +10,18 @@ from policies import Restless
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
-from specdec.adaptive.costed import FEW, FEW_DEEP, FEW_PLAIN, PATIENCE, PLAIN, SELDOM, SHARE, SOON, STRETCH
+from specdec.adaptive.costed import (
+    FEW,
+    FEW_DEEP,
+    FEW_PLAIN,
+    PATIENCE,
+    PLAIN,
+    SELDOM,
+    SETTLING,
+    SHARE,
+    SOON,
+    STRETCH,
+)
 from specdec.adaptive.survival import BEGIN, FIRST, SELDOM_LOOKS
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
@@ -211,11 +222,13 @@ def test_some_timed_rounds_are_plain():
 def test_rounds_after_a_change_between_plain_ones_and_drafts_are_not_timed(monkeypatch):
     policy, told = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5), []
     monkeypatch.setattr(Curve, "took", lambda self, rows, levels, nodes, *seconds: told.append(seconds))
-    for number, levels in enumerate((0, 0, 0, 2, 2, 1, 3, 0, 0, 0, 0, 3, 2, *[2] * (STRETCH + 1))):
+    n = SETTLING
+    for number, levels in enumerate([0] * (n + 1) + [2] * n + [1, 3] + [0] * (n + 2) + [3] * n + [2] * (STRETCH + 1)):
         policy.learn(Outcome(levels, levels + 1, [0], [False]))
         policy.took(number)
-    rest = range(13, 13 + STRETCH)
-    assert told == [(2, 1), (5, 1), (6, 1), (9.5, 2), (sum(rest) / STRETCH, STRETCH)], "means, and of how many"
+    rest = range(4 * n + 5, 4 * n + 5 + STRETCH)
+    few = [(n, 1), (2 * n + 1, 1), (2 * n + 2, 1), (3 * n + 3.5, 2)]
+    assert told == [*few, (sum(rest) / STRETCH, STRETCH)], "means, and of how many"
 
 
 def test_a_round_that_something_was_in_the_way_of_counts_less():
@@ -254,7 +267,7 @@ def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
 def test_what_tries_cost_is_a_small_share_of_the_plain_rounds():
     """The first of their rounds takes as long as many plain ones, as the drafter absorbs what it has missed."""
     policy = calibrate.assembled("table", lambda: curve(1.0, 10.0), SIZES, [0.6] * 5)
-    plain, drafted, absorbing = policy.curve.plain(2), policy.curve.seconds(2, 1, 2), 80.0
+    plain, drafted, absorbing = policy.curve.plain(2), policy.curve.seconds(2, 1, 2), 40.0
 
     def play(levels: int, after: int) -> None:
         policy.learn(Outcome(levels, levels + 1, [0] * 2, [False] * 2))
@@ -321,7 +334,7 @@ def tries(policy, rows: int, rounds: int, play=lambda levels, after: None) -> tu
 
 def settled(policy, rows: int) -> int:
     """How deep it drafts when there are as many rows for a while."""
-    return max([policy.plan(rows) for _ in range(STRETCH + PATIENCE + 5)][-FEW_PLAIN - 1 :])  # some may be plain
+    return max([policy.plan(rows) for _ in range(2 * STRETCH + FEW_PLAIN + 1)][-FEW_PLAIN - 1 :])  # some may be plain
 
 
 def test_a_table_says_what_it_is_told():

@@ -95,10 +95,9 @@ class KVCache:
 
     def compact(self, kept: Survivors) -> None:
         """Go on with these rows, none of which is longer than `max_len`, and forget the others."""
-        lens = self.lens.tolist() if self.lens.is_cpu else [self.max_len] * self.batch  # a GPU would be waited for
         for layer in self.layers:
             for row, place in kept.moves:  # row by row: on the CPU operators with indices take six times as long
-                layer[:, place, : lens[row]] = layer[:, row, : lens[row]]
+                layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
         self.lens[: kept.count] = self.lens[kept.index]
         self._use(0, kept.count)
 

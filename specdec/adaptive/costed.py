@@ -9,7 +9,9 @@ import numpy as np
 from specdec.adaptive.curve import Curve
 from specdec.adaptive.policy import Outcome, Policy
 
-STRETCH = 16  # rounds that a choice stands for: to make one takes hundredths of a small target's round
+# Rounds that a choice stands for: to make one takes hundredths of a small target's round. Where rounds are timed it
+# also stands for a few rows more or less, as each chat that ends or joins would ask for another.
+STRETCH = 16
 PATIENCE = 16  # plain rounds after which drafting begins again, if it would have been faster in all of them
 # The first rounds after a change between plain rounds and drafts take longer: a drafter absorbs what it has missed, and
 # weights that were not read lately have left the processor's cache.

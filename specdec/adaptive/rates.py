@@ -51,7 +51,7 @@ class Rates:
     def values(self) -> np.ndarray:
         """[D]"""
         self._count_missed()
-        return (self.hits + WEIGHT * self.prior) / (np.asarray(self.trials) + WEIGHT)
+        return np.add(self.hits, WEIGHT * self.prior) / np.add(self.trials, WEIGHT)
 
     def reach(self) -> np.ndarray:
         """[D] the probability that a round accepts this level, if it drafts so deep."""

@@ -74,7 +74,7 @@ class Survival(Costed):
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
         survival = self.estimator.survival(draft)
         rest, verify = self.curve.at(rows)
-        tokens = np.sort(survival[draft.live], 1)[:, ::-1].mean(0).cumsum()  # by width; the root's is 1
+        tokens = _tokens_by_width(survival[draft.live])
         self._expect(draft, survival, tokens, whole)
         seconds = rest[draft.levels] + verify
         kept, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
@@ -93,7 +93,7 @@ class Survival(Costed):
         for levels in range(1, draft.levels):
             if not every and self.drafts % ALL_DEPTHS:
                 break
-            shallow = np.sort(np.where(draft.depth <= levels, survival, 0.0)[draft.live], 1)[:, ::-1].mean(0).cumsum()
+            shallow = _tokens_by_width(np.where(draft.depth <= levels, survival, 0.0)[draft.live])
             size = min(self.sizes[levels], draft.nodes)
             self.tokens[levels, 1 : size + 1] += share * (shallow[:size] - self.tokens[levels, 1 : size + 1])
         self.tokens[draft.levels, 1 : draft.nodes + 1] += share * (
@@ -113,9 +113,9 @@ class Survival(Costed):
 
     @staticmethod
     def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Whole levels, one after the other, as long as the next one pays. Whether it does is told by what
-        is known before its tokens were drawn. To look at a later level and then leave this one out would show in the
-        text: a drawn token would be kept or dropped by what it led to."""
+        """Whole levels, one after the other, as long as the next one pays. Whether it does is told by what is known
+        before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
+        drawn token would be kept or dropped by what it led to."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
         found, kept = 1.0, 1
         for level in range(1, draft.levels + 1):
@@ -135,3 +135,8 @@ class Survival(Costed):
                 share = 1 - MEMORY ** len(outcome.accepted)
                 self.hoped += share * (self.hope - self.hoped)
                 self.given += share * (sum(outcome.accepted) / len(outcome.accepted) - self.given)
+
+
+def _tokens_by_width(survival: np.ndarray) -> np.ndarray:
+    """[N] tokens that a row is expected to emit, in the mean of the rows [R,N], with its best 1, 2, ... N nodes."""
+    return np.sort(survival, 1)[:, ::-1].mean(0).cumsum()

@@ -52,7 +52,7 @@ class Guide:
         self.joining: tuple[Tensor | None, Tensor, Tensor] | None = None
         self.played: Played | None = None  # the round that was asked for last
         self.plain = False  # rounds are plain lately
-        self.like: DraftState | None = None  # a state of the drafter's, for its shape
+        self.like: DraftState | None = None  # a state of the drafter's without rows, for its shape
 
     def begin(self, sequences: abc.Sequence[Sequence]) -> int:
         """How many levels to draft in the next round of these rows."""
@@ -117,9 +117,10 @@ class Guide:
         self.joining = None
         if not (self.plain and self.holds):
             begun = time.perf_counter()
-            self.like = self.drafter.admit(row, first, feats, tokens, n)
+            state = self.drafter.admit(row, first, feats, tokens, n)
             self.policy.joined(len(first), time.perf_counter() - begun)
-            return self.like
+            self.like = self.like or state.blank(0)
+            return state
         self.policy.joined(len(first), None)
         self.joining = feats, tokens, n
         if self.drafter.keeps_first or self.like is None:

@@ -62,6 +62,7 @@ class Scheduler:
         self.queue: list[Job] = []
         self.running: dict[Sequence, Job] = {}
         self.prefilled = False  # the last step was a prefill
+        self.rests = True  # the engine has nothing left to do, and has dropped what it kept of rows that have ended
         self.since: float | None = None  # when the last step ended, if nobody had to be waited for since
         self.deadline: float | None = None  # when closed: until then, what runs may run
         self.broken = ""  # why nothing can be decoded any more
@@ -132,14 +133,14 @@ class Scheduler:
     def _turn(self) -> bool:
         """One step of the engine, and what is between two steps. False when everything has ended and is closed."""
         with self.changed:
-            while not (self.queue or self.running or self.deadline is not None):
+            while self.rests and not (self.queue or self.running or self.deadline is not None):
                 self.since = None
                 self.changed.wait()
             leaving = self._take_leaving()
             if not self.engine.waiting:
                 self._admit()
         self._send([Delta(job, finish="error" if why else "abort", error=why, status=s) for job, why, s in leaving])
-        if not self.running:
+        if self.rests and not self.running:
             return self.deadline is None
         try:
             report = self.engine.step()
@@ -147,6 +148,7 @@ class Scheduler:
             LOG.exception("a step of the engine has failed")
             self._start_over(f"decoding has failed: {error}")
             return True
+        self.rests = report is None
         if report is not None:
             self.prefilled = report.prefill
             if self.observer is not None:
@@ -258,7 +260,7 @@ class Scheduler:
         self.running.clear()
         self._send([Delta(job, finish="error", error=why) for job in failed])
         self.engine.reserve(self.rows, self.reserved, reads=self.reads, part=self.prefill_chunk)
-        self.prefilled = False
+        self.prefilled, self.rests = False, True
 
     def _break(self, why: str) -> None:
         """Nothing can be decoded any more: say so to all that wait, and to all that come."""

@@ -104,7 +104,8 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
 
     def watched():
         report = step()
-        steps.append((report.prefill, [row.prompt for row in report.rows]))
+        if report is not None:
+            steps.append((report.prefill, [row.prompt for row in report.rows]))
         return report
 
     engine.step = watched
@@ -136,7 +137,7 @@ def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting(
     def watched():
         nonlocal rounds
         report = step()
-        rounds += not report.prefill
+        rounds += report is not None and not report.prefill
         return report
 
     engine.step = watched
@@ -150,6 +151,23 @@ def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting(
             busy += time.perf_counter() - start
     assert len(seconds) == rounds > 2
     assert 0 < sum(seconds) < busy + 0.5
+
+
+@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"adaptive": Fixed(0)}], ids=["launched", "overlapped", "held"])
+def test_an_idle_engine_keeps_nothing_of_those_that_have_ended(how, caplog):
+    """Rows are dropped, and what plain rounds have left to the drafter, without another job that makes them go."""
+    with serving(tiny_engine(**how)) as scheduler:
+        job = Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset())
+        scheduler.submit([job.job])
+        job.wait()
+        batch = scheduler.engine.loop.batch
+        for _ in range(3000):
+            if scheduler.rests:
+                break
+            time.sleep(0.01)
+        assert batch.sequences == []
+        assert batch.guide is None or batch.guide.held is None
+    assert not caplog.records, "no step has failed"
 
 
 def test_a_full_queue_takes_all_jobs_of_a_request_or_none():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,14 @@ def side_by_side(first: RMSNorm, second: RMSNorm, x: Tensor, y: Tensor) -> Tenso
         pair = torch.ops.specdec_rows.norm_pair.default._op
         return pair(x, y, first.weight, second.weight, first.eps, second.eps)
     return torch.cat([first(x), second(y)], dim=-1)
+
+
+def bind_pair(first: RMSNorm, second: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
+    """`side_by_side` of these norms, as a function of x and y, which are of the norms' dtype."""
+    if kernel_for("norm_pair", first.weight) or not (native.serves(first.weight) and native.serves(second.weight)):
+        return partial(side_by_side, first, second)
+    pair, what = torch.ops.specdec_rows.norm_pair.default._op, (first.weight, second.weight, first.eps, second.eps)
+    return lambda x, y: pair(x, y, *what)
 
 
 class DraftAttention(Freezable):

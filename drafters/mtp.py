@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
+from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, bind_pair, shape_like, side_by_side, start
 from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
-from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.layers import Freezable, GatedMLP, Linear, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MtpForward:
             raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
 
 
-class MtpLayer(nn.Module):
+class MtpLayer(Freezable):
     """One head: z = project([norm(embedding), norm(hidden)]), a pre-norm decoder layer over z."""
 
     def __init__(self, shape: DraftShape, switches: MtpForward, mlp: nn.Module | None = None):
@@ -57,10 +57,30 @@ class MtpLayer(nn.Module):
         self.mlp = mlp or GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
 
+    def bind(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        norms, hidden_first = (self.embed_norm, self.hidden_norm), self.hidden_first
+        side_by_side, project = bind_pair(*(norms[::-1] if hidden_first else norms)), self.project.bind()
+        input_norm, add_attention, post_norm = self.input_norm.bind(), self.attention.add, self.post_norm
+        add_mlp = self._bind_add_mlp()
+
+        def layer(embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+            x = project(side_by_side(hidden, embeds) if hidden_first else side_by_side(embeds, hidden))
+            return add_mlp(*add_attention(x, input_norm(x), post_norm, rope, attend))
+
+        return layer
+
+    def _bind_add_mlp(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        if isinstance(self.mlp, GatedMLP):
+            return self.mlp.bind_add(self.norm)
+        mlp, add_norm = self.mlp, self.norm.bind_add()
+        return lambda x, normed: add_norm(x, mlp(normed))
+
     def forward(
         self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """The hidden state before the final norm and after it."""
+        if self.frozen is not None:
+            return self.frozen(embeds, hidden, rope, attend)
         sides = [(self.embed_norm, embeds), (self.hidden_norm, hidden)]
         norms, inputs = zip(*(sides[::-1] if self.hidden_first else sides), strict=True)
         x = self.project(side_by_side(*norms, *inputs))

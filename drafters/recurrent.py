@@ -10,6 +10,7 @@ token t+1 and predicts token t+2. Its RoPE position is t. A node drafted on leve
 from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,20 @@ from torch import Tensor
 from drafters.layers import Attend, CachedAttention, DraftShape
 from drafters.unroll import Rows, UnrolledAttention, recomputed
 from drafters.vocab import DraftVocab
-from specdec.contracts import Drafter, DraftState
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.model.attention import CacheView, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import LinearMap, freeze, unfreeze
 from specdec.model.rope import RopeTable
+
+
+class Place(NamedTuple):
+    """Where one node of each row is."""
+
+    positions: Tensor  # [B]
+    slots: Tensor  # [B], in the cache
+    cos: Tensor  # [B,1,1,Dh], and so is sin
+    sin: Tensor
 
 
 class RecurrentDrafter(Drafter):
@@ -53,6 +63,7 @@ class RecurrentDrafter(Drafter):
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
         self.recompute = False
+        self.ahead: list[Place] = []  # of the levels of a chain while it is drafted
 
     @abstractmethod
     def fuse(self, feats: Tensor) -> Tensor:
@@ -77,7 +88,7 @@ class RecurrentDrafter(Drafter):
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [...,H] of tokens at draft positions [...]."""
-        return F.embedding(tokens, self.embedding)
+        return torch.embedding(self.embedding, tokens)
 
     # Decoding
 
@@ -117,15 +128,36 @@ class RecurrentDrafter(Drafter):
         cache.advance(n, max_len)
         return DraftState(hidden, self.readout(hidden, 0), self.head)
 
+    def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
+        self.ahead = self._places(steps - 1) if steps > 1 else []
+        try:
+            return super().chain(first, steps, children)
+        finally:
+            self.ahead = []
+
+    def _places(self, levels: int) -> list[Place]:
+        """Of one node a row in each of so many levels. Made at once, they take the operators of one level."""
+        cache = self.cache
+        positions = cache.lens + cache.places[:levels, None]
+        slots = positions + cache.row_start.squeeze(1)
+        cos, sin = (x.split(cache.batch) for x in self.rope(positions.view(-1, 1)))
+        return [Place(*of) for of in zip(positions.unbind(), slots.unbind(), cos, sin, strict=True)]
+
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape
         index = min(level, self.layers - 1)
         first = max(index, 1)  # the first level whose nodes went through this layer
-        own = ancestors[:, :, (first - 1) * n :]
-        view = CacheView(self.cache, n, own, self.shape.heads // self.shape.kv_heads, offset=(level - first) * n)
-        positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
-        embeds = self.embed(tokens.flatten(), positions.flatten())
-        hidden = self.layer(embeds, hidden.flatten(0, 1), self.rope(positions), CachedAttention(view, index), index)
+        own = ancestors if first == 1 else ancestors[:, :, (first - 1) * n :]
+        if self.ahead:
+            positions, _, *rope = self.ahead[level - 1]
+            slots = self.ahead[level - first].slots
+        else:
+            positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one
+            rope, positions, slots = self.rope(positions), positions.flatten(), None
+        groups, offset = self.shape.heads // self.shape.kv_heads, (level - first) * n
+        view = CacheView(self.cache, n, own, groups, offset, slots=slots)
+        embeds = self.embed(tokens.flatten(), positions)
+        hidden = self.layer(embeds, hidden.flatten(0, 1), rope, CachedAttention(view, index), index)
         hidden = hidden.view(b, n, -1)
         return DraftState(hidden, self.readout(hidden, index), self.head)
 

@@ -1,8 +1,12 @@
 // Attention of a few positions over a cache of keys and values, for `rows.cpp`.
 //
-// A position sees the slots that its row has committed, and of the scratch slots behind them those that it may. It takes
-// them one after the other, in the order of the slots, and skips the others. So its result has the same bits whether it
-// is decoded alone or in a tree, whatever is beside it.
+// A position sees the slots that its row has committed, and of the scratch slots behind them those that it may. A score
+// is a sum over the numbers of a head, one after the other; what is read of the values is one over the slots that are
+// seen, in their order. So a result has the same bits whether a position is decoded alone or in a tree, whatever is
+// beside it.
+//
+// Keys are turned, so that a vector holds one number of as many keys, and a score needs no sum over a vector. To turn
+// them costs as much as the scores of two or three queries. All positions of a row share what was turned.
 
 #pragma once
 
@@ -12,16 +16,22 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace attention {
 
 using at::Tensor;
 
-constexpr int64_t REGISTERS = LANES == 16 ? 24 : 10; // for the sums of the query heads that share a key head
-constexpr int64_t SHARE = 1 << 17; // multiplications that are worth a thread
+constexpr int64_t REGISTERS = LANES == 16 ? 24 : 10; // for the sums of values of the queries that are taken at once
+constexpr int64_t SIDE = 2, KEYS = SIDE * LANES; // keys that are turned at once: two vectors, as a sum waits for itself
+constexpr int64_t MANY = LANES == 16 ? 8 : 4; // queries that are taken at once at most
+constexpr int64_t QUERIES = 32; // of one key head that are worth the same turned keys
+constexpr int64_t BESIDE = 256; // numbers of a slot that are read together
+constexpr int64_t SHARE = 1 << 14; // multiplications that are worth a thread
 
 // The slots that a position sees: those before `committed`, and those listed.
 struct Seen {
@@ -31,104 +41,207 @@ struct Seen {
   int64_t count() const {
     return committed + static_cast<int64_t>(scratch.size());
   }
-  int64_t operator[](int64_t i) const {
-    return i < committed ? i : scratch[i - committed];
+};
+
+// Keys [dim] of `count` slots, `row` apart -> [dim,KEYS]. Behind the last there are zeros.
+inline void turn_keys(const float* keys, int64_t row, int64_t count, int64_t dim, float* turned) {
+  for (int64_t side = 0; side < KEYS; side += LANES, keys += LANES * row, count -= LANES)
+    for (int64_t d = 0; d < dim; d += LANES) {
+      Floats block[LANES];
+      const float* at = keys + d;
+      if (count >= LANES)
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < LANES; j++, at += row) block[j] = load(at);
+      else
+#pragma GCC unroll 16
+        for (int64_t j = 0; j < LANES; j++, at += row) block[j] = j < count ? load(at) : Floats{};
+      transpose(block);
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < LANES; j++) store(turned + (d + j) * KEYS + side, block[j]);
+    }
+}
+
+// Scores of Q queries [Q,dim] with turned keys, into [Q,..] whose rows lie `stride` apart.
+template <int Q>
+void score(const float* queries, int64_t dim, const float* turned, float* scores, int64_t stride) {
+  Floats sums[Q][SIDE] = {};
+  for (int64_t d = 0; d < dim; d++, turned += KEYS) {
+    Floats keys[SIDE];
+#pragma GCC unroll 2
+    for (int s = 0; s < SIDE; s++) keys[s] = load(turned + s * LANES);
+#pragma GCC unroll 8
+    for (int q = 0; q < Q; q++) {
+      const Floats query = spread(queries[q * dim + d]);
+#pragma GCC unroll 2
+      for (int s = 0; s < SIDE; s++) sums[q][s] += keys[s] * query;
+    }
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 2
+    for (int s = 0; s < SIDE; s++) store(scores + q * stride + s * LANES, sums[q][s]);
+}
+
+// Values of V vectors of the first `count` slots, times Q queries' weights, whose rows lie `stride` apart, onto the
+// sums [Q,V*LANES].
+template <int V, int Q>
+void weigh(const float* values, int64_t row, int64_t count, const float* weights, int64_t stride, float* out) {
+  Floats sums[Q][V];
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[q][v] = load(out + (q * V + v) * LANES);
+  for (int64_t i = 0; i < count; i++) {
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) {
+      const Floats part = load(values + i * row + v * LANES);
+#pragma GCC unroll 8
+      for (int q = 0; q < Q; q++) sums[q][v] += part * weights[q * stride + i];
+    }
+  }
+#pragma GCC unroll 8
+  for (int q = 0; q < Q; q++)
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) store(out + (q * V + v) * LANES, sums[q][v]);
+}
+
+// And those of the scratch slots that one query sees, all times `share`, into `out`.
+template <int V>
+void weigh_rest(const float* values, int64_t row, const Seen& seen, const float* weights, float share, float* sum,
+                float* out) {
+  Floats sums[V];
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) sums[v] = load(sum + v * LANES);
+  for (size_t i = 0; i < seen.scratch.size(); i++) {
+    const float *value = values + seen.scratch[i] * row, weight = weights[seen.committed + i];
+#pragma GCC unroll 16
+    for (int v = 0; v < V; v++) sums[v] += load(value + v * LANES) * weight;
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < V; v++) store(out + v * LANES, sums[v] * share);
+}
+
+using Score = void (*)(const float*, int64_t, const float*, float*, int64_t);
+using Weigh = void (*)(const float*, int64_t, int64_t, const float*, int64_t, float*);
+
+template <size_t... Q>
+constexpr std::array<Score, MANY> scores_of(std::index_sequence<Q...>) {
+  return {score<Q + 1>...};
+}
+
+template <int V, size_t... Q>
+constexpr std::array<Weigh, sizeof...(Q)> weighs_of(std::index_sequence<Q...>) {
+  return {weigh<V, Q + 1>...};
+}
+
+// Weights of the slots that a query sees, from its scores of all slots, in their place, but for their sum -> 1 / that.
+inline float weights_of(const Seen& seen, float* scores) {
+  const int64_t count = seen.count(), whole = (count + LANES - 1) / LANES * LANES;
+  for (int64_t i = seen.committed; i < count; i++) scores[i] = scores[seen.scratch[i - seen.committed]];
+  std::fill(scores + count, scores + whole, -std::numeric_limits<float>::infinity());
+  Floats most = load(scores), total = {};
+  for (int64_t i = LANES; i < whole; i += LANES) most = larger(most, load(scores + i));
+  const float largest = largest_of(most);
+  for (int64_t i = 0; i < whole; i += LANES) {
+    const Floats weight = exponential(load(scores + i) - largest);
+    store(scores + i, weight);
+    total += weight;
+  }
+  return 1 / sum_of(total);
+}
+
+// Key heads of one row's cache that lie side by side: slots [slots,count,dim], `row` apart.
+struct Heads {
+  const float *keys, *values;
+  int64_t row, slots, dim, count;
+
+  // Fetch the KEYS slots from `first` on.
+  void fetch(const float* side, int64_t first) const {
+    for (int64_t slot = first; slot < std::min(first + KEYS, slots); slot++)
+      for (int64_t i = 0; i < count * dim; i += 16) __builtin_prefetch(side + slot * row + i);
   }
 };
 
-// G query heads of V vectors, side by side at q, over one key head; scores [G,stride] is room for what is in between.
-template <int V, int G>
-void attend_heads(const float* q, const float* keys, const float* values, int64_t row, const Seen& seen, float scale,
-                  float* scores, int64_t stride, float* out) {
-  Floats sums[G][V];
-#pragma GCC unroll 8
-  for (int g = 0; g < G; g++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) sums[g][v] = load(q + (g * V + v) * LANES) * scale;
-  const int64_t count = seen.count();
-  for (int64_t i = 0; i < count; i++) {
-    const float* key = keys + seen[i] * row;
-    Floats dots[G] = {};
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-      const Floats part = load(key + v * LANES);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++) dots[g] += sums[g][v] * part;
-    }
-#pragma GCC unroll 8
-    for (int g = 0; g < G; g++) scores[g * stride + i] = sum_of(dots[g]);
-  }
-  float shares[G];
-  for (int g = 0; g < G; g++) {
-    float* own = scores + g * stride;
-    std::fill(own + count, own + stride, -std::numeric_limits<float>::infinity());
-    Floats largest = load(own), total = {};
-    for (int64_t i = LANES; i < stride; i += LANES) largest = larger(largest, load(own + i));
-    const float most = largest_of(largest);
-    for (int64_t i = 0; i < stride; i += LANES) {
-      const Floats weight = exponential(load(own + i) - most);
-      store(own + i, weight);
-      total += weight;
-    }
-    shares[g] = 1 / sum_of(total);
-  }
-#pragma GCC unroll 8
-  for (int g = 0; g < G; g++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) sums[g][v] = Floats{};
-  for (int64_t i = 0; i < count; i++) {
-    const float* value = values + seen[i] * row;
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) {
-      const Floats part = load(value + v * LANES);
-#pragma GCC unroll 8
-      for (int g = 0; g < G; g++) sums[g][v] += part * scores[g * stride + i];
+// What a thread writes to in between, of so many queries and slots.
+struct Room {
+  int64_t stride; // of a query's scores
+  std::vector<float> queries, turned, scores, sums, shares;
+
+  Room(int64_t count, int64_t slots, int64_t dim)
+      : stride((slots + KEYS - 1) / KEYS * KEYS), queries(count * dim), turned(KEYS * dim), scores(count * stride),
+        sums(count * dim), shares(count) {}
+};
+
+// The queries of the room [heads,positions,groups,dim], times the heads' keys -> its scores.
+inline void score_all(const Heads& heads, int64_t count, Room& room) {
+  static constexpr auto SCORES = scores_of(std::make_index_sequence<MANY>());
+  for (int64_t slot = 0; slot < heads.slots; slot += KEYS) {
+    heads.fetch(heads.keys, slot + KEYS);
+    for (int64_t h = 0; h < heads.count; h++) {
+      const float* keys = heads.keys + slot * heads.row + h * heads.dim;
+      turn_keys(keys, heads.row, heads.slots - slot, heads.dim, room.turned.data());
+      for (int64_t q = h * count, end = q + count; q < end; q += MANY)
+        SCORES[std::min(MANY, end - q) - 1](&room.queries[q * heads.dim], heads.dim, room.turned.data(),
+                                            &room.scores[q * room.stride + slot], room.stride);
     }
   }
-#pragma GCC unroll 8
-  for (int g = 0; g < G; g++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) store(out + (g * V + v) * LANES, sums[g][v] * shares[g]);
 }
 
-// As many of the heads at once as the registers hold.
-template <int V, int G = std::clamp<int64_t>(REGISTERS / V, 1, 8)>
-void attend_group(int64_t groups, const float* q, const float* keys, const float* values, int64_t row, const Seen& seen,
-                  float scale, float* scores, int64_t stride, float* out) {
-  constexpr int64_t STEP = G * V * LANES;
-  for (; groups >= G; groups -= G, q += STEP, out += STEP)
-    attend_heads<V, G>(q, keys, values, row, seen, scale, scores, stride, out);
-  if constexpr (G > 1)
-    if (groups) attend_group<V, G - 1>(groups, q, keys, values, row, seen, scale, scores, stride, out);
+// The heads' values of the slots that all see, times the weights of the room -> its sums.
+template <int V>
+void weigh_all(const Heads& heads, int64_t count, int64_t committed, Room& room) {
+  static constexpr int64_t STEP = std::clamp<int64_t>(REGISTERS / V, 1, MANY);
+  static constexpr auto WEIGHS = weighs_of<V>(std::make_index_sequence<STEP>());
+  std::fill(room.sums.begin(), room.sums.end(), 0.0f);
+  for (int64_t slot = 0; slot < committed; slot += KEYS) {
+    heads.fetch(heads.values, slot + KEYS);
+    for (int64_t h = 0; h < heads.count; h++)
+      for (int64_t q = h * count, end = q + count; q < end; q += STEP)
+        WEIGHS[std::min(STEP, end - q) - 1](heads.values + slot * heads.row + h * heads.dim, heads.row,
+                                            std::min(KEYS, committed - slot), &room.scores[q * room.stride + slot],
+                                            room.stride, &room.sums[q * heads.dim]);
+  }
 }
 
-using Attend = void (*)(int64_t, const float*, const float*, const float*, int64_t, const Seen&, float, float*, int64_t,
-                        float*);
+// Of each position, which sees `seen`, what the heads' `groups` queries each get -> out, position by position `apart`.
+template <int V>
+void attend(const Heads& heads, const std::vector<Seen>& seen, int64_t groups, Room& room, float* out, int64_t apart) {
+  const int64_t positions = seen.size(), count = positions * groups;
+  score_all(heads, count, room);
+  for (int64_t q = 0; q < heads.count * count; q++)
+    room.shares[q] = weights_of(seen[q / groups % positions], &room.scores[q * room.stride]);
+  weigh_all<V>(heads, count, seen[0].committed, room);
+  for (int64_t q = 0; q < heads.count * count; q++) {
+    const int64_t h = q / count, i = q / groups % positions, g = q % groups;
+    weigh_rest<V>(heads.values + h * heads.dim, heads.row, seen[i], &room.scores[q * room.stride], room.shares[q],
+                  &room.sums[q * heads.dim], out + i * apart + (h * groups + g) * heads.dim);
+  }
+}
+
+using Attend = void (*)(const Heads&, const std::vector<Seen>&, int64_t, Room&, float*, int64_t);
 
 inline Attend attend_of(int64_t dim) {
   switch (dim) {
-    case 16: return attend_group<16 / LANES>;
-    case 32: return attend_group<32 / LANES>;
-    case 64: return attend_group<64 / LANES>;
-    case 80: return attend_group<80 / LANES>;
-    case 96: return attend_group<96 / LANES>;
-    case 128: return attend_group<128 / LANES>;
-    case 256: return attend_group<256 / LANES>;
+    case 16: return attend<16 / LANES>;
+    case 32: return attend<32 / LANES>;
+    case 64: return attend<64 / LANES>;
+    case 80: return attend<80 / LANES>;
+    case 96: return attend<96 / LANES>;
+    case 128: return attend<128 / LANES>;
+    case 256: return attend<256 / LANES>;
     default: TORCH_CHECK(false, "there is no attention for heads of ", dim);
   }
 }
 
 // What position i of row b sees. The new positions are the last n of `nodes` scratch slots.
-inline Seen seen_by(const int64_t* lens, const Tensor* ancestors, int64_t b, int64_t i, int64_t n, int64_t nodes,
+inline Seen seen_by(int64_t committed, const Tensor* ancestors, int64_t b, int64_t i, int64_t n, int64_t nodes,
                     int64_t slots) {
-  const int64_t first = lens[b];
-  Seen seen{std::min(first, slots), {}};
-  for (int64_t j = 0; j < nodes && first + j < slots; j++) {
-    const bool sees = ancestors ? ancestors->const_data_ptr<bool>()[b * ancestors->stride(0) + i * ancestors->stride(1) +
-                                                                   j * ancestors->stride(2)]
-                                : j <= nodes - n + i;
-    if (sees) seen.scratch.push_back(first + j);
-  }
+  Seen seen{std::min(committed, slots), {}};
+  const bool* ancestor = nullptr;
+  if (ancestors) ancestor = ancestors->const_data_ptr<bool>() + b * ancestors->stride(0) + i * ancestors->stride(1);
+  const int64_t apart = ancestors ? ancestors->stride(2) : 0;
+  for (int64_t j = 0; j < nodes && committed + j < slots; j++)
+    if (ancestor ? ancestor[j * apart] : j <= nodes - n + i) seen.scratch.push_back(committed + j);
   return seen;
 }
 
@@ -137,27 +250,37 @@ inline Seen seen_by(const int64_t* lens, const Tensor* ancestors, int64_t b, int
 inline Tensor tree_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& lens,
                              const std::optional<Tensor>& ancestors, int64_t nodes, double scale) {
   const int64_t batch = q.size(0), n = q.size(1), heads = q.size(2), dim = q.size(3), kv_heads = keys.size(1);
-  const int64_t groups = heads / kv_heads, slots = keys.size(2), row = keys.stride(2);
-  TORCH_CHECK(keys.strides() == values.strides() && keys.stride(3) == 1, "keys and values lie otherwise");
+  const int64_t groups = heads / kv_heads, slots = keys.size(2), width = heads * dim, row = keys.stride(2);
+  const bool beside_each_other = keys.stride(3) == 1 && (keys.stride(1) == dim || kv_heads == 1);
+  TORCH_CHECK(keys.strides() == values.strides() && beside_each_other, "keys and values lie otherwise");
   const Tensor queries = q.contiguous();
-  Tensor out = at::empty({batch, n, heads * dim}, q.options());
+  Tensor out = at::empty({batch, n, width}, q.options());
   const float *from = queries.const_data_ptr<float>(), *key = keys.const_data_ptr<float>();
   const float* value = values.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
   const int64_t* length = lens.const_data_ptr<int64_t>();
   const Tensor* tree = ancestors ? &*ancestors : nullptr;
   const Attend attend = attend_of(dim);
-  const int64_t longest = *std::max_element(length, length + batch) + nodes;
-  const int64_t grain = std::max<int64_t>(1, SHARE / (2 * longest * groups * dim));
-  at::parallel_for(0, batch * n * kv_heads, grain, [&](int64_t first, int64_t last) {
-    std::vector<float> scores;
-    for (int64_t task = first; task < last; task++) {
-      const int64_t b = task / (n * kv_heads), i = task / kv_heads % n, k = task % kv_heads;
-      const Seen seen = seen_by(length, tree, b, i, n, nodes, slots);
-      const int64_t stride = std::max<int64_t>(LANES, (seen.count() + LANES - 1) / LANES * LANES);
-      scores.resize(groups * stride);
-      const int64_t place = ((b * n + i) * heads + k * groups) * dim, at = b * keys.stride(0) + k * keys.stride(1);
-      attend(groups, from + place, key + at, value + at, row, seen, scale, scores.data(), stride, to + place);
+  const int64_t longest = std::min(*std::max_element(length, length + batch) + nodes, slots), part = groups * dim;
+  const int64_t together = std::clamp<int64_t>(QUERIES / groups, 1, n), pieces = (n + together - 1) / together;
+  const int64_t beside = std::clamp<int64_t>(BESIDE / dim, 1, kv_heads);
+  const int64_t grain = std::max<int64_t>(1, SHARE / (2 * longest * part * together));
+  at::parallel_for(0, batch * pieces * kv_heads, grain, [&](int64_t first, int64_t last) {
+    const int64_t most = std::min(beside, last - first);
+    Room room(most * together * groups, longest, dim);
+    std::vector<Seen> seen;
+    for (int64_t task = first, count; task < last; task += count) {
+      const int64_t b = task / kv_heads / pieces, i = task / kv_heads % pieces * together, k = task % kv_heads;
+      const int64_t positions = std::min(together, n - i), place = (b * n + i) * width + k * part;
+      count = std::min({most, kv_heads - k, last - task});
+      seen.clear();
+      for (int64_t j = 0; j < positions; j++) seen.push_back(seen_by(length[b], tree, b, i + j, n, nodes, slots));
+      float* query = room.queries.data();
+      for (int64_t h = 0; h < count; h++)
+        for (int64_t j = 0; j < positions; j++)
+          for (int64_t d = 0; d < part; d++) *query++ = from[place + j * width + h * part + d] * float(scale);
+      const int64_t at = b * keys.stride(0) + k * dim, used = std::min(length[b] + nodes, slots);
+      attend({key + at, value + at, row, used, dim, count}, seen, groups, room, to + place, width);
     }
   });
   return out;

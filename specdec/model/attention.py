@@ -175,7 +175,8 @@ class CacheView:
     The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool tells which scratch
     slots each of them sees, itself included; None means causal. All committed slots are visible, except those that lie
     `window` or more positions behind. For that the depth [B,n] of the new positions must be known; scratch slots before
-    `offset` are taken to lie as deep as the new ones. groups is the number of query heads to a key head.
+    `offset` are taken to lie as deep as the new ones. groups is the number of query heads to a key head,
+    slots [B*n] where the new positions go, for a caller that knows it already.
 
     The rows of a prefill are empty, so it attends to its own positions only. A single causal position of a single row
     reads `max_len` slots without a mask: there, in plain decoding, `max_len` must be exact.
@@ -193,9 +194,10 @@ class CacheView:
         depth: Tensor | None = None,
         window: int | None = None,
         scale: float | None = None,
+        slots: Tensor | None = None,
     ):
-        nodes = cache.places[offset : offset + n]
-        self.cache, self.slots, self.scale, self.kernel, self.seen = cache, cache.slots_of(nodes), scale, None, None
+        self.cache, self.scale, self.kernel, self.seen = cache, scale, None, None
+        self.slots = cache.slots_of(cache.places[offset : offset + n]) if slots is None else slots
         self.fresh = prefill
         self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
         # No position exceeds its slot, so a window of all visible slots hides nothing.
@@ -222,7 +224,7 @@ class CacheView:
             self.first = self.visible - (self.window or self.visible)
             return
         if ancestors is None:
-            mask = causal_mask(cache.lens, nodes, self.visible)
+            mask = causal_mask(cache.lens, cache.places[offset : offset + n], self.visible)
         else:
             mask = tree_mask(cache.lens, ancestors, self.visible)
         if self.window is not None:

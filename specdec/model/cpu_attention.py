@@ -18,7 +18,7 @@ from specdec.model import native
 from specdec.model.cache import KVCache
 from specdec.model.cpu_linear import packed_rows
 
-FEW = 32  # positions of a row; from about so many on torch's matrix products are faster
+FEW = 64  # positions of a row; from about so many on torch's matrix products are faster
 DIMS = (16, 32, 64, 80, 96, 128, 256)  # of a head
 
 

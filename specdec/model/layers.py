@@ -189,7 +189,10 @@ class LinearMap(Freezable):
         if torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
         product = self.frozen or self.bind()
-        return product(x) if x.ndim == 2 else product(x.flatten(0, -2)).view(*x.shape[:-1], len(self.weight))
+        if x.ndim == 2:
+            return product(x)
+        y = product(x.flatten(0, -2))
+        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class Linear(LinearMap, nn.Linear):

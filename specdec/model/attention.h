@@ -30,7 +30,6 @@ constexpr int64_t REGISTERS = LANES == 16 ? 24 : 10; // for the sums of values o
 constexpr int64_t SIDE = 2, KEYS = SIDE * LANES; // keys that are turned at once: two vectors, as a sum waits for itself
 constexpr int64_t MANY = LANES == 16 ? 8 : 4; // queries that are taken at once at most
 constexpr int64_t QUERIES = 32; // of one key head that are worth the same turned keys
-constexpr int64_t BESIDE = 256; // numbers of a slot that are read together
 constexpr int64_t SHARE = 1 << 14; // multiplications that are worth a thread
 
 // The slots that a position sees: those before `committed`, and those listed.
@@ -43,22 +42,30 @@ struct Seen {
   }
 };
 
-// Keys [dim] of `count` slots, `row` apart -> [dim,KEYS]. Behind the last there are zeros.
+// LANES keys [dim], `row` apart, of which those behind number `last` count as that one -> [dim,KEYS]. Of the keys that
+// are turned next a few are fetched at a time: all at once would wait for the memory.
+template <bool WHOLE>
+void turn(const float* keys, int64_t row, int64_t last, int64_t dim, float* turned) {
+  for (int64_t d = 0; d < dim; d += 4) {
+    const float* next = keys + (KEYS + d % 16 * LANES / 16) * row + d / 16 * 16;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < LANES / 4; i++) __builtin_prefetch(next + i * row);
+    Floats quad[4];
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; i++)
+      quad[i] = quads([&](int64_t j) { return keys + (WHOLE ? i + 4 * j : std::min(i + 4 * j, last)) * row + d; });
+    turn_quads(quad);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < 4; i++) store(turned + (d + i) * KEYS, quad[i]);
+  }
+}
+
+// Keys [dim] of KEYS slots, of which `count` are in use -> [dim,KEYS].
 inline void turn_keys(const float* keys, int64_t row, int64_t count, int64_t dim, float* turned) {
-  for (int64_t side = 0; side < KEYS; side += LANES, keys += LANES * row, count -= LANES)
-    for (int64_t d = 0; d < dim; d += LANES) {
-      Floats block[LANES];
-      const float* at = keys + d;
-      if (count >= LANES)
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < LANES; j++, at += row) block[j] = load(at);
-      else
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < LANES; j++, at += row) block[j] = j < count ? load(at) : Floats{};
-      transpose(block);
-#pragma GCC unroll 16
-      for (int64_t j = 0; j < LANES; j++) store(turned + (d + j) * KEYS + side, block[j]);
-    }
+  for (int64_t side = 0; side < std::min(KEYS, count); side += LANES) {
+    const auto some = count - side >= LANES ? turn<true> : turn<false>;
+    some(keys + side * row, row, count - side - 1, dim, turned + side);
+  }
 }
 
 // Scores of Q queries [Q,dim] with turned keys, into [Q,..] whose rows lie `stride` apart.
@@ -82,19 +89,17 @@ void score(const float* queries, int64_t dim, const float* turned, float* scores
     for (int s = 0; s < SIDE; s++) store(scores + q * stride + s * LANES, sums[q][s]);
 }
 
-// Values of V vectors of the first `count` slots, times Q queries' weights, whose rows lie `stride` apart, onto the
-// sums [Q,V*LANES].
+// Values of V vectors of the first `count` slots, `row` apart, times the weights of Q queries, whose rows lie `stride`
+// apart -> [Q,V*LANES].
 template <int V, int Q>
 void weigh(const float* values, int64_t row, int64_t count, const float* weights, int64_t stride, float* out) {
-  Floats sums[Q][V];
-#pragma GCC unroll 8
-  for (int q = 0; q < Q; q++)
-#pragma GCC unroll 16
-    for (int v = 0; v < V; v++) sums[q][v] = load(out + (q * V + v) * LANES);
+  Floats sums[Q][V] = {};
   for (int64_t i = 0; i < count; i++) {
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
-      const Floats part = load(values + i * row + v * LANES);
+      const float* value = values + i * row + v * LANES;
+      if (v * LANES % 16 == 0) __builtin_prefetch(value + KEYS * row);
+      const Floats part = load(value);
 #pragma GCC unroll 8
       for (int q = 0; q < Q; q++) sums[q][v] += part * weights[q * stride + i];
     }
@@ -150,75 +155,51 @@ inline float weights_of(const Seen& seen, float* scores) {
   return 1 / sum_of(total);
 }
 
-// Key heads of one row's cache that lie side by side: slots [slots,count,dim], `row` apart.
-struct Heads {
+// One key head of one row's cache: slots [slots,dim], `row` apart.
+struct Head {
   const float *keys, *values;
-  int64_t row, slots, dim, count;
-
-  // Fetch the KEYS slots from `first` on.
-  void fetch(const float* side, int64_t first) const {
-    for (int64_t slot = first; slot < std::min(first + KEYS, slots); slot++)
-      for (int64_t i = 0; i < count * dim; i += 16) __builtin_prefetch(side + slot * row + i);
-  }
+  int64_t row, slots, dim;
 };
 
 // What a thread writes to in between, of so many queries and slots.
 struct Room {
   int64_t stride; // of a query's scores
-  std::vector<float> queries, turned, scores, sums, shares;
+  std::vector<float> queries, turned, scores, sums;
 
   Room(int64_t count, int64_t slots, int64_t dim)
       : stride((slots + KEYS - 1) / KEYS * KEYS), queries(count * dim), turned(KEYS * dim), scores(count * stride),
-        sums(count * dim), shares(count) {}
+        sums(count * dim) {}
 };
 
-// The queries of the room [heads,positions,groups,dim], times the heads' keys -> its scores.
-inline void score_all(const Heads& heads, int64_t count, Room& room) {
+// What the queries of the room [positions,groups,dim] get, of which each position's see `seen` -> out, [groups,dim] of
+// each position, `apart`.
+template <int V>
+void attend(const Head& head, const std::vector<Seen>& seen, int64_t groups, Room& room, float* out, int64_t apart) {
+  static constexpr int64_t STEP = std::clamp<int64_t>(REGISTERS / V, 1, MANY);
   static constexpr auto SCORES = scores_of(std::make_index_sequence<MANY>());
-  for (int64_t slot = 0; slot < heads.slots; slot += KEYS) {
-    heads.fetch(heads.keys, slot + KEYS);
-    for (int64_t h = 0; h < heads.count; h++) {
-      const float* keys = heads.keys + slot * heads.row + h * heads.dim;
-      turn_keys(keys, heads.row, heads.slots - slot, heads.dim, room.turned.data());
-      for (int64_t q = h * count, end = q + count; q < end; q += MANY)
-        SCORES[std::min(MANY, end - q) - 1](&room.queries[q * heads.dim], heads.dim, room.turned.data(),
-                                            &room.scores[q * room.stride + slot], room.stride);
+  static constexpr auto WEIGHS = weighs_of<V>(std::make_index_sequence<STEP>());
+  const int64_t count = seen.size() * groups, stride = room.stride, dim = head.dim;
+  float *turned = room.turned.data(), *scores = room.scores.data(), *sums = room.sums.data();
+  for (int64_t slot = 0; slot < head.slots; slot += KEYS) {
+    turn_keys(head.keys + slot * head.row, head.row, head.slots - slot, dim, turned);
+    for (int64_t q = 0; q < count; q += MANY)
+      SCORES[std::min(MANY, count - q) - 1](&room.queries[q * dim], dim, turned, scores + q * stride + slot, stride);
+  }
+  float shares[MANY];
+  for (int64_t first = 0; first < count; first += STEP) {
+    const int64_t some = std::min(STEP, count - first);
+    float* weights = scores + first * stride;
+    for (int64_t q = 0; q < some; q++) shares[q] = weights_of(seen[(first + q) / groups], weights + q * stride);
+    WEIGHS[some - 1](head.values, head.row, seen[0].committed, weights, stride, sums);
+    for (int64_t q = 0; q < some; q++) {
+      const int64_t i = (first + q) / groups, g = (first + q) % groups;
+      weigh_rest<V>(head.values, head.row, seen[i], weights + q * stride, shares[q], sums + q * dim,
+                    out + i * apart + g * dim);
     }
   }
 }
 
-// The heads' values of the slots that all see, times the weights of the room -> its sums.
-template <int V>
-void weigh_all(const Heads& heads, int64_t count, int64_t committed, Room& room) {
-  static constexpr int64_t STEP = std::clamp<int64_t>(REGISTERS / V, 1, MANY);
-  static constexpr auto WEIGHS = weighs_of<V>(std::make_index_sequence<STEP>());
-  std::fill(room.sums.begin(), room.sums.end(), 0.0f);
-  for (int64_t slot = 0; slot < committed; slot += KEYS) {
-    heads.fetch(heads.values, slot + KEYS);
-    for (int64_t h = 0; h < heads.count; h++)
-      for (int64_t q = h * count, end = q + count; q < end; q += STEP)
-        WEIGHS[std::min(STEP, end - q) - 1](heads.values + slot * heads.row + h * heads.dim, heads.row,
-                                            std::min(KEYS, committed - slot), &room.scores[q * room.stride + slot],
-                                            room.stride, &room.sums[q * heads.dim]);
-  }
-}
-
-// Of each position, which sees `seen`, what the heads' `groups` queries each get -> out, position by position `apart`.
-template <int V>
-void attend(const Heads& heads, const std::vector<Seen>& seen, int64_t groups, Room& room, float* out, int64_t apart) {
-  const int64_t positions = seen.size(), count = positions * groups;
-  score_all(heads, count, room);
-  for (int64_t q = 0; q < heads.count * count; q++)
-    room.shares[q] = weights_of(seen[q / groups % positions], &room.scores[q * room.stride]);
-  weigh_all<V>(heads, count, seen[0].committed, room);
-  for (int64_t q = 0; q < heads.count * count; q++) {
-    const int64_t h = q / count, i = q / groups % positions, g = q % groups;
-    weigh_rest<V>(heads.values + h * heads.dim, heads.row, seen[i], &room.scores[q * room.stride], room.shares[q],
-                  &room.sums[q * heads.dim], out + i * apart + (h * groups + g) * heads.dim);
-  }
-}
-
-using Attend = void (*)(const Heads&, const std::vector<Seen>&, int64_t, Room&, float*, int64_t);
+using Attend = void (*)(const Head&, const std::vector<Seen>&, int64_t, Room&, float*, int64_t);
 
 inline Attend attend_of(int64_t dim) {
   switch (dim) {
@@ -251,8 +232,7 @@ inline Tensor tree_attention(const Tensor& q, const Tensor& keys, const Tensor& 
                              const std::optional<Tensor>& ancestors, int64_t nodes, double scale) {
   const int64_t batch = q.size(0), n = q.size(1), heads = q.size(2), dim = q.size(3), kv_heads = keys.size(1);
   const int64_t groups = heads / kv_heads, slots = keys.size(2), width = heads * dim, row = keys.stride(2);
-  const bool beside_each_other = keys.stride(3) == 1 && (keys.stride(1) == dim || kv_heads == 1);
-  TORCH_CHECK(keys.strides() == values.strides() && beside_each_other, "keys and values lie otherwise");
+  TORCH_CHECK(keys.strides() == values.strides() && keys.stride(3) == 1, "keys and values lie otherwise");
   const Tensor queries = q.contiguous();
   Tensor out = at::empty({batch, n, width}, q.options());
   const float *from = queries.const_data_ptr<float>(), *key = keys.const_data_ptr<float>();
@@ -263,24 +243,21 @@ inline Tensor tree_attention(const Tensor& q, const Tensor& keys, const Tensor& 
   const Attend attend = attend_of(dim);
   const int64_t longest = std::min(*std::max_element(length, length + batch) + nodes, slots), part = groups * dim;
   const int64_t together = std::clamp<int64_t>(QUERIES / groups, 1, n), pieces = (n + together - 1) / together;
-  const int64_t beside = std::clamp<int64_t>(BESIDE / dim, 1, kv_heads);
   const int64_t grain = std::max<int64_t>(1, SHARE / (2 * longest * part * together));
   at::parallel_for(0, batch * pieces * kv_heads, grain, [&](int64_t first, int64_t last) {
-    const int64_t most = std::min(beside, last - first);
-    Room room(most * together * groups, longest, dim);
+    Room room(together * groups, longest, dim);
     std::vector<Seen> seen;
-    for (int64_t task = first, count; task < last; task += count) {
+    for (int64_t task = first; task < last; task++) {
       const int64_t b = task / kv_heads / pieces, i = task / kv_heads % pieces * together, k = task % kv_heads;
       const int64_t positions = std::min(together, n - i), place = (b * n + i) * width + k * part;
-      count = std::min({most, kv_heads - k, last - task});
-      seen.clear();
-      for (int64_t j = 0; j < positions; j++) seen.push_back(seen_by(length[b], tree, b, i + j, n, nodes, slots));
-      float* query = room.queries.data();
-      for (int64_t h = 0; h < count; h++)
-        for (int64_t j = 0; j < positions; j++)
-          for (int64_t d = 0; d < part; d++) *query++ = from[place + j * width + h * part + d] * float(scale);
-      const int64_t at = b * keys.stride(0) + k * dim, used = std::min(length[b] + nodes, slots);
-      attend({key + at, value + at, row, used, dim, count}, seen, groups, room, to + place, width);
+      if (k == 0 || task == first) {
+        seen.clear();
+        for (int64_t j = 0; j < positions; j++) seen.push_back(seen_by(length[b], tree, b, i + j, n, nodes, slots));
+      }
+      for (int64_t j = 0; j < positions; j++)
+        for (int64_t d = 0; d < part; d++) room.queries[j * part + d] = from[place + j * width + d] * float(scale);
+      const int64_t at = b * keys.stride(0) + k * keys.stride(1), used = std::min(length[b] + nodes, slots);
+      attend({key + at, value + at, row, used, dim}, seen, groups, room, to + place, width);
     }
   });
   return out;

@@ -51,23 +51,21 @@ inline Floats kept_from(Floats x, Floats y, float least) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y, spread(least), _CMP_GE_OQ), x);
 }
 
-// Runs of RUN numbers of x and y in pairs: x gets the first of each of its pairs and of y's in turn, y the second ones.
-template <int RUN>
-inline void exchange(Floats& x, Floats& y) {
-  const Floats a = x, b = y;
-  if constexpr (RUN == 1) {
-    x = _mm512_mask_moveldup_ps(a, 0xAAAA, b);
-    y = _mm512_mask_movehdup_ps(b, 0x5555, a);
-  } else if constexpr (RUN == 2) {
-    x = (Floats)_mm512_unpacklo_pd((__m512d)a, (__m512d)b);
-    y = (Floats)_mm512_unpackhi_pd((__m512d)a, (__m512d)b);
-  } else if constexpr (RUN == 4) {
-    x = _mm512_mask_shuffle_f32x4(a, 0xF0F0, b, b, _MM_SHUFFLE(2, 0, 0, 0));
-    y = _mm512_mask_shuffle_f32x4(b, 0x0F0F, a, a, _MM_SHUFFLE(0, 3, 0, 1));
-  } else {
-    x = _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(1, 0, 1, 0));
-    y = _mm512_shuffle_f32x4(a, b, _MM_SHUFFLE(3, 2, 3, 2));
-  }
+// Four numbers each from at(0), at(1), .. side by side.
+template <class At>
+inline Floats quads(At at) {
+  const Floats first = _mm512_castps128_ps512(_mm_loadu_ps(at(0)));
+  const Floats second = _mm512_mask_broadcast_f32x4(first, 0x00F0, _mm_loadu_ps(at(1)));
+  const Floats third = _mm512_mask_broadcast_f32x4(second, 0x0F00, _mm_loadu_ps(at(2)));
+  return _mm512_mask_broadcast_f32x4(third, 0xF000, _mm_loadu_ps(at(3)));
+}
+
+// Four vectors of quads: number j of quad i of each becomes number i of quad j, for the quads at one place.
+inline void turn_quads(Floats (&x)[4]) {
+  const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]), b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+  const __m512d c = (__m512d)_mm512_unpacklo_ps(x[2], x[3]), d = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+  x[0] = (Floats)_mm512_unpacklo_pd(a, c), x[1] = (Floats)_mm512_unpackhi_pd(a, c);
+  x[2] = (Floats)_mm512_unpacklo_pd(b, d), x[3] = (Floats)_mm512_unpackhi_pd(b, d);
 }
 
 #else
@@ -118,31 +116,19 @@ inline Floats kept_from(Floats x, Floats y, float least) {
   return _mm256_and_ps(_mm256_cmp_ps(y, spread(least), _CMP_GE_OQ), x);
 }
 
-template <int RUN>
-inline void exchange(Floats& x, Floats& y) {
-  const Floats a = x, b = y;
-  if constexpr (RUN == 1) {
-    x = _mm256_blend_ps(a, _mm256_moveldup_ps(b), 0xAA);
-    y = _mm256_blend_ps(_mm256_movehdup_ps(a), b, 0xAA);
-  } else if constexpr (RUN == 2) {
-    x = (Floats)_mm256_unpacklo_pd((__m256d)a, (__m256d)b);
-    y = (Floats)_mm256_unpackhi_pd((__m256d)a, (__m256d)b);
-  } else {
-    x = _mm256_permute2f128_ps(a, b, 0x20);
-    y = _mm256_permute2f128_ps(a, b, 0x31);
-  }
+template <class At>
+inline Floats quads(At at) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(at(0))), _mm_loadu_ps(at(1)), 1);
+}
+
+inline void turn_quads(Floats (&x)[4]) {
+  const __m256d a = (__m256d)_mm256_unpacklo_ps(x[0], x[1]), b = (__m256d)_mm256_unpackhi_ps(x[0], x[1]);
+  const __m256d c = (__m256d)_mm256_unpacklo_ps(x[2], x[3]), d = (__m256d)_mm256_unpackhi_ps(x[2], x[3]);
+  x[0] = (Floats)_mm256_unpacklo_pd(a, c), x[1] = (Floats)_mm256_unpackhi_pd(a, c);
+  x[2] = (Floats)_mm256_unpacklo_pd(b, d), x[3] = (Floats)_mm256_unpackhi_pd(b, d);
 }
 
 #endif
-
-// Row i, number j becomes row j, number i.
-template <int RUN = 1>
-inline void transpose(Floats (&rows)[LANES]) {
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < LANES; i++)
-    if (!(i & RUN)) exchange<RUN>(rows[i], rows[i + RUN]);
-  if constexpr (2 * RUN < LANES) transpose<2 * RUN>(rows);
-}
 
 // e^x to 2 units in the last place, for x of at most 88; 0 below -87. The polynomial is that of Cephes' expf.
 inline Floats exponential(Floats x) {

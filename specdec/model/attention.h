@@ -47,9 +47,10 @@ struct Seen {
 template <bool WHOLE>
 void turn(const float* keys, int64_t row, int64_t last, int64_t dim, float* turned) {
   for (int64_t d = 0; d < dim; d += 4) {
-    const float* next = keys + (KEYS + d % 16 * LANES / 16) * row + d / 16 * 16;
+    const int64_t next = KEYS + d % 16 * LANES / 16;
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < LANES / 4; i++) __builtin_prefetch(next + i * row);
+    for (int64_t i = 0; i < LANES / 4; i++)
+      __builtin_prefetch(keys + std::min(next + i, last) * row + d / 16 * 16);
     Floats quad[4];
 #pragma GCC unroll 4
     for (int64_t i = 0; i < 4; i++)
@@ -95,11 +96,11 @@ template <int V, int Q>
 void weigh(const float* values, int64_t row, int64_t count, const float* weights, int64_t stride, float* out) {
   Floats sums[Q][V] = {};
   for (int64_t i = 0; i < count; i++) {
+    const float *value = values + i * row, *next = values + std::min(i + KEYS, count - 1) * row;
 #pragma GCC unroll 16
     for (int v = 0; v < V; v++) {
-      const float* value = values + i * row + v * LANES;
-      if (v * LANES % 16 == 0) __builtin_prefetch(value + KEYS * row);
-      const Floats part = load(value);
+      if (v * LANES % 16 == 0) __builtin_prefetch(next + v * LANES);
+      const Floats part = load(value + v * LANES);
 #pragma GCC unroll 8
       for (int q = 0; q < Q; q++) sums[q][v] += part * weights[q * stride + i];
     }

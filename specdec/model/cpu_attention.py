@@ -1,7 +1,7 @@
 """Attention of few positions over a cache on the CPU, by our own operators, in fp32.
 
 torch's attention wants a mask over all slots and the query heads of a key head packed, and copies for that. Ours
-(`attention.h`) reads lengths and ancestors as they are. For 1 to 16 positions it takes a third to three quarters of the
+(`attention.h`) reads lengths and ancestors as they are. For up to 64 positions it takes a third to nine tenths of the
 time (docs/log.md). Whatever is beside a position, its result has the same bits.
 
 Of a few positions the calls take as long as what they compute. So the products around attention, the rotation, the

@@ -27,6 +27,7 @@ from lab.machine import provenance
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
 from specdec.api import load_target
+from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
@@ -111,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@one_sentence_errors
 def main() -> None:
     args = parser().parse_args()
     loads = [int(load) for load in args.concurrency.split(",")]

@@ -22,6 +22,7 @@ from lab.machine import provenance
 from lab.models import add_model_flags, load_models
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
+from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.text import encode_prompt
@@ -75,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+@one_sentence_errors
 def main() -> None:
     args = parser().parse_args()
     target, drafter = load_models(args)

@@ -27,6 +27,7 @@ from lab.load.chart import write_chart
 from lab.machine import provenance
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
+from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 
 TREE = ["--topk", "4", "--steps", "5", "--num-draft-tokens", "16"]
@@ -71,6 +72,7 @@ def serve_flags(args: argparse.Namespace, words: list[str], rows: int) -> list[s
     return ["--batch-size", str(rows), "--room", str(ROOM), *draft, *words]
 
 
+@one_sentence_errors
 def main() -> None:
     args = parser().parse_args()
     loads = [int(load) for load in args.concurrency.split(",")]
@@ -106,7 +108,10 @@ def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[st
     command = [sys.executable, "-m", "specdec", "serve", "--port", "0", *serve_flags(args, words, rows)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield re.search(r"http://\S+", process.stdout.readline())[0]
+        address = re.search(r"http://\S+", process.stdout.readline())
+        if address is None:
+            raise ValueError(f"{' '.join(command[2:])} ended before it served: its last line says why")
+        yield address[0]
     finally:
         process.terminate()
         process.wait()

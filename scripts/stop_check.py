@@ -28,6 +28,7 @@ import checkout  # noqa: F401
 
 from lab.output import write_json
 from specdec.__main__ import COMMANDS
+from specdec.cli.errors import one_sentence_errors
 from specdec.cli.reading import read_text
 from specdec.engine.trace_files import read_trace
 from specdec.model.checkpoint import read_json
@@ -253,6 +254,7 @@ def whole_run(name: str, work: Path) -> tuple[Run, object, int]:
     return ended, COMMANDS_TRIED[name].made(place / "out"), size
 
 
+@one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)

@@ -16,6 +16,7 @@ import torch
 from drafters import dflash
 from lab.bench.pair import random_pair
 from lab.cost.rounds import TIMED, time_rounds
+from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.types import Sampling
 from trees.spec import TreeSpec
@@ -47,6 +48,7 @@ def cases(args: argparse.Namespace) -> dict[tuple[str, int, str], Engine]:
     return found
 
 
+@one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {"vocab": 8192, "hidden": 256, "layers": 2, "steps": 4, "nodes": 16, "context": 256, "repeats": 5}

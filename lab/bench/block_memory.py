@@ -17,6 +17,7 @@ from torch import Tensor
 from drafters import dflash
 from lab.bench.by_way import by_way, peak_gib
 from lab.bench.pair import random_batch, random_pair
+from specdec.cli.errors import one_sentence_errors
 from training.features.online import online_features
 from training.objectives.block import BlockObjective
 
@@ -60,6 +61,7 @@ def measure(args: argparse.Namespace) -> dict:
     }
 
 
+@one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = {"vocab": 128000, "length": 2048, "hidden": 128, "block": 16, "anchors": 512}

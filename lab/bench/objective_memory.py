@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from lab.bench.by_way import by_way, peak_gib
 from lab.bench.pair import random_batch, random_pair
 from lab.bench.plain_eagle3 import PlainEagle3
+from specdec.cli.errors import one_sentence_errors
 from training.features.online import online_features
 from training.objectives.eagle3 import Eagle3Objective
 from training.objectives.terms import all_terms
@@ -44,6 +45,7 @@ def measure(args: argparse.Namespace) -> dict:
     }
 
 
+@one_sentence_errors
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("vocab", 128000), ("length", 2048), ("hidden", 256), ("steps", 3)):

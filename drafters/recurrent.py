@@ -140,8 +140,8 @@ class RecurrentDrafter(Drafter):
         cache = self.cache
         positions = cache.lens + cache.places[:levels, None]
         slots = positions + cache.row_start.squeeze(1)
-        cos, sin = (x.split(cache.batch) for x in self.rope(positions.view(-1, 1)))
-        return [Place(*of) for of in zip(positions.unbind(), slots.unbind(), cos, sin, strict=True)]
+        cos, sin = (x.view(*positions.shape, *x.shape[1:]) for x in self.rope(positions.view(-1, 1)))
+        return [Place(*of) for of in zip(*(x.unbind() for x in (positions, slots, cos, sin)), strict=True)]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape

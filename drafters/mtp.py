@@ -6,6 +6,7 @@ checkpoint. It reads the target's last hidden state, after the final norm, and t
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, bind
 from drafters.recurrent import RecurrentDrafter
 from drafters.vocab import DraftVocab
 from specdec.model.layers import Freezable, GatedMLP, Linear, RMSNorm
+
+Function = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,33 +61,35 @@ class MtpLayer(Freezable):
         self.norm = RMSNorm(h, shape.eps)
 
     def bind(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        norms, hidden_first = (self.embed_norm, self.hidden_norm), self.hidden_first
-        side_by_side, project = bind_pair(*(norms[::-1] if hidden_first else norms)), self.project.bind()
-        input_norm, add_attention, post_norm = self.input_norm.bind(), self.attention.add, self.post_norm
-        add_mlp = self._bind_add_mlp()
-
-        def layer(embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
-            x = project(side_by_side(hidden, embeds) if hidden_first else side_by_side(embeds, hidden))
-            return add_mlp(*add_attention(x, input_norm(x), post_norm, rope, attend))
-
-        return layer
-
-    def _bind_add_mlp(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp.bind_add(self.norm)
-        mlp, add_norm = self.mlp, self.norm.bind_add()
-        return lambda x, normed: add_norm(x, mlp(normed))
+        add_mlp = self.mlp.bind_add(self.norm) if isinstance(self.mlp, GatedMLP) else self._add_mlp
+        return self._layer(bind_pair(*self._sides()), self.project.bind(), self.input_norm.bind(), add_mlp)
 
     def forward(
         self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor]:
         """The hidden state before the final norm and after it."""
-        if self.frozen is not None:
-            return self.frozen(embeds, hidden, rope, attend)
-        sides = [(self.embed_norm, embeds), (self.hidden_norm, hidden)]
-        norms, inputs = zip(*(sides[::-1] if self.hidden_first else sides), strict=True)
-        x = self.project(side_by_side(*norms, *inputs))
-        x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
+        return (self.frozen or self._unbound())(embeds, hidden, rope, attend)
+
+    def _unbound(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return self._layer(partial(side_by_side, *self._sides()), self.project, self.input_norm, self._add_mlp)
+
+    def _layer(
+        self, pair: Function, project: Function, input_norm: Function, add_mlp: Callable
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
+        """`forward` by these parts, which are bound, or, while they learn, modules."""
+        hidden_first, add_attention, post_norm = self.hidden_first, self.attention.add, self.post_norm
+
+        def layer(embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+            x = project(pair(hidden, embeds) if hidden_first else pair(embeds, hidden))
+            return add_mlp(*add_attention(x, input_norm(x), post_norm, rope, attend))
+
+        return layer
+
+    def _sides(self) -> tuple[RMSNorm, RMSNorm]:
+        norms = self.embed_norm, self.hidden_norm
+        return norms[::-1] if self.hidden_first else norms
+
+    def _add_mlp(self, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
         return self.norm.add(x, self.mlp(normed))
 
 

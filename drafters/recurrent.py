@@ -31,8 +31,7 @@ class Place(NamedTuple):
 
     positions: Tensor  # [B]
     slots: Tensor  # [B], in the cache
-    cos: Tensor  # [B,1,1,Dh], and so is sin
-    sin: Tensor
+    rope: tuple[Tensor, Tensor]  # cos, sin [B,1,1,Dh]
 
 
 class RecurrentDrafter(Drafter):
@@ -140,8 +139,9 @@ class RecurrentDrafter(Drafter):
         cache = self.cache
         positions = cache.lens + cache.places[:levels, None]
         slots = positions + cache.row_start.squeeze(1)
-        cos, sin = (x.view(*positions.shape, *x.shape[1:]) for x in self.rope(positions.view(-1, 1)))
-        return [Place(*of) for of in zip(*(x.unbind() for x in (positions, slots, cos, sin)), strict=True)]
+        cos, sin = (x.view(*positions.shape, *x.shape[1:]).unbind() for x in self.rope(positions.view(-1, 1)))
+        rope = zip(cos, sin, strict=True)
+        return [Place(*of) for of in zip(positions.unbind(), slots.unbind(), rope, strict=True)]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape
@@ -149,7 +149,7 @@ class RecurrentDrafter(Drafter):
         first = max(index, 1)  # the first level whose nodes went through this layer
         own = ancestors if first == 1 else ancestors[:, :, (first - 1) * n :]
         if self.ahead:
-            positions, _, *rope = self.ahead[level - 1]
+            positions, _, rope = self.ahead[level - 1]
             slots = self.ahead[level - first].slots
         else:
             positions = (self.cache.lens[:, None] + (level - 1)).expand(b, n)  # all nodes of a level at one

@@ -17,14 +17,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.request import urlopen
 
 import checkout  # noqa: F401  (puts the repository on the path)
 import torch
 
+from lab.load.served import served
 from lab.machine import provenance
 from lab.models import check_counts
 from lab.output import write_json
@@ -59,17 +59,10 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-@contextmanager
-def our_server(args: argparse.Namespace) -> Iterator[str]:
-    """Its address."""
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", "--batch-size", str(args.concurrency)]
-    command += ["--topk", "1", "--steps", str(args.steps), "--per-request-spec-decode-metrics", "summary"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield re.search(r"http://[^/]*", server.stdout.readline())[0]
-    finally:
-        server.terminate()
-        server.wait()
+def flags(args: argparse.Namespace) -> list[str]:
+    """What our server is told."""
+    words = ["--batch-size", str(args.concurrency), "--topk", "1", "--steps", str(args.steps)]
+    return [*words, "--per-request-spec-decode-metrics", "summary"]
 
 
 # The clients: each asks all prompts of a file, and returns what it was told of speculation
@@ -181,7 +174,7 @@ def main() -> None:
     clients = {"vllm bench serve": by_vllm} if args.vllm else {}
     clients |= {"guidellm run": by_guidellm} if args.guidellm else {}
     clients |= {"specdec bench serve": by_ours}
-    with our_server(args) as url, tempfile.TemporaryDirectory() as folder:
+    with served(flags(args)) as url, tempfile.TemporaryDirectory() as folder:
         results = {
             name: compared(name, ask, args, url, prompts, Path(folder).resolve()) for name, ask in clients.items()
         }

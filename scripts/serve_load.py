@@ -11,12 +11,8 @@ median of the turns' ratios.
 
 import argparse
 import asyncio
-import re
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import checkout  # noqa: F401
@@ -24,6 +20,7 @@ import torch
 
 from lab.load import bench_serve
 from lab.load.chart import write_chart
+from lab.load.served import served
 from lab.machine import provenance
 from lab.output import write_json
 from lab.sweep.benchmarks import load_benchmark
@@ -81,7 +78,7 @@ def main() -> None:
     turns: dict[str, list[list[dict]]] = {way: [[] for _ in loads] for way in args.ways}
     args.out.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        urls = {way: stack.enter_context(server(args, WAYS[way], max(loads))) for way in args.ways}
+        urls = {way: stack.enter_context(served(serve_flags(args, WAYS[way], max(loads)))) + "/v1" for way in args.ways}
         for repeat in range(args.repeats):
             for at, load in enumerate(loads):
                 for way, url in urls.items():
@@ -100,21 +97,6 @@ def report(args: argparse.Namespace, turns: dict[str, list[list[dict]]]) -> None
     write_json(args.out / "load.json", content)
     write_text(args.out / "load.md", table(told) + "\n" + verdict(turns) + "\n")
     write_chart(args.out / "load.png", told)
-
-
-@contextmanager
-def server(args: argparse.Namespace, words: list[str], rows: int) -> Iterator[str]:
-    """A server of one way, by its address."""
-    command = [sys.executable, "-m", "specdec", "serve", "--port", "0", *serve_flags(args, words, rows)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        address = re.search(r"http://\S+", process.stdout.readline())
-        if address is None:
-            raise ValueError(f"{' '.join(command[2:])} ended before it served: its last line says why")
-        yield address[0]
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def measure(args: argparse.Namespace, url: str, load: int, prompts: list[str]) -> dict:

@@ -20,7 +20,7 @@ constexpr int64_t WIDTH = 64; // outputs that lie side by side in the weight
 constexpr int64_t SCALES = 2; // pairs of inputs that give way to the scales of the outputs, behind the others
 constexpr int64_t BLOCKS = WIDTH / LANES;
 constexpr int64_t MANY = LANES == 16 ? 6 : 4; // rows that are multiplied at once
-constexpr int64_t AHEAD = 2048; // bytes that are fetched before they are needed
+constexpr int64_t AHEAD = 8192; // bytes that are fetched before they are needed
 
 using Sums = int32_t __attribute__((vector_size(LANES * 4)));
 

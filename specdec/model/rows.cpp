@@ -18,6 +18,7 @@
 #include "tokens.h"
 #include "vectors.h"
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -33,34 +34,87 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t UNIT = 64; // outputs that are divided among threads together
-constexpr int64_t GROUP = LANES == 16 ? 64 : 16; // outputs that lie side by side in the packed weight
-constexpr int64_t BLOCKS = UNIT / LANES, BESIDE = GROUP / LANES; // vectors of outputs of a unit, and of a group
-constexpr int64_t MANY = 6; // rows that are multiplied at once
-constexpr int64_t AHEAD = 2048; // bytes that are fetched before they are needed
+constexpr int64_t BESIDE = 2; // vectors of outputs that lie side by side in the packed weight
+constexpr int64_t GROUP = BESIDE * LANES, BLOCKS = UNIT / LANES; // outputs so, and vectors of outputs of a unit
+constexpr int64_t MANY = LANES == 16 ? 12 : 6; // rows that are multiplied at once
+constexpr int64_t AHEAD = 8192; // bytes that are fetched before they are needed
 constexpr int64_t SHARE = 1 << 16; // bytes of weight that are worth a thread
+
+// Rows as they are, for the kinds of weight below.
+struct Exact {
+  using Number = float;
+  const float* x;
+
+  Exact(const float* x, int64_t, int64_t) : x(x) {}
+  static Floats spread(Number x) {
+    return ::spread(x);
+  }
+  static Floats plus_product(Floats sum, Floats weights, Floats input) {
+    return sum + weights * input;
+  }
+};
 
 // A packed weight is a row of vectors, each of one output a lane. In bf16 it holds two inputs of each, the later one in
 // the upper half.
 struct Bf16 {
   using Vector = Words;
-  static constexpr int INPUTS = 2;
-  static Floats input(Vector pairs, int which) {
+  using Inputs = Exact;
+  static constexpr int INPUTS = 2, NUMBERS = 2; // inputs of a vector, and numbers of a row that they are
+  static Floats part(Vector pairs, int which) {
     return reinterpret_cast<Floats>(which == 0 ? pairs << 16 : pairs & 0xffff0000u);
   }
 };
 
 struct Fp32 {
   using Vector = Floats;
-  static constexpr int INPUTS = 1;
-  static Floats input(Vector values, int) {
+  using Inputs = Exact;
+  static constexpr int INPUTS = 1, NUMBERS = 1;
+  static Floats part(Vector values, int) {
     return values;
   }
 };
 
-// Blocks of outputs whose sums fit the registers for so many rows: there are 32 with AVX-512, and else 16. Below 8 sums a
-// product waits for the one before.
+#ifdef __AVX512BF16__
+// Rows rounded to bf16, by the thread that multiplies them, for an instruction that multiplies pairs of bf16 and adds
+// them up in fp32.
+struct RoundedRows {
+  using Number = uint32_t; // a pair
+  std::vector<uint32_t> pairs;
+  const uint32_t* x;
+
+  RoundedRows(const float* from, int64_t count, int64_t in) : pairs(count * in / 2), x(pairs.data()) {
+    const int64_t size = count * in, whole = size / LANES * LANES;
+    auto to = reinterpret_cast<uint16_t*>(pairs.data());
+    for (int64_t i = 0; i < whole; i += LANES) _mm256_storeu_si256((__m256i*)(to + i), narrowed(from + i, LANES));
+    if (whole < size) {
+      const __m256i rest = narrowed(from + whole, size - whole);
+      std::memcpy(to + whole, &rest, (size - whole) * sizeof(*to));
+    }
+  }
+  static __m256i narrowed(const float* from, int64_t count) {
+    return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps((1u << count) - 1, from));
+  }
+  static __m512i spread(Number pair) {
+    return _mm512_set1_epi32(pair);
+  }
+  static Floats plus_product(Floats sum, Words weights, __m512i input) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)input);
+  }
+};
+
+struct Rounded : Bf16 {
+  using Inputs = RoundedRows;
+  static constexpr int NUMBERS = 1;
+  static Words part(Vector pairs, int) {
+    return pairs;
+  }
+};
+#endif
+
+// Blocks of outputs whose sums fit the registers for so many rows: there are 32 with AVX-512, and else 16, where below 8
+// sums a product waits for the one before.
 constexpr int64_t width_for(int64_t rows) {
-  if (LANES == 16) return 4;
+  if (LANES == 16) return BESIDE;
   return rows == 1 ? 8 : rows == 2 ? 4 : 2;
 }
 
@@ -70,26 +124,15 @@ inline const Vector* block(const Vector* unit, int64_t apart, int64_t b) {
   return unit + b / BESIDE * apart + b % BESIDE;
 }
 
-// Every row's x[at], x [R,size], times the weights of B blocks, onto the sums. A number is spread over a vector and used
-// up before the next one, so that it holds one register only.
-template <int R, int B>
-inline void add_products(const float* x, int64_t size, int64_t at, const Floats (&weights)[B], Floats (&sums)[R][B]) {
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) {
-    const Floats input = spread(x[r * size + at]);
-#pragma GCC unroll 8
-    for (int b = 0; b < B; b++) sums[r][b] += weights[b] * input;
-  }
-}
-
 // R rows of x [R,size] times the blocks from `weight` on, as many as fit, into y [R,..]. What lies `later` bytes further
 // on, if that is not 0, is fetched meanwhile, for another time.
 template <class Kind, int R>
-void multiply(const float* x, int64_t size, const typename Kind::Vector* weight, int64_t apart, float* y,
-              int64_t stride, int64_t later) {
+void multiply(const typename Kind::Inputs::Number* x, int64_t size, const typename Kind::Vector* weight, int64_t apart,
+              float* y, int64_t stride, int64_t later) {
+  using Inputs = typename Kind::Inputs;
   constexpr int B = width_for(R);
-  Floats sums[R][B] = {}, weights[B];
-  for (int64_t i = 0; i < size; i += Kind::INPUTS, weight += BESIDE) {
+  Floats sums[R][B] = {};
+  for (int64_t i = 0; i < size; i += Kind::NUMBERS, weight += BESIDE) {
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++) // a line each
       if (b * LANES % 16 == 0) {
@@ -98,17 +141,23 @@ void multiply(const float* x, int64_t size, const typename Kind::Vector* weight,
         if (later) __builtin_prefetch(line + later, 0, 2);
       }
 #pragma GCC unroll 2
-    for (int which = 0; which < Kind::INPUTS; which++) {
+    for (int which = 0; which < Kind::NUMBERS; which++) {
+      decltype(Kind::part(*weight, 0)) weights[B];
 #pragma GCC unroll 8
-      for (int b = 0; b < B; b++) weights[b] = Kind::input(*block(weight, apart, b), which);
-      add_products(x, size, i + which, weights, sums);
+      for (int b = 0; b < B; b++) weights[b] = Kind::part(*block(weight, apart, b), which);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) { // a number is spread and used up before the next one: it holds one register only
+        const auto input = Inputs::spread(x[r * size + i + which]);
+#pragma GCC unroll 8
+        for (int b = 0; b < B; b++) sums[r][b] = Inputs::plus_product(sums[r][b], weights[b], input);
+      }
     }
   }
   for (int r = 0; r < R; r++) std::memcpy(y + r * stride, sums[r], sizeof(sums[r]));
 }
 
 template <class Kind>
-using Product = void (*)(const float*, int64_t, const typename Kind::Vector*, int64_t, float*, int64_t, int64_t);
+using Product = decltype(&multiply<Kind, 1>);
 
 template <class Kind, size_t... R>
 constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
@@ -118,11 +167,13 @@ constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
 template <class Kind>
 constexpr auto PRODUCTS = products<Kind>(std::make_index_sequence<MANY>());
 
-// Rows x [count,in], as a thread multiplies them.
+// Rows [count,in], as a thread multiplies them.
 template <class Kind>
 struct Rows {
-  const float* x;
-  int64_t count, in;
+  const int64_t count, in;
+  const typename Kind::Inputs inputs;
+
+  Rows(const float* x, int64_t count, int64_t in) : count(count), in(in), inputs(x, count, in) {}
 
   // Times the unit of outputs at `weight`, into y. More rows than the registers hold are multiplied in parts, of which
   // all but the first find the weight in the cache. So these have the time to fetch the next unit.
@@ -130,11 +181,12 @@ struct Rows {
     if (count == 0) return;
     const int64_t parts = (count + MANY - 1) / MANY, unit = in / Kind::INPUTS * BLOCKS * sizeof(*weight);
     const int64_t width = width_for((count + parts - 1) / parts), apart = in / Kind::INPUTS * BESIDE;
+    const int64_t size = in / Kind::INPUTS * Kind::NUMBERS;
     for (int64_t b = 0; b < BLOCKS; b += width)
       for (int64_t part = 0; part < parts; part++) {
         const int64_t first = part * count / parts, some = (part + 1) * count / parts - first;
-        PRODUCTS<Kind>[some - 1](x + first * in, in, block(weight, apart, b), apart, y + first * stride + b * LANES,
-                                 stride, part ? unit : 0);
+        PRODUCTS<Kind>[some - 1](inputs.x + first * size, size, block(weight, apart, b), apart,
+                                 y + first * stride + b * LANES, stride, part ? unit : 0);
       }
   }
 };
@@ -209,13 +261,26 @@ struct Packed {
   }
 };
 
-// body(kind) of how the weight is packed.
+// Numbers of bf16 that a number of a row is at least split into, by torch's own setting for fp32 products on the CPU
+// (`torch.set_float32_matmul_precision`): "highest" three, "high" two, "medium" one.
+int64_t parts_of_rows() {
+  switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
+    case at::Float32Precision::BF16: return 1;
+    case at::Float32Precision::TF32: return 2;
+    default: return 3;
+  }
+}
+
+// body(kind) of how the weight is packed, and of how exact the product has to be.
 template <class Body>
 void with_kind(const Tensor& weight, Body body) {
   if (weight.scalar_type() == at::kFloat) return body(Fp32());
   if (weight.scalar_type() == at::kChar) return body(Int8());
 #ifdef SPECDEC_AMX
   if (tiled(inputs_of(weight), weight.size(3))) return body(Tiled());
+#endif
+#ifdef __AVX512BF16__
+  if (parts_of_rows() == 1) return body(Rounded());
 #endif
   body(Bf16());
 }
@@ -224,7 +289,7 @@ void with_kind(const Tensor& weight, Body body) {
 template <class Kind>
 void multiply_all(const float* x, int64_t rows, const Packed<Kind>& weight, int64_t size, float* y) {
   at::parallel_for(0, weight.units, weight.grain, [&](int64_t first, int64_t last) {
-    const Rows<Kind> from{x, rows, weight.in};
+    const Rows<Kind> from(x, rows, weight.in);
     std::vector<float> aside; // for the last unit, which may go beyond the outputs
     for (int64_t u = first; u < last; u++) {
       const int64_t width = std::min(UNIT, size - u * UNIT);
@@ -266,7 +331,7 @@ template <class Kind>
 void gated(const float* x, int64_t rows, const Packed<Kind>& gate_up, int64_t inner, float* acts) {
   const int64_t units = inner / UNIT;
   at::parallel_for(0, units, (gate_up.grain + 1) / 2, [&](int64_t first, int64_t last) {
-    const Rows<Kind> from{x, rows, gate_up.in};
+    const Rows<Kind> from(x, rows, gate_up.in);
     std::vector<float> gates(rows * UNIT);
     for (int64_t u = first; u < last; u++) {
       float* place = acts + u * UNIT;

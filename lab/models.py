@@ -13,7 +13,7 @@ from specdec.types import Sampling
 
 def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
     """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
-    add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "device")
+    add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "matmul_precision", "device")
 
 
 def add_prompt_flags(

@@ -15,6 +15,7 @@ from specdec.engine.fits import most_steps
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.machine import PRECISIONS, set_matmul_precision
 from specdec.model.checkpoint import DRAFT_DTYPES
 from specdec.model.loader import load_target
 from specdec.model.names import bundled
@@ -62,6 +63,14 @@ class ModelSettings:
     )
     allow_nonfinite: bool = field(default=False, metadata={"help": "load weights that hold NaN or Inf"})
     dtype: str = field(default="auto", metadata={"help": "auto (fp32 on the CPU, else the target's), fp32, fp16, bf16"})
+    matmul_precision: str | None = field(
+        default=None,
+        metadata={
+            "choices": PRECISIONS,
+            "metavar": "NAME",
+            "help": "of fp32 products: medium rounds rows to bf16 (default: highest, as torch's)",
+        },
+    )
     device: str = field(default="cpu", metadata={"help": "cpu (default), cuda, cuda:1, ..."})
     tp_plan: str | None = field(
         default=None,
@@ -83,6 +92,7 @@ class ModelSettings:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     def load_target(self) -> Target:
+        set_matmul_precision(self.matmul_precision)
         how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
         return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+PRECISIONS = ("highest", "high", "medium")
+
 
 def processor() -> str:
     """The processor's name as Linux tells it; elsewhere what Python knows."""
@@ -26,7 +28,25 @@ def _told(name: str) -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")
 
 
+def set_matmul_precision(name: str | None) -> None:
+    """How exact products of fp32 are in this process (`torch.set_float32_matmul_precision`); None leaves it as it is.
+
+    Raises ValueError for another name."""
+    if name is None:
+        return
+    if name not in PRECISIONS:
+        raise ValueError(f"matmul_precision must be {', '.join(PRECISIONS)}, or not given, got {name!r}")
+    torch.set_float32_matmul_precision(name)
+
+
+def matmul_precision(device: torch.device) -> str:
+    """How exact products of fp32 are on the device, as torch is set: one of `PRECISIONS`."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return {"bf16": "medium", "tf32": "high"}.get(backend.matmul.fp32_precision, "highest")
+
+
 def machine(device: torch.device) -> dict:
-    """What a time depends on beside the code: processor, cores, torch's threads, device."""
+    """What a time depends on beside the code: processor, cores, torch's threads and precision, device."""
     kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    kind["matmul_precision"] = matmul_precision(device)
     return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

@@ -26,6 +26,7 @@ from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
+from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
@@ -158,6 +159,7 @@ def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPoli
 
 def load_some(config: DictConfig, device: str, whole: bool, tp_plan: str | None = None):
     """The target that the settings name, or its ends alone if not `whole`."""
+    set_matmul_precision(config.target.matmul_precision)
     name, how = config.target.path or DEMO_TARGET, {"dtype": config.target.dtype, "device": device}
     places = {"tp_plan": tp_plan, "device_map": config.target.device_map}
     if whole:

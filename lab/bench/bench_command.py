@@ -28,6 +28,7 @@ from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.hydra_entry import hydra_command
+from specdec.machine import set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.text import encode_prompt, read_prompts
 from specdec.verify import sample_and_match
@@ -39,6 +40,7 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
     shape, named = settings.get("shape"), settings["target"]
     if named["device_map"] is not None:
         raise ValueError("target.device_map is for decoding and training: a benchmark has its target on one device")
+    set_matmul_precision(named["matmul_precision"])
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
         return target, lambda: load_drafter(settings["draft"], target)

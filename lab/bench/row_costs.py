@@ -31,6 +31,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.machine import set_matmul_precision
 from specdec.model.cpu_linear import linear
 from specdec.model.loader import choose_dtype
 from specdec.model.target import Target
@@ -120,6 +121,7 @@ def print_report(report: dict) -> None:
 def load(args: argparse.Namespace) -> tuple[Target, Drafter]:
     if args.shape is None:
         return load_models(args)
+    set_matmul_precision(args.matmul_precision)
     device, shape = torch.device("cpu"), registry.settings("shape", args.shape)
     target = random_target(shape["config"], shape["name"], choose_dtype(args.dtype, shape["config"], device), device)
     return target, random_head(target, **shape["drafter"])

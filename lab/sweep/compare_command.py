@@ -21,6 +21,7 @@ from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
+from specdec.machine import set_matmul_precision
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
 from training.train import instantiate
@@ -66,6 +67,7 @@ def run(config: DictConfig) -> None:
     if config.compile and config.device.startswith("cuda"):
         kernels.use("torch")  # Inductor makes its own of torch's operators
     how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
+    set_matmul_precision(config.target.matmul_precision)
     target = load_target(config.target.path or DEMO_TARGET, **how)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
     how["tree"] = TreeSpec.of_settings(settings).build()

@@ -21,6 +21,7 @@ from lab.sweep.sweep import Sweep
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
+from specdec.machine import set_matmul_precision
 from training.loop.parallel import join_processes
 from training.train import check_folder, instantiate
 from trees.spec import TreeSpec
@@ -74,6 +75,7 @@ def run(config: DictConfig) -> None:
     benchmark = load_benchmark(**settings["benchmark"])
     name = config.target.path or DEMO_TARGET
     how = {"dtype": config.target.dtype, "device": processes.device, "device_map": config.target.device_map}
+    set_matmul_precision(config.target.matmul_precision)
     target = load_target(name, **how)
     same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
     common = {key: settings[key] for key in same}

@@ -22,7 +22,7 @@ KINDS = {f.name: kind_of(f) for part in (ModelSettings, TreeSettings, VerifierSe
 KINDS |= {"no_draft": bool}
 NAMED = {int: "a whole number", float: "a number", bool: "true or false"}
 
-OF_TARGET = {"target", "dtype", "device", "allow_nonfinite", "tp_plan", "device_map"}
+OF_TARGET = {"target", "dtype", "matmul_precision", "device", "allow_nonfinite", "tp_plan", "device_map"}
 OF_DRAFTER = {f.name for f in fields(ModelSettings)} - OF_TARGET
 DRAFTING = tuple(
     f.name for part in (ModelSettings, TreeSettings, VerifierSettings) for f in fields(part) if f.name not in OF_TARGET

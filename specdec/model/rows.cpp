@@ -130,14 +130,16 @@ template <class Kind, int R>
 void multiply(const typename Kind::Inputs::Number* x, int64_t size, const typename Kind::Vector* weight, int64_t apart,
               float* y, int64_t stride, int64_t later) {
   using Inputs = typename Kind::Inputs;
-  constexpr int B = width_for(R);
+  // With little arithmetic loads run ahead by themselves, and with much of it there is time. In between what is fetched
+  // goes into the second cache, which waits for more lines at a time than the first.
+  constexpr int B = width_for(R), WORK = R * Kind::NUMBERS, CACHE = WORK > 4 && WORK <= 12 ? 2 : 3;
   Floats sums[R][B] = {};
   for (int64_t i = 0; i < size; i += Kind::NUMBERS, weight += BESIDE) {
 #pragma GCC unroll 8
     for (int b = 0; b < B; b++) // a line each
       if (b * LANES % 16 == 0) {
         const char* line = reinterpret_cast<const char*>(block(weight, apart, b));
-        __builtin_prefetch(line + AHEAD);
+        __builtin_prefetch(line + AHEAD, 0, CACHE);
         if (later) __builtin_prefetch(line + later, 0, 2);
       }
 #pragma GCC unroll 2

@@ -30,6 +30,13 @@ TEXTS = [
 ]
 
 
+@pytest.fixture
+def matmul_precision():
+    """Sets torch's precision of products of fp32, for a test."""
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision("highest")
+
+
 @pytest.fixture(scope="session")
 def target_path(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoints") / "target"

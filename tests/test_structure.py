@@ -41,7 +41,7 @@ ROOMS = [
     ["specdec.engine"],
     ["trees", "drafters"],
     ["specdec.auto"],
-    ["specdec.calibrate"],
+    ["specdec.calibrate", "specdec.model_settings"],
     ["specdec.api"],
     ["training", "specdec.serve"],
     ["lab"],

@@ -17,12 +17,12 @@ from lab.output import write_json
 from lab.replay import Superset, record
 from lab.sweep.benchmarks import load_benchmark
 from specdec.adaptive import Curve, Fixed, Policy
-from specdec.api import ONE_PROCESS, ModelSettings
 from specdec.calibrate import WIDTHS, assembled, first_rates, kept_curve, sizes_of
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import add_flags, command_parser, read_flags, whole_numbers
 from specdec.cli.terminal import console
+from specdec.model_settings import ONE_PROCESS, ModelSettings
 from trees import DynamicTree
 from trees.spec import TreeSpec
 

@@ -2,7 +2,8 @@
 //
 // AMX multiplies bf16 with bf16 and adds in fp32. An fp32 number is the sum of three of bf16, without a rest. So a row
 // is split into three, each is multiplied, and the three sums are added: the product is as exact as one in fp32. A tile
-// holds 16 such thirds, so that one serves 5 rows, and three serve 16, while the weight is read once.
+// holds 16 such parts, so that one serves 5 rows, and three serve 16, while the weight is read once. Who asks for less
+// exact products has rows split into two parts or one, and three tiles serve 24 or 48 rows.
 //
 // A number of a sum comes from its own row and column alone, and inputs are added in the same order for any number of
 // rows. So here too a row's result has the same bits whatever rows are beside it. AMX takes numbers below 1.2e-38 for 0.
@@ -23,11 +24,10 @@
 
 namespace amx {
 
-constexpr int64_t PARTS = 3; // numbers of bf16 that an fp32 one is split into
 constexpr int64_t HEIGHT = 16; // rows of a tile
 constexpr int64_t WIDTH = 16; // outputs of a tile, which lie side by side in the weight
 constexpr int64_t INPUTS = 32; // that are multiplied by a pair of tiles
-constexpr int64_t MOST = 16; // rows that are multiplied at once
+constexpr int64_t TILES = 3; // for rows that are multiplied at once
 constexpr int64_t LINE = 64; // bytes of a row of a tile
 constexpr int64_t AHEAD = 4096; // bytes that are fetched before they are needed
 
@@ -76,6 +76,7 @@ class Rows {
     __m512bh inputs;
   };
 
+  const int64_t parts_; // numbers of bf16 that an fp32 one is split into
   const int64_t count_, blocks_; // rows, and blocks of INPUTS
   const int64_t panels_, rows_; // panels of rows that are multiplied at once, and rows of each; the last may have fewer
   const int64_t tiles_, height_; // tiles of a panel, and rows of each: the first for sums, as many for x, one for weights
@@ -96,7 +97,7 @@ class Rows {
   void split(const float* x, Line* line) const {
     for (int64_t block = 0; block < blocks_; block++, x += INPUTS, line += tiles_ * height_) {
       __m512 low = _mm512_loadu_ps(x), high = _mm512_loadu_ps(x + 16);
-      for (int64_t part = 0; part < PARTS; part++) {
+      for (int64_t part = 0; part < parts_; part++) {
         line[part].inputs = _mm512_cvtne2ps_pbh(high, low);
         const auto words = (__m512i)line[part].inputs;
         low -= widened(_mm512_castsi512_si256(words));
@@ -110,22 +111,24 @@ class Rows {
   }
 
   // A tile of every block times that of weights, into the WIDTH outputs at y of so many rows.
-  template <int TILES>
+  template <int N>
   void multiply_panel(const Line* lines, const char* weight, int64_t rows, float* y, int64_t stride) const {
-    each<TILES>([](auto t) { clear_tile<t>(); });
-    for (int64_t block = 0; block < blocks_; block++, lines += TILES * height_, weight += HEIGHT * LINE) {
+    each<N>([](auto t) { clear_tile<t>(); });
+    for (int64_t block = 0; block < blocks_; block++, lines += N * height_, weight += HEIGHT * LINE) {
       for (int64_t line = 0; line < HEIGHT; line++) __builtin_prefetch(weight + AHEAD + line * LINE);
-      load_tile<2 * TILES>(weight);
-      each<TILES>([&](auto t) {
-        load_tile<TILES + t>(lines + t * height_);
-        add_product<t, TILES + t, 2 * TILES>();
+      load_tile<2 * N>(weight);
+      each<N>([&](auto t) {
+        load_tile<N + t>(lines + t * height_);
+        add_product<t, N + t, 2 * N>();
       });
     }
-    alignas(LINE) float sums[MOST * PARTS][WIDTH];
-    each<TILES>([&](auto t) { store_tile<t>(sums[t * height_]); });
+    alignas(LINE) float sums[TILES * HEIGHT][WIDTH];
+    each<N>([&](auto t) { store_tile<t>(sums[t * height_]); });
     for (int64_t r = 0; r < rows; r++) {
-      const float(*of)[WIDTH] = sums + r * PARTS;
-      store(y + r * stride, load(of[0]) + (load(of[1]) + load(of[2])));
+      const float(*of)[WIDTH] = sums + r * parts_;
+      Floats sum = load(of[parts_ - 1]); // of the smallest parts
+      for (int64_t part = parts_ - 2; part >= 0; part--) sum = load(of[part]) + sum;
+      store(y + r * stride, sum);
     }
   }
 
@@ -143,12 +146,12 @@ class Rows {
   }
 
 public:
-  Rows(const float* x, int64_t count, int64_t in)
-      : count_(count), blocks_(in / INPUTS), panels_(ratio(count, MOST)), rows_(ratio(count, panels_)),
-        tiles_(ratio(rows_ * PARTS, HEIGHT)), height_(ratio(rows_ * PARTS, tiles_)),
+  Rows(const float* x, int64_t count, int64_t in, int64_t parts)
+      : parts_(parts), count_(count), blocks_(in / INPUTS), panels_(ratio(count, TILES * HEIGHT / parts)),
+        rows_(ratio(count, panels_)), tiles_(ratio(rows_ * parts, HEIGHT)), height_(ratio(rows_ * parts, tiles_)),
         lines_(room(panels_ * blocks_ * tiles_ * height_)) {
     for (int64_t r = 0; r < count; r++)
-      split(x + r * in, lines_ + r / rows_ * blocks_ * tiles_ * height_ + r % rows_ * PARTS);
+      split(x + r * in, lines_ + r / rows_ * blocks_ * tiles_ * height_ + r % rows_ * parts);
     if (count) shape_tiles();
   }
   Rows(const Rows&) = delete;

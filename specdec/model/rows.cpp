@@ -132,7 +132,7 @@ void multiply(const typename Kind::Inputs::Number* x, int64_t size, const typena
   using Inputs = typename Kind::Inputs;
   // With little arithmetic loads run ahead by themselves, and with much of it there is time. In between what is fetched
   // goes into the second cache, which waits for more lines at a time than the first.
-  constexpr int B = width_for(R), WORK = R * Kind::NUMBERS, CACHE = WORK > 4 && WORK <= 12 ? 2 : 3;
+  constexpr int B = width_for(R), WORK = R * Kind::NUMBERS, CACHE = WORK > 2 && WORK <= 12 ? 2 : 3;
   Floats sums[R][B] = {};
   for (int64_t i = 0; i < size; i += Kind::NUMBERS, weight += BESIDE) {
 #pragma GCC unroll 8
@@ -193,13 +193,23 @@ struct Rows {
   }
 };
 
+// Numbers of bf16 that a number of a row is at least split into, by torch's own setting for fp32 products on the CPU
+// (`torch.set_float32_matmul_precision`): "highest" three, "high" two, "medium" one.
+inline int64_t parts_of_rows() {
+  switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
+    case at::Float32Precision::BF16: return 1;
+    case at::Float32Precision::TF32: return 2;
+    default: return 3;
+  }
+}
+
 #ifdef SPECDEC_AMX
 // In bf16 too, but WIDTH outputs lie side by side: a tile of weights is one piece.
 struct Tiled : Bf16 {};
 
 template <>
 struct Rows<Tiled> : amx::Rows {
-  using amx::Rows::Rows;
+  Rows(const float* x, int64_t count, int64_t in) : amx::Rows(x, count, in, parts_of_rows()) {}
   void multiply(const Tiled::Vector* weight, float* y, int64_t stride) const {
     amx::Rows::multiply(weight, UNIT, y, stride);
   }
@@ -262,16 +272,6 @@ struct Packed {
     return at + u * apart;
   }
 };
-
-// Numbers of bf16 that a number of a row is at least split into, by torch's own setting for fp32 products on the CPU
-// (`torch.set_float32_matmul_precision`): "highest" three, "high" two, "medium" one.
-int64_t parts_of_rows() {
-  switch (at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::MATMUL)) {
-    case at::Float32Precision::BF16: return 1;
-    case at::Float32Precision::TF32: return 2;
-    default: return 3;
-  }
-}
 
 // body(kind) of how the weight is packed, and of how exact the product has to be.
 template <class Body>

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from specdec import kernels
-from specdec.api import ONE_PROCESS, ModelSettings
 from specdec.calibrate import HELP, make_policy
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
@@ -20,6 +19,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
+from specdec.model_settings import ONE_PROCESS, ModelSettings
 from specdec.serve.app import make_app
 from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler

@@ -94,4 +94,4 @@ def test_the_interface_is_named_in_both_places():
 def test_the_target_node_of_hydra_has_the_fields_of_the_flags():
     node, of_flags = registry.settings("target", "demo"), {f.name: f.default for f in fields(api.ModelSettings)}
     assert node.pop("path") == of_flags["target"]
-    assert node == {name: of_flags[name] for name in ("dtype", "device_map")}
+    assert node == {name: of_flags[name] for name in ("dtype", "matmul_precision", "device_map")}

@@ -20,6 +20,7 @@ from specdec import registry
 from specdec.api import make_tree
 from specdec.cli import chat, decoding, summary
 from specdec.cli import generate as cli
+from specdec.machine import machine
 from specdec.model.loader import load_target
 from specdec.text import TextStream
 
@@ -83,6 +84,17 @@ def test_a_drafter_of_another_dtype_changes_no_text(run, dtype):
     code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json", "--draft-dtype", dtype)
     assert code == 0
     assert last_json(out)["identical"] is True
+
+
+def test_products_may_be_less_exact(run, matmul_precision):
+    flags = ("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json")
+    code, out, _ = run(*flags, "--matmul-precision", "medium")
+    assert code == 0
+    assert last_json(out)["identical"] is True
+    assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # what rounds cost is kept for each
+    code, _, err = run(*flags, "--matmul-precision", "bf16")
+    assert code == 2
+    assert "invalid choice: 'bf16' (choose from 'highest', 'high', 'medium')" in err
 
 
 def test_drafters_that_learn_have_a_dtype(run):

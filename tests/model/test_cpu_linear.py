@@ -124,6 +124,45 @@ def test_amx_multiplies_all_of_an_fp32_number():
 
 
 @needs_rows
+@pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640), (130, 32)])
+@torch.no_grad()
+def test_rows_are_rounded_to_bf16_where_that_is_asked_for(size, inputs, matmul_precision):
+    """... and multiplied and added as exactly as ever; still a row is the same whatever rows are beside it."""
+    tiled = torch.ops.specdec_rows.tiled(inputs, 2)
+    draw = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(65, inputs, generator=draw), torch.randn(size, inputs, generator=draw).bfloat16().float()
+    product, rounded = linear(weight, None), x.bfloat16().float()
+    exact, of_rounded = product(x), product(rounded)
+    matmul_precision("high")  # two numbers of bf16, with AMX
+    bound = (2.0**-16 if tiled else 0) * (x.abs() @ weight.abs().t())
+    assert ((product(x) - exact).abs() <= bound).all()
+    matmul_precision("medium")
+    whole = product(x)
+    if not (tiled or torch.cpu._is_avx512_bf16_supported()):
+        assert torch.equal(whole, exact)
+        return
+    assert not torch.equal(whole, exact)
+    sums = rounded.abs() @ weight.abs().t()
+    assert ((whole - of_rounded).abs() <= sums * inputs * torch.finfo(torch.float32).eps).all()
+    assert all(torch.equal(product(x[at : at + rows]), whole[at : at + rows])
+               for rows in (*range(1, 18), 24, 49) for at in (0, 5))  # fmt: skip
+    assert torch.equal(linear(torch.eye(inputs), None)(x), rounded)
+    assert product(x[:0]).shape == (0, size)
+
+
+@needs_rows
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_speculative_text_is_the_plain_one_at_any_precision(precision, matmul_precision):
+    matmul_precision(precision)
+    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Why?"]
+    plain = generate(target, prompts, max_new_tokens=24)
+    for draft, tree in (("demo/mtp", make_tree(1, 6)), ("demo/eagle3", make_tree(4, 5, 16))):
+        speculative = generate(target, prompts, draft, tree=tree, max_new_tokens=24)
+        assert [row.tokens for row in speculative.rows] == [row.tokens for row in plain.rows]
+        assert speculative.tau > 1.5
+
+
+@needs_rows
 @torch.no_grad()
 def test_what_bf16_does_not_hold_is_not_packed_in_bf16():
     weight = random_weight(torch.float32, of=torch.bfloat16)

@@ -10,7 +10,7 @@ INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
-		--draft demo/mtp --token-map demo/frspec_4096.json --topk 1 --steps 4 $(INT8) $(COMPILE)
+		--draft demo/mtp --token-map demo/frspec_4096.json --topk 1 --steps 4 --matmul-precision medium $(INT8) $(COMPILE)
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

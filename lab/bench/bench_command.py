@@ -28,11 +28,13 @@ from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.hydra_entry import hydra_command
-from specdec.machine import set_matmul_precision
+from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.text import encode_prompt, read_prompts
 from specdec.verify import sample_and_match
 from trees.spec import TreeSpec
+
+OF_WEIGHTS = ("assistant", "token_map", "draft_dtype")  # settings that random weights in a shape do not have
 
 
 def load_pair(settings: dict, device: torch.device) -> tuple:
@@ -43,9 +45,10 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
     set_matmul_precision(named["matmul_precision"])
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
-        return target, lambda: load_drafter(settings["draft"], target)
-    if named["path"] is not None or settings["assistant"] is not None:
-        raise ValueError("a shape has random weights: give either shape=, or target.path= (and assistant=)")
+        drafts = {"token_map": settings["token_map"], "dtype": settings["draft_dtype"]}
+        return target, lambda: load_drafter(settings["draft"], target, **drafts)
+    if any(given is not None for given in (named["path"], *(settings[name] for name in OF_WEIGHTS))):
+        raise ValueError(f"a shape has random weights: with shape= leave out target.path, {', '.join(OF_WEIGHTS)}")
     dtype = choose_dtype(named["dtype"], shape["config"], device)
     target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, settings["seed"])
     return target, lambda: random_head(target, **shape["drafter"])
@@ -106,6 +109,8 @@ def title_of(settings: dict, target) -> str:
         str(target.dtype).removeprefix("torch."),
         str(target.device),
     ]
+    if (precision := matmul_precision(target.device)) != "highest":
+        words.append(f"products of {precision} precision")
     if settings["simulate_tau"] is not None:
         words.insert(0, f"{MARK} tau {settings['simulate_tau']:g}")
     return ", ".join(words)

@@ -312,12 +312,14 @@ def test_a_shape_with_a_simulated_tau(monkeypatch, tmp_path, capsys):
     assert last["tokens_per_second"]["short: assisted"] is None
 
 
-def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path):
+def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path, matmul_precision):
     out, prompts = tmp_path / "a.json", tmp_path / "prompts.txt"
     prompts.write_text("The quick brown fox\nWhat is 12 + 30?\n")
     words = [f"out={out}", f"target.path={target_path}", f"draft={drafter_path}", f"prompts={prompts}", "questions=2"]
+    words += ["draft_dtype=bf16", "target.matmul_precision=medium"]
     script(monkeypatch, *words, *QUICK, "suite.contenders=[plain,speculative,eager]")
     result = json.loads(out.read_text())
+    assert "medium precision" in result["benchmark"]
     assert not result["simulated"]
     assert [row["same_text_as_plain"] for row in result["rows"]] == ["2 of 2"] * 3
     assert result["weights"] == str(target_path)
@@ -331,6 +333,8 @@ def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path):
         (["shape=tiny", "suite.contenders=[vllm]"], "there is no contender 'vllm': there are plain"),
         (["shape=tiny", "suite.configurations=[huge]"], "there is no configuration 'huge'"),
         (["shape=tiny", "target.path=x"], "a shape has random weights"),
+        (["shape=tiny", "draft_dtype=bf16"], "with shape= leave out target.path, assistant, token_map, draft_dtype"),
+        (["target.matmul_precision=low"], "matmul_precision must be highest, high, medium, or not given, got 'low'"),
         (["shape=tiny", "questions=0"], "questions must be at least 1, got 0"),
         (["shape=tiny", "device=abacus"], "device 'abacus' cannot be used here"),
         (["shape=tiny", "out=/no/such/folder/a.json"], "there is no folder /no/such/folder"),

@@ -4,6 +4,7 @@ import re
 
 from specdec.cli.decoding import Decoded, merged
 from specdec.cli.session import Session
+from specdec.machine import matmul_precision
 from specdec.verify import in_words
 from trees.spec import describe, shape_of
 
@@ -40,6 +41,7 @@ def summarise(session: Session, decoded: Decoded) -> dict:
         "tree": None if session.tree is None else shape_of(session.tree),
         "verifier": None if total.verifier is None else str(total.verifier),
         "lossless": total.lossless,
+        "matmul_precision": matmul_precision(session.target.device),
         "tokens_per_second": total.tokens_per_second,
         "prefill_seconds": total.result.prefill_seconds,
         "seconds_by_part": total.result.parts,
@@ -103,6 +105,8 @@ def print_summary(session: Session, s: dict) -> None:
         print(_drafter(s["drafter"]))
     if s["verifier"] is not None:
         print(f"verifier: {in_words(session.verifier)}, {'lossless' if s['lossless'] else LOSSY}")
+    if s["matmul_precision"] != "highest":
+        print(f"products: {s['matmul_precision']} precision, in plain decoding too")
     times = "  ".join(f"{k} {_time(v)}" for k, v in sorted(s["seconds_by_part"].items(), key=lambda kv: -kv[1]))
     print(f"time by part: {times}")
     if "speedup" in s:

@@ -91,6 +91,8 @@ def test_products_may_be_less_exact(run, matmul_precision):
     code, out, _ = run(*flags, "--matmul-precision", "medium")
     assert code == 0
     assert last_json(out)["identical"] is True
+    assert last_json(out)["matmul_precision"] == "medium"
+    assert "products: medium precision" in run(*flags[:-1])[1]
     assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # what rounds cost is kept for each
     code, _, err = run(*flags, "--matmul-precision", "bf16")
     assert code == 2

@@ -8,6 +8,9 @@
 // registers, for all rows, while the weight streams by. A bf16 value is the upper half of an fp32 one: a shift and a mask
 // widen two of them.
 //
+// Where torch's precision of fp32 products is "medium", and the processor multiplies bf16, rows are rounded to bf16 first.
+// That is half of the arithmetic.
+//
 // A sum is taken over the inputs one after the other, whatever the number of rows. So a row's result has the same bits
 // whatever rows are beside it.
 

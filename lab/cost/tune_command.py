@@ -94,7 +94,7 @@ def model_entries(args: argparse.Namespace) -> dict:
         return str(Path(name).resolve()) if name is not None and Path(name).exists() else name and str(name)
 
     entries = {key: place(getattr(args, key)) for key in ("target", "draft", "token_map")}
-    defaults = {"dtype": "auto", "device": "cpu"}
+    defaults = {"dtype": "auto", "matmul_precision": None, "device": "cpu"}
     entries |= {key: None if getattr(args, key) == usual else getattr(args, key) for key, usual in defaults.items()}
     return entries | {"feedback": args.feedback}
 
@@ -145,7 +145,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     }
     tree, models = tuned.best[0].tree, model_entries(args)
     if tree is None:
-        models = {key: models[key] for key in ("target", "dtype", "device")}
+        models = {key: models[key] for key in ("target", "dtype", "matmul_precision", "device")}
     else:
         models["verifier"] = "match"  # the rule that replay knows, and the engine's own
     write_settings(args.out, models | tree_entries(tree), report)

@@ -39,6 +39,8 @@ def conditions_of(group: list[dict]) -> str:
     words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn"]
     words += [f"{name} {getattr(sampling, name):g}" for name in told]
     words += [f"batch size {s['batch_size']}", s["dtype"], s["device"], "raw prompts" if s["raw"] else "chat template"]
+    if (precision := s.get("matmul_precision", "highest")) != "highest":
+        words.append(f"products of {precision} precision")
     words += [f"{name} {value}" for name, value in s["template"].items()]
     return ", ".join(words) + "."
 

@@ -25,6 +25,7 @@ from specdec.cli.lock import only_writer
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
+from specdec.machine import matmul_precision
 from specdec.model.target import Target
 from specdec.types import Sampling, Verifier
 from trees import Chain
@@ -67,6 +68,7 @@ class Sweep:
             "batch_size": self.batch_size,
             "seed": self.seed,
             "dtype": str(self.target.dtype).removeprefix("torch."),
+            "matmul_precision": matmul_precision(self.target.device),
             "device": self.target.device.type,
             "decoder": type(self.target).__name__,
             "resamples": self.resamples,

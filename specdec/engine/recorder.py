@@ -15,6 +15,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace import RowTrace
+from specdec.machine import matmul_precision
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Seed
 from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
@@ -203,6 +204,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBa
 def describe(target, drafter: Drafter | None, tree: TreePolicy | None, verifier: Verifier) -> dict:
     """What the pieces of an engine are, as settings of a trace."""
     settings = {"target": target.name, "dtype": str(target.dtype), "device": str(target.device)}
+    settings["matmul_precision"] = matmul_precision(target.device)
     if drafter is None:
         return settings
     shape = {"steps": tree.steps, "topk": tree.topk, "num_draft_tokens": tree.num_draft_tokens}

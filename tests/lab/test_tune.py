@@ -286,9 +286,10 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
+def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys, matmul_precision):
     (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [2], [0, 0], [0, 0, 0]]")  # deeper and wider than the rest
-    code, out = tiny("--json", "--batch-size", 2, "--tree", tmp_path / "tree.yaml")
+    flags = "--json", "--batch-size", 2, "--matmul-precision", "medium"
+    code, out = tiny(*flags, "--tree", tmp_path / "tree.yaml")
     assert code == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["settings_predicted"] == len(useful_trees((1, 2), 2, (3, 5))) + 1
@@ -298,6 +299,7 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys):
     assert report["tuned_for"]["batch_size"] == 2
     settings = read_settings(out)
     assert settings["target"] == str(target_path)
+    assert settings["matmul_precision"] == report["machine"]["matmul_precision"] == "medium"
     assert ("draft" in settings) != settings.get("no_draft", False)
     command.main(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
     text = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]

@@ -74,6 +74,7 @@ class ModelSettings:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     def load_target(self) -> Target:
+        """The target. A precision of products that is given holds for the whole process from now on."""
         set_matmul_precision(self.matmul_precision)
         how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
         return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)

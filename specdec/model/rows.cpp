@@ -85,17 +85,14 @@ struct RoundedRows {
   std::vector<uint32_t> pairs;
   const uint32_t* x;
 
-  RoundedRows(const float* from, int64_t count, int64_t in) : pairs(count * in / 2), x(pairs.data()) {
-    const int64_t size = count * in, whole = size / LANES * LANES;
+  // There is room for a whole vector at the end.
+  RoundedRows(const float* from, int64_t count, int64_t in) : pairs((count * in + LANES) / 2), x(pairs.data()) {
+    const int64_t size = count * in;
     auto to = reinterpret_cast<uint16_t*>(pairs.data());
-    for (int64_t i = 0; i < whole; i += LANES) _mm256_storeu_si256((__m256i*)(to + i), narrowed(from + i, LANES));
-    if (whole < size) {
-      const __m256i rest = narrowed(from + whole, size - whole);
-      std::memcpy(to + whole, &rest, (size - whole) * sizeof(*to));
+    for (int64_t i = 0; i < size; i += LANES) {
+      const __m512 numbers = _mm512_maskz_loadu_ps((1u << std::min(LANES, size - i)) - 1, from + i);
+      _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(numbers));
     }
-  }
-  static __m256i narrowed(const float* from, int64_t count) {
-    return (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps((1u << count) - 1, from));
   }
   static __m512i spread(Number pair) {
     return _mm512_set1_epi32(pair);

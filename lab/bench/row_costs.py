@@ -7,19 +7,22 @@
 Products are those of all matrices of the target, one after the other as a forward takes them, in the way that the
 engine chooses and by `torch.mm`, each after some turns of the same: as in decoding, where the rounds before have read
 the same weights. Rounds are those of chains of 1 to --steps levels behind --context tokens, launched and, with
---compile, compiled. With --shape target and drafter are random weights in that shape: they cost what trained
-ones cost. Everything is told in single rows and plain rounds of the same run. All take turns, and medians count.
+--compile, compiled. Of launched ones the target's forward is told too; what is drawn from its logits is the rest of a
+verification. With --shape target and drafter are random weights in that shape: they cost what trained ones cost.
+Everything is told in single rows and plain rounds of the same run. All take turns, and medians count.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from lab.bench.shapes import random_head, random_target
 from lab.cost.rounds import TIMED, time_in_turn
@@ -55,7 +58,7 @@ def in_turn(ways: Mapping[str, Callable[[], float | None]], repeats: int) -> dic
     return {name: 1e3 * statistics.median(seconds) for name, seconds in found.items()}
 
 
-def seconds_warm(products: list[tuple[Callable, torch.Tensor]], inputs: Mapping[int, torch.Tensor]) -> float:
+def seconds_warm(products: list[tuple[Callable, Tensor]], inputs: Mapping[int, Tensor]) -> float:
     """Seconds of all products with the inputs of their widths, once the weights lie where caches keep them."""
     for _ in range(WARM):
         start = time.perf_counter()
@@ -80,12 +83,35 @@ def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
 
 
 def launched(target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int) -> dict:
-    """Milliseconds by part of plain rounds and of chains, by their levels."""
+    """Milliseconds by part of plain rounds and of chains, by their levels, and of the target's forward in them."""
     trees = [TreeSpec(1, depth) for depth in range(1, steps + 1)]
     engines = {None: Engine(target, **TIMED)} | {t: Engine(target, drafter, t.build(), **TIMED) for t in trees}
     runs = [(tree, len(text), 1) for tree in engines]
-    found = time_in_turn(engines, runs, text, Sampling(), repeats)
-    return {cost.tree.steps if cost.tree else 0: {p: 1e3 * s for p, s in cost.seconds.items()} for cost in found}
+    with forwards_of(target) as forwards:
+        costs = time_in_turn(engines, runs, text, Sampling(), repeats)
+    found = {cost.tree.steps if cost.tree else 0: {p: 1e3 * s for p, s in cost.seconds.items()} for cost in costs}
+    return {"parts": found, "forward": {depth: 1e3 * statistics.median(forwards[depth + 1]) for depth in found}}
+
+
+@contextmanager
+def forwards_of(target: Target) -> Iterator[dict[int, list[float]]]:
+    """Meanwhile seconds of every forward of the target but those of prompts, by its nodes."""
+    found, starts = defaultdict(list), []
+
+    def ends(module: nn.Module, tokens: tuple[Tensor], how: dict, made: object) -> None:
+        seconds = time.perf_counter() - starts.pop()
+        if not how.get("prefill"):
+            found[tokens[0].shape[1]].append(seconds)
+
+    hooks = (
+        target.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter())),
+        target.register_forward_hook(ends, with_kwargs=True),
+    )
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def compiled(target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int) -> dict[int, float]:
@@ -107,12 +133,13 @@ def print_report(report: dict) -> None:
         cells = [f"{ms[rows]:.3f}, {ms[rows] / ms[1]:.2f}" for ms in report["products_ms"].values()]
         table.add_row(str(rows), *cells)
     console().print(table)
-    rounds, whole = report["launched_ms"], report["compiled_ms"]
+    rounds, forward, whole = report["launched_ms"], report["forward_ms"], report["compiled_ms"]
     plain = sum(rounds[0].values())
-    head = ("levels of the chain", "round", "draft", "verify", "round, compiled")
-    table = Table(*head, title="ms, plain rounds of the same kind", box=None)
+    head = ("levels", "round", "draft", "verify", "its forward", "round, compiled")
+    table = Table(*head, title="chains: ms, plain rounds of the same kind", box=None)
     for depth, parts in rounds.items():
-        spent = sum(parts.values()), parts.get("grow", 0.0) + parts.get("extend", 0.0), parts["verify"]
+        draft = parts.get("grow", 0.0) + parts.get("extend", 0.0)
+        spent = sum(parts.values()), draft, parts["verify"], forward[depth]
         cells = [f"{ms:.2f}, {ms / plain:.2f}" for ms in spent]
         table.add_row(str(depth), *cells, f"{whole[depth]:.2f}, {whole[depth] / whole[0]:.2f}" if whole else "-")
     console().print(table)
@@ -148,7 +175,8 @@ def main() -> None:
     text = torch.randint(target.vocab, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
     report = provenance(target.device) | {"settings": {name: str(value) for name, value in vars(args).items()}}
     report["products_ms"] = products(target, 5 * args.repeats)
-    report["launched_ms"] = launched(target, drafter, args.steps, text, args.repeats)
+    rounds = launched(target, drafter, args.steps, text, args.repeats)
+    report["launched_ms"], report["forward_ms"] = rounds["parts"], rounds["forward"]
     report["compiled_ms"] = compiled(target, drafter, args.steps, text, args.repeats) if args.compile else None
     write_json(args.out, report)
     print_report(report)

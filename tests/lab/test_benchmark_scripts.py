@@ -49,4 +49,5 @@ def test_the_costs_of_rows(monkeypatch, capsys, tmp_path):
     assert set(report["launched_ms"]) == {"0", "1", "2"}
     assert set(report["launched_ms"]["0"]) == {"verify", "host"}
     assert all(ms > 0 for part in report["launched_ms"].values() for ms in (part["verify"], part["host"]))
-    assert "levels of the chain" in " ".join(capsys.readouterr().out.split())
+    assert all(0 < report["forward_ms"][depth] < report["launched_ms"][depth]["verify"] for depth in ("0", "1", "2"))
+    assert "its forward" in capsys.readouterr().out

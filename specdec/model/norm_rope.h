@@ -17,7 +17,7 @@ namespace norm_rope {
 
 using at::Tensor;
 
-constexpr int64_t SHARE = 1 << 15; // values that are worth a thread
+constexpr int64_t SHARE = 1 << 9; // values that are worth a thread
 
 // x [size] -> its norm.
 inline void norm_row(const float* x, const float* weight, float eps, int64_t size, float* out) {

@@ -5,20 +5,22 @@ rounds cost is measured once for a machine, a pair and a number of rows, in a se
 cache folder. First a few trees of different sizes and plain decoding are timed. A plane through their times predicts
 all others:
 
-    seconds of a round = v(nodes) + a (levels - 1) + b (levels - 1) width        v: linear between the sizes timed
+    cost of a round = v(nodes) + a (levels - 1) + b (levels - 1) width        v: linear between the sizes timed
 
-Then those that are predicted best are timed too. The fastest of all that were timed is taken, and none of them unless
-it is faster than plain decoding by `MARGIN`. Of rows that are decoded together the slowest counts: plain decoding takes
-as many rounds for each of them, and speculation does not.
+Then those that are predicted best are timed too. At last the `LAST` fastest of all that were timed take more turns with
+plain decoding. The fastest of them is taken, and none unless it is faster than plain decoding by `MARGIN`. A machine
+may be twice as slow a second later, so costs are told in plain rounds of the same turn. Of rows that are decoded
+together the slowest counts: plain decoding takes as many rounds for each of them, and speculation does not.
 
-Compiled rounds (docs/compile.md) have other costs, and each tree's take some 20 s to compile. So of the trees that were
-timed only the `COMPILED` fastest are compiled, of different depths, and plain decoding. These are timed again.
+Compiled rounds (docs/compile.md) have other costs, and each tree's take some 20 s to compile. So the trees that are
+timed last are the `COMPILED` fastest of different depths then. They are compiled, and so is plain decoding.
 """
 
 import hashlib
 import json
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -38,20 +40,21 @@ from trees.spec import TreeSpec, shape_of
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
 FINALISTS = 4
-COMPILED = 3
+LAST, COMPILED = 2, 3
 BUSY = 1.3  # slowest to fastest turn of plain decoding: above it the machine did something else too
-MARGIN = 1.03  # plain decoding is taken unless a tree is expected to be faster than this
-SECONDS = 1.5  # for all timing, about
-REPEATS = 3
+MARGIN = 1.05  # plain decoding is taken unless a tree is expected to be faster: other texts accept some percent less
+SECONDS, LAST_SECONDS = 1.5, 3.0  # for the first timing, about, and for the last
+TURNS, LAST_TURNS = 3, 9
 LONGEST, SHORTEST = 16, 3  # rounds of one run
-CONTEXT = 128  # tokens before the rounds that are timed
+TOKENS = 64  # of one run at last: a text's first rounds find less in the processor's caches, and plain ones more later
+CONTEXT = 64  # tokens before the rounds that are timed
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A tree, its tau by the drafter's measured acceptance (`AlongTexts.tau`, of the batch), and its shape."""
 
-    tree: TreeSpec
+    tree: TreeSpec | None
     tau: float
     width: int  # nodes that are expanded on a level at most
 
@@ -59,6 +62,9 @@ class Candidate:
     def shape(self) -> tuple[int, int, int]:
         """Nodes, levels, width."""
         return self.tree.num_draft_tokens, self.tree.steps, self.width
+
+
+PLAIN = Candidate(None, 1.0, 0)
 
 
 @dataclass(frozen=True)
@@ -152,43 +158,54 @@ def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | 
     chains = [c for c in all_trees if c.tree.topk == 1 and c.tree.num_draft_tokens in (3, 5)]
     once = seconds_of(None, SHORTEST)
     probes = list(dict.fromkeys(c for c in (*first, *chains) if c is not None))
-    rounds = int(np.clip(SECONDS / (once * 2 * (len(probes) + FINALISTS + 2) * REPEATS), SHORTEST, LONGEST))
-    turns = _time([None, *probes], seconds_of, rounds)
-    busy = max(turns[None]) > BUSY * min(turns[None])
-    taken = {c: min(seconds) for c, seconds in turns.items()}
-    predict = _plane([(c.shape, taken[c]) for c in probes])
+    rounds = _fitting(SECONDS, once * 2 * (len(probes) + FINALISTS + 2) * TURNS, LONGEST)
+    costs, plain = _time(probes, seconds_of, lambda _: rounds, TURNS)
+    busy = max(plain) > BUSY * min(plain)
+    predict = _plane([(c.shape, costs[c]) for c in probes])
     ranking = sorted(all_trees, key=lambda c: -c.tau / predict(c.shape))
-    finalists = [c for c in ranking if c not in taken][:FINALISTS]
-    for c, seconds in _time([None, *finalists], seconds_of, rounds).items():
-        taken[c] = min(*seconds, taken.get(c, seconds[0]))
-    if compiled is not None:
-        turns = _time([None, *_of_different_depths(taken)], compiled, LONGEST)
-        taken = {c: min(seconds) for c, seconds in turns.items()}
-    plain = taken.pop(None)
-    best = max(taken, key=lambda c: c.tau / taken[c])
-    speedup = best.tau * plain / taken[best]
+    costs |= _time([c for c in ranking if c not in costs][:FINALISTS], seconds_of, lambda _: rounds, TURNS)[0]
+    ranking = sorted(costs, key=lambda c: -c.tau / costs[c])
+    last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
+    tokens = _fitting(LAST_SECONDS, once * (1 + sum(costs[c] / c.tau for c in last)) * LAST_TURNS, TOKENS)
+    costs, plain = _time(last, compiled or seconds_of, lambda c: max(SHORTEST, round(tokens / c.tau)), LAST_TURNS)
+    best, rate = max(costs, key=lambda c: c.tau / costs[c]), 1 / statistics.median(plain)
+    speedup = best.tau / costs[best]
     if speedup < MARGIN:
-        return Choice(None, 1.0, 1.0, 1 / plain, str(best.tree), speedup, busy)
-    return Choice(best.tree, best.tau, speedup, 1 / plain, busy=busy)
+        return Choice(None, 1.0, 1.0, rate, str(best.tree), speedup, busy)
+    return Choice(best.tree, best.tau, speedup, rate, busy=busy)
 
 
-def _of_different_depths(taken: dict[Candidate | None, float]) -> list[Candidate]:
-    """The fastest tree of each depth, and of these the fastest few. taken: seconds of a round."""
-    ranking = sorted((c for c in taken if c is not None), key=lambda c: taken[c] / c.tau)
+def _fitting(seconds: float, one: float, most: int) -> int:
+    """How many to time in so many seconds, if one takes `one`."""
+    return int(np.clip(seconds / one, SHORTEST, most))
+
+
+def _of_different_depths(ranking: Sequence[Candidate]) -> list[Candidate]:
+    """The first tree of each depth, and of these the first few."""
     found: dict[int, Candidate] = {}
     for c in ranking:
         found.setdefault(c.tree.steps, c)
     return list(found.values())[:COMPILED]
 
 
-def _time(trees: Iterable[Candidate | None], seconds_of: Timer, rounds: int) -> dict[Candidate | None, list[float]]:
-    """Seconds a round of each. They take turns, and the least of all turns counts: other programs only add time."""
-    turns = [{c: seconds_of(c and c.tree, rounds) for c in trees} for _ in range(REPEATS)]
-    return {c: [turn[c] for turn in turns] for c in turns[0]}
+def _time(
+    trees: Sequence[Candidate], seconds_of: Timer, rounds: Callable[[Candidate], int], turns: int
+) -> tuple[dict[Candidate, float], list[float]]:
+    """How many plain rounds a round of each tree takes, the median of all turns; and by turn a plain round's seconds.
+
+    Every other turn goes backwards: what a machine does in a turn then hits all alike."""
+    plain, costs = [], {c: [] for c in trees}
+    for turn in range(turns):
+        order = [PLAIN, *trees]
+        taken = {c: seconds_of(c.tree, rounds(c)) for c in (order if turn % 2 == 0 else reversed(order))}
+        plain.append(taken.pop(PLAIN))
+        for c, seconds in taken.items():
+            costs[c].append(seconds / plain[-1])
+    return {c: statistics.median(found) for c, found in costs.items()}, plain
 
 
 def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tuple[int, int, int]], float]:
-    """Seconds of a round by shape: the formula at the top, by least squares on relative errors."""
+    """The cost of a round by shape: the formula at the top, by least squares on relative errors."""
     sizes = sorted({nodes for (nodes, _, _), _ in points if nodes in SIZES})
 
     def features(shape: tuple[int, int, int]) -> np.ndarray:
@@ -196,13 +213,13 @@ def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tu
         v = [np.interp(nodes, sizes, row) for row in np.eye(len(sizes))]
         return np.array([*v, levels - 1, (levels - 1) * width])
 
-    seconds = np.array([s for _, s in points])
+    costs = np.array([cost for _, cost in points])
     rows = np.stack([features(shape) for shape, _ in points])
     # Few points leave some coefficients open: the least change from "a level costs a tenth of the smallest round" then.
-    guess = np.concatenate([np.full(len(sizes), seconds.min()), [seconds.min() / 10, 0.0]])
-    change = np.linalg.lstsq(rows / seconds[:, None], 1 - rows @ guess / seconds, rcond=None)[0]
+    guess = np.concatenate([np.full(len(sizes), costs.min()), [costs.min() / 10, 0.0]])
+    change = np.linalg.lstsq(rows / costs[:, None], 1 - rows @ guess / costs, rcond=None)[0]
     weights = guess + change
-    return lambda shape: max(float(features(shape) @ weights), seconds.min() / 2)
+    return lambda shape: max(float(features(shape) @ weights), costs.min() / 2)
 
 
 def _timer(target, drafter: Drafter, batch: int, temperature: float, compile: bool = False) -> Timer:

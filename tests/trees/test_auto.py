@@ -140,6 +140,19 @@ def test_the_choice_is_nearly_the_best_of_all(level, node, width):
     assert choice.speedup == pytest.approx(found)
 
 
+@pytest.mark.parametrize("slow", [range(5, 10**6), range(35), range(20, 50)])
+def test_a_machine_that_is_slow_for_a_while_changes_nothing(slow):
+    """Meanwhile all takes twice as long."""
+    steady, asked = world(level=0.1, node=0.03), itertools.count()
+
+    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+        return steady(tree, rounds) * (2 if next(asked) in slow else 1)
+
+    choice, undisturbed = choose(TREES, seconds_of), choose(TREES, steady)
+    assert choice.tree == undisturbed.tree is not None
+    assert choice.speedup == pytest.approx(undisturbed.speedup)
+
+
 def test_none_where_none_pays():
     choice = choose(TREES, world(level=2.0, node=1.0))
     assert choice.tree is None

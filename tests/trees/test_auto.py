@@ -162,9 +162,9 @@ def test_none_where_none_pays():
 
 def test_a_little_is_not_enough():
     """A tree that is expected to gain less than the margin is left."""
-    trees = [Candidate(TreeSpec(1, 1), 1.02, 0)]
+    trees = [Candidate(TreeSpec(1, 1), 1.01, 0)]
     assert choose(trees, lambda tree, rounds: 1.0).tree is None
-    assert choose([Candidate(TreeSpec(1, 1), 1.05, 0)], lambda tree, rounds: 1.0).tree == TreeSpec(1, 1)
+    assert choose([Candidate(TreeSpec(1, 1), 1.03, 0)], lambda tree, rounds: 1.0).tree == TreeSpec(1, 1)
 
 
 def test_compiled_rounds_have_costs_of_their_own():
@@ -268,11 +268,11 @@ def test_the_check_fails_where_it_should():
     a, b = auto_check.TREES[:2]
     rates = {None: 100.0, a: 102.0, b: 120.0}
     for tree, to_plain, to_best in ((a, 1.02, 0.85), (b, 1.2, 1.0), (None, 1.0, 100 / 120)):
-        row = auto_check.row_of(auto.Choice(tree, 2.0, 1.1, 100.0), rates, temperature=0.0, batch_size=1)
-        assert (row["to_plain"], row["to_best"]) == pytest.approx((to_plain, to_best))
+        row = auto_check.row_of(auto.Choice(tree, 2.0, 1.1, 100.0), rates, 98.0, temperature=0.0, batch_size=1)
+        assert (row["to_plain"], row["to_best"], row["twin_to_plain"]) == pytest.approx((to_plain, to_best, 0.98))
         assert row["best"] == str(b)
     rates = {None: 100.0, a: 90.0, TreeSpec(1, 9): 95.0}  # one that is not among the 24
-    row = auto_check.row_of(auto.Choice(TreeSpec(1, 9), 2.0, 1.1, 100.0), rates, temperature=0.0, batch_size=1)
+    row = auto_check.row_of(auto.Choice(TreeSpec(1, 9), 2.0, 1.1, 100.0), rates, 98.0, temperature=0.0, batch_size=1)
     assert (row["to_plain"], row["to_best"], row["best"]) == pytest.approx((0.95, 0.95, "plain"))
 
 

@@ -149,21 +149,10 @@ def _width(paths: Sequence[Sequence[int]]) -> int:
 
 
 def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
-    """Time a few, predict all, time the best, and take the fastest. compiled: times compiled rounds, if they are to be
-    the fastest."""
-    first = [
-        max((c for c in all_trees if c.tree.num_draft_tokens == size), key=lambda c: c.tau, default=None)
-        for size in SIZES
-    ]
-    chains = [c for c in all_trees if c.tree.topk == 1 and c.tree.num_draft_tokens in (3, 5)]
-    once = seconds_of(None, SHORTEST)
-    probes = list(dict.fromkeys(c for c in (*first, *chains) if c is not None))
-    rounds = _fitting(SECONDS, once * 2 * (len(probes) + FINALISTS + 2) * TURNS, LONGEST)
-    costs, plain = _time(probes, seconds_of, lambda _: rounds, TURNS)
-    busy = max(plain) > BUSY * min(plain)
-    predict = _plane([(c.shape, costs[c]) for c in probes])
-    ranking = sorted(all_trees, key=lambda c: -c.tau / predict(c.shape))
-    costs |= _time([c for c in ranking if c not in costs][:FINALISTS], seconds_of, lambda _: rounds, TURNS)[0]
+    """The fastest tree of those that are timed last, or none. compiled: times compiled rounds, if they are to be the
+    fastest."""
+    once = seconds_of(PLAIN.tree, SHORTEST)
+    costs, busy = _first_costs(all_trees, seconds_of, once)
     ranking = sorted(costs, key=lambda c: -c.tau / costs[c])
     last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
     tokens = _fitting(LAST_SECONDS, once * (1 + sum(costs[c] / c.tau for c in last)) * LAST_TURNS, TOKENS)
@@ -173,6 +162,24 @@ def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | 
     if speedup < MARGIN:
         return Choice(None, 1.0, 1.0, rate, str(best.tree), speedup, busy)
     return Choice(best.tree, best.tau, speedup, rate, busy=busy)
+
+
+def _first_costs(all_trees: Sequence[Candidate], seconds_of: Timer, once: float) -> tuple[dict[Candidate, float], bool]:
+    """Costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
+
+    once: seconds of a plain round, about."""
+    largest = [
+        max((c for c in all_trees if c.tree.num_draft_tokens == size), key=lambda c: c.tau, default=None)
+        for size in SIZES
+    ]
+    chains = [c for c in all_trees if c.tree.topk == 1 and c.tree.num_draft_tokens in (3, 5)]
+    probes = list(dict.fromkeys(c for c in (*largest, *chains) if c is not None))
+    rounds = _fitting(SECONDS, once * 2 * (len(probes) + FINALISTS + 2) * TURNS, LONGEST)
+    costs, plain = _time(probes, seconds_of, lambda _: rounds, TURNS)
+    predict = _plane([(c.shape, costs[c]) for c in probes])
+    others = sorted((c for c in all_trees if c not in costs), key=lambda c: -c.tau / predict(c.shape))
+    more, _ = _time(others[:FINALISTS], seconds_of, lambda _: rounds, TURNS)
+    return costs | more, max(plain) > BUSY * min(plain)
 
 
 def _fitting(seconds: float, one: float, most: int) -> int:

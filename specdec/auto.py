@@ -168,12 +168,12 @@ def _first_costs(all_trees: Sequence[Candidate], seconds_of: Timer, once: float)
     """Costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
 
     once: seconds of a plain round, about."""
-    largest = [
+    best_of_size = [
         max((c for c in all_trees if c.tree.num_draft_tokens == size), key=lambda c: c.tau, default=None)
         for size in SIZES
     ]
     chains = [c for c in all_trees if c.tree.topk == 1 and c.tree.num_draft_tokens in (3, 5)]
-    probes = list(dict.fromkeys(c for c in (*largest, *chains) if c is not None))
+    probes = list(dict.fromkeys(c for c in (*best_of_size, *chains) if c is not None))
     rounds = _fitting(SECONDS, once * 2 * (len(probes) + FINALISTS + 2) * TURNS, LONGEST)
     costs, plain = _time(probes, seconds_of, lambda _: rounds, TURNS)
     predict = _plane([(c.shape, costs[c]) for c in probes])

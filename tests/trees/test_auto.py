@@ -26,6 +26,12 @@ PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 HAND = AlongTexts(0.0, 3, 3, ("001 01 - 20 -",))
 
 
+@pytest.fixture(autouse=True)
+def timed_in_short(monkeypatch):
+    monkeypatch.setattr(auto, "SECONDS", 0.1)
+    monkeypatch.setattr(auto, "LAST_SECONDS", 0.1)
+
+
 def test_tables_by_hand():
     first, second, third = HAND.table()
     assert first == [2 / 5, 0, 1 / 5]  # of five places two of rank 0, one of rank 2

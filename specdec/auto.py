@@ -1,7 +1,7 @@
 """The tree that is fastest here, or none: from the drafter's measured acceptance and from what rounds cost.
 
 `acceptance.json` beside a drafter says what every static tree would have had accepted (`specdec.acceptance`). What its
-rounds cost is measured once for a machine, a pair and a number of rows, in a second or two, and kept in the user's
+rounds cost is measured once for a machine, a pair and a number of rows, in some seconds, and kept in the user's
 cache folder. First a few trees of different sizes and plain decoding are timed. A plane through their times predicts
 all others:
 
@@ -54,7 +54,7 @@ CONTEXT = 64  # tokens before the rounds that are timed
 class Candidate:
     """A tree, its tau by the drafter's measured acceptance (`AlongTexts.tau`, of the batch), and its shape."""
 
-    tree: TreeSpec | None
+    tree: TreeSpec | None  # None: plain decoding
     tau: float
     width: int  # nodes that are expanded on a level at most
 

@@ -82,15 +82,17 @@ def products(target: Target, repeats: int) -> dict[str, dict[int, float]]:
     return {name: {rows: found[name, rows] for rows in ROWS} for name in makers}
 
 
-def launched(target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int) -> dict:
-    """Milliseconds by part of plain rounds and of chains, by their levels, and of the target's forward in them."""
+def launched(
+    target: Target, drafter: Drafter, steps: int, text: list[int], repeats: int
+) -> tuple[dict[int, dict[str, float]], dict[int, float]]:
+    """Milliseconds by part of plain rounds and of chains, by their levels; and of the target's forward in them."""
     trees = [TreeSpec(1, depth) for depth in range(1, steps + 1)]
     engines = {None: Engine(target, **TIMED)} | {t: Engine(target, drafter, t.build(), **TIMED) for t in trees}
     runs = [(tree, len(text), 1) for tree in engines]
     with forwards_of(target) as forwards:
         costs = time_in_turn(engines, runs, text, Sampling(), repeats)
     found = {cost.tree.steps if cost.tree else 0: {p: 1e3 * s for p, s in cost.seconds.items()} for cost in costs}
-    return {"parts": found, "forward": {depth: 1e3 * statistics.median(forwards[depth + 1]) for depth in found}}
+    return found, {depth: 1e3 * statistics.median(forwards[depth + 1]) for depth in found}
 
 
 @contextmanager
@@ -175,8 +177,7 @@ def main() -> None:
     text = torch.randint(target.vocab, (args.context,), generator=torch.Generator().manual_seed(0)).tolist()
     report = provenance(target.device) | {"settings": {name: str(value) for name, value in vars(args).items()}}
     report["products_ms"] = products(target, 5 * args.repeats)
-    rounds = launched(target, drafter, args.steps, text, args.repeats)
-    report["launched_ms"], report["forward_ms"] = rounds["parts"], rounds["forward"]
+    report["launched_ms"], report["forward_ms"] = launched(target, drafter, args.steps, text, args.repeats)
     report["compiled_ms"] = compiled(target, drafter, args.steps, text, args.repeats) if args.compile else None
     write_json(args.out, report)
     print_report(report)

@@ -6,7 +6,7 @@
 
 The target answers the prompts plainly, and the drafter drafts along these answers. --keep writes acceptance.json into
 the drafter's folder, for the temperatures 0 and 1. --out writes the static tree of --num-draft-tokens nodes that
-accepts the most. Test the tree on other prompts.
+accepts the most. Give prompts that the drafter was not trained on, and test the tree on others.
 """
 
 import argparse

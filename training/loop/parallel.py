@@ -10,7 +10,7 @@ things stay ours or torch's own:
 - `training.loop.weights` makes full tensors of shards. accelerate does it for a model's weights only, and moments and
   averages need it too.
 
-A process alone does not load accelerate.
+A process alone loads neither accelerate nor torch's FSDP, which take a second or more.
 """
 
 import os
@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,6 +75,9 @@ class Together(Processes):
 
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
         if fsdp:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
             return fully_shard(module, mesh=init_device_mesh(torch.device(self.device).type, (self.world,)))
         # Buffers are the target's, the same everywhere: sending them along would cost more than the gradients.
         buffers = [name for name, _ in module.named_buffers()]
@@ -84,6 +85,8 @@ class Together(Processes):
         return self.accelerator.prepare_model(module)
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
+        from torch.distributed.fsdp import FSDPModule
+
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last)
             return nullcontext()

@@ -1,14 +1,21 @@
 """Weights in several forms: full tensors of shards and shards of full tensors, and a second drafter that holds them."""
 
 import copy
+import sys
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def is_shard(value) -> bool:
+    """Whether a process holds a part of this tensor (DTensor). Who shards has loaded torch's module for it, which takes
+    long: a process alone does without."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
 
 
 def full(value):
     """The value with full tensors in place of shards, through dicts and lists; every process must call it."""
-    if isinstance(value, DTensor):
+    if is_shard(value):
         return value.full_tensor()
     if isinstance(value, dict):
         return {key: full(item) for key, item in value.items()}
@@ -36,6 +43,8 @@ def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> Non
 
 def sharded_as(value: Tensor, like: Tensor) -> Tensor:
     """A full tensor, cut into shards as `like` is, if that is cut."""
-    if not isinstance(like, DTensor):
+    if not is_shard(like):
         return value
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)

@@ -41,7 +41,7 @@ def demo():
 def plain(demo, tmp_path_factory):
     """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
     folder = tmp_path_factory.mktemp("plain") / "eagle3"
-    save_drafter(learn(demo.target, demo.answers, rounds=100), folder, demo.target)
+    save_drafter(learn(demo.target, demo.answers, rounds=70), folder, demo.target)
     report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
     return SimpleNamespace(**vars(demo) | {"folder": folder, "report": report, "tau": report.declared.tau})
 

@@ -70,5 +70,8 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | N
             flags.append(flag)
         elif value is not None and value is not False:  # 0 is a value, though it is equal to False
             flags.append(f"{flag}={value}")
-    known = vars(parser.parse_args(flags))
+    try:
+        known = vars(parser.parse_args(flags))
+    except ValueError as error:  # of a flag that nobody typed
+        raise ValueError(f"{given.settings}: {error}") from None
     return parser.parse_args(argv, argparse.Namespace(**known))

@@ -93,6 +93,8 @@ def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expecte
         ("top_p: true\n", "top_p takes a number, and not True"),
         ("no_draft: 1\n", "no_draft takes true or false, and not 1"),
         ("draft: [a, b]\n", "draft takes a text, and not ['a', 'b']"),
+        ("topk: 10000\n", "s.yaml: --topk must be at most 1024, got 10000"),
+        ("dtype: ''\n", "s.yaml: --dtype is empty"),
         ("- topk\n", "holds no settings"),
         ("topk: [\n", "is not a YAML file"),
     ],

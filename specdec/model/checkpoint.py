@@ -120,7 +120,7 @@ def _indexed_files(index: Path) -> list[Path]:
         raise ValueError(f"{index} is no index: weight_map must map names of tensors to names of files")
     names = sorted(set(named.values()))
     for name in names:
-        if Path(name).name != name:
+        if not name or Path(name).name != name:
             raise ValueError(f"{index}: weight_map must name files beside it, got {shown(name)}")
         if not (index.parent / name).is_file():
             raise ValueError(f"{index.parent} lacks the shard {name} that its index names")

@@ -11,14 +11,14 @@ import json
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from math import comb
 from pathlib import Path
 
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import parse_json, read_text
-from specdec.schema import check, ranged
+from specdec.schema import check, ranged, shown
 
 FILE = "acceptance.json"
 FORMAT = "specdec acceptance 1"
@@ -133,11 +133,24 @@ def read_acceptance(folder: Path) -> Acceptance | None:
         return None
     try:
         content = parse_json(read_text(file, "JSON"), FILE)
-        if content["format"] != FORMAT or not content["measured"] or not isinstance(content["about"], str):
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        rows = [AlongTexts(**row | {"texts": tuple(row["texts"])}) for row in content["measured"]]
-        return Acceptance(tuple(sorted(rows, key=lambda row: row.temperature)), content["about"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        about, measured = content.get("about"), content.get("measured")
+        if not isinstance(about, str):
+            raise ValueError(f"about must be a text, got {shown(about)}")
+        if not isinstance(measured, list) or not measured:
+            raise ValueError(f"measured must be a list with entries, got {shown(measured)}")
+        return Acceptance(tuple(sorted(map(_entry, measured), key=lambda row: row.temperature)), about)
+    except ValueError as error:
         raise ValueError(
             f"{file} holds no measured acceptance ({error}): remove it, or write it anew with specdec tree"
         ) from None
+
+
+def _entry(entry: object) -> AlongTexts:
+    """What an entry of `measured` says."""
+    names = [setting.name for setting in fields(AlongTexts)]
+    if not isinstance(entry, dict) or set(entry) != set(names):
+        raise ValueError(f"an entry of measured has {', '.join(names)}, and not {shown(entry)}")
+    check(AlongTexts, entry, "")  # before the texts become a tuple, which one text would become too
+    return AlongTexts(**entry | {"texts": tuple(entry["texts"])})

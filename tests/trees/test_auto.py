@@ -94,25 +94,6 @@ def test_the_file_is_read_as_it_was_written(tmp_path):
     assert read_acceptance(tmp_path) == measured
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"format": "specdec acceptance 0"},
-        {"measured": []},
-        {"measured": [{"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["003"]}]},  # a rank that is none
-        {"measured": [{"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["0000"]}]},  # a level too many
-        {"measured": [{"temperature": -1, "topk": 3, "steps": 3, "texts": ["0"]}]},
-        {"measured": [{"topk": 3}]},
-        {"measured": 3},
-    ],
-)
-def test_a_damaged_file_is_one_sentence(tmp_path, change):
-    content = json.loads(Acceptance((HAND,)).as_text()) | change
-    (tmp_path / FILE).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"holds no measured acceptance \(.*write it anew with specdec tree"):
-        read_acceptance(tmp_path)
-
-
 # Choosing
 
 

@@ -52,6 +52,11 @@ class AlongTexts:
         """The ranks at every place of every answer, "" where the next token was not among the children."""
         return [[word.replace(NONE, "") for word in text.split()] for text in self.texts]
 
+    @property
+    def empty(self) -> bool:
+        """Every answer is one token at most, so nothing was drafted along them."""
+        return not any(self.places)
+
     def table(self) -> list[list[float]]:
         """accept[d-1][r]: how often the child of rank r at depth d is the answer's token, where those before were
         children too. Every place counts once."""
@@ -153,4 +158,7 @@ def _entry(entry: object) -> AlongTexts:
     if not isinstance(entry, dict) or set(entry) != set(names):
         raise ValueError(f"an entry of measured has {', '.join(names)}, and not {shown(entry)}")
     check(AlongTexts, entry, "")  # before the texts become a tuple, which one text would become too
-    return AlongTexts(**entry | {"texts": tuple(entry["texts"])})
+    along = AlongTexts(**entry | {"texts": tuple(entry["texts"])})
+    if along.empty:  # every tree would have a tau of 0
+        raise ValueError(f"the texts at temperature {along.temperature:g} hold no word")
+    return along

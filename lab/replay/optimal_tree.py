@@ -64,6 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
     how = {"max_new_tokens": args.max_new_tokens, "steps": args.steps, "topk": args.topk, "seed": args.seed}
     found = {t: along_answers(target, drafter, prompts, t, **how) for t in temperatures}
+    if any(measured.empty for measured in found.values()):
+        raise ValueError(
+            "nothing was measured: every answer is one token long, and the first token is not drafted; "
+            "raise --max-new-tokens, or give other prompts"
+        )
     accept, along = found[args.temperature].table(), found[args.temperature]
     paths = optimal_paths(accept, args.num_draft_tokens)
     try:

@@ -101,7 +101,7 @@ class Decoding:
         how = {"max_new_tokens": self.max_new_tokens}
         found = tuple(along_answers(self.target, drafter, self.prompts, temperature, **how) for temperature in KEPT)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
-        if write:
+        if write and not any(along.empty for along in found):  # by answers of one token nobody could choose a tree
             write_text(folder / FILE, Acceptance(found, about).as_text())
 
 

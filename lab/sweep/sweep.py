@@ -170,6 +170,11 @@ class Sweep:
                 f"no question of {self.benchmark.name} fits the target's context of {self.target.config.context} "
                 f"tokens with max_new_tokens {self.max_new_tokens}"
             )
+        if all(len(row.tokens) < 2 for row in rows):
+            raise ValueError(
+                f"every answer to {self.benchmark.name} is one token long, and the first token is not drafted: "
+                f"raise max_new_tokens ({self.max_new_tokens}), or take another benchmark"
+            )
         found = summary(rows, resamples=self.resamples)
         found |= {
             "turns_left_out": left_out,
@@ -207,6 +212,11 @@ class Sweep:
         chosen = [questions[i * len(questions) // count] for i in range(count)]
         results, _ = converse(Engine(self.target), chosen, max_new_tokens=self.max_new_tokens, **self._how())
         rows = [row for result in results for row in result.rows if len(row.tokens) > 1]
+        if not rows:
+            raise ValueError(
+                f"every answer that the best tree is measured along, of {count}, is one token long: raise "
+                "best_tree.questions or max_new_tokens, or set best_tree=null"
+            )
         steps = drafter.deepest(wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
         accept = measure_acceptance(

@@ -252,6 +252,13 @@ def test_a_full_disk_is_a_sentence_and_loses_nothing(whole, target, drafter_path
     assert (tmp_path / "full" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
 
 
+def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
+    found = make(target, tmp_path / "short", max_new_tokens=1)
+    points = [point for point in points_of(found, drafter_path) if point.kind == "best_tree"]
+    with pytest.raises(ValueError, match="every answer that the best tree is measured along, of 2, is one token long"):
+        found.run(points)
+
+
 # The command
 
 
@@ -315,6 +322,7 @@ def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch
         (["Q", "steps=[]"], r"steps must be a positive whole number or a list of such, got []"),
         (["Q", "shards=2", "shard=2"], "shard must lie between 0 and shards - 1, got shard 2 of 2"),
         (["Q", "max_new_tokens=0"], "max_new_tokens must be at least 1, got 0"),
+        (["Q", "max_new_tokens=1"], "every answer to own is one token long"),
         (["Q", "max_new_tokens=5000"], "no question of own fits the target's context"),
         (["Q", "thinking=true", "raw=true"], "thinking was set, but the prompts are raw"),
         (["Q", "out=QUESTIONS"], "cannot write to"),

@@ -56,6 +56,7 @@ def test_table_chart_and_result(prompts, tmp_path):
     [
         ([], "no prompts: give prompts=FILE"),
         (["prompts=nowhere.txt"], "nowhere.txt"),
+        (["prompts=PROMPTS", "max_new_tokens=1"], "max_new_tokens must be at least 2"),
         (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),
         (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, trees: x}"], "unknown field trees"),
         (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, tree: oak}"], "there is no tree 'oak'"),

@@ -18,6 +18,7 @@ from specdec.auto import BUSY, identity
 from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
+from specdec.engine.fits import over_block
 from specdec.engine.report import Reads
 from specdec.types import Sampling
 from trees.optimal import most_nodes, optimal_paths
@@ -44,6 +45,7 @@ def make_policy(
     name of an estimator. rows: the most that will be decoded at a time; temperature: of the acceptance to begin with.
 
     ValueError, one sentence, for other names."""
+    tree = over_block(drafter, tree)  # as the engine does: there are no levels behind a block
     curve = partial(kept_curve, target, drafter, tree, rows, recalibrate)
     return assembled(name, curve, sizes_of(tree), first_rates(drafter.acceptance, tree, temperature))
 

@@ -6,6 +6,7 @@ from helpers import DRAFTERS, MORE_BLOCKS, tiny_block, tiny_target
 from tape import NoHostSync, Tape
 from test_graphs import SHORT, assert_same, launching, outcome
 
+from specdec.calibrate import make_policy
 from specdec.engine.engine import Engine
 from specdec.types import Sampling
 from trees import BlockTree, Chain, DynamicTree
@@ -82,3 +83,16 @@ def test_a_cut_needs_a_confidence_head():
     drafter.cut = 0.5
     with pytest.raises(ValueError, match="no confidence head"):
         Engine(target, drafter, Chain(2)).generate([[1]], max_new_tokens=3)
+
+
+def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monkeypatch):
+    """A block tree may be deeper than the drafter's block: the engine bounds it, and the policy must know."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, prompts = tiny_target(), [[3, 5, 7], [1]]
+    drafter, tree = DRAFTERS["dflash"](target), BlockTree(3, 16, 12)
+    expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
+    for name in ("fixed", "ema", "survival", f"table:1={drafter.block}"):
+        engine = Engine(target, drafter, tree, adaptive=make_policy(name, target, drafter, tree, rows=2))
+        assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
+    with pytest.raises(ValueError, match=f"the tree has {drafter.block}"):
+        make_policy("table:1=16", target, drafter, tree)

@@ -17,6 +17,8 @@ from specdec.engine.held import Held
 from specdec.engine.sequence import Sequence
 from specdec.types import DraftTree, Survivors, Verdict
 
+NEVER = -30.0  # what policies are told in the place of the log-probability of nothing, by which none can reckon
+
 
 @dataclass
 class Played:
@@ -90,6 +92,7 @@ class Guide:
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
         parents, drawn = tree.parents, tree.q is not None
         edges = tree.q.amax(-1).gather(1, parents).log() if drawn else tree.logq - tree.logq.gather(1, parents)
+        edges = edges.nan_to_num(nan=NEVER, neginf=NEVER)  # below a node of probability 0 there is no difference
         sure = None
         if tree.topk is None and self.drafter.confident and tree.tokens.shape[1] == tree.steps + 1:
             sure = self.drafter.confidences(state, tree.tokens[:, 1:]).float().cpu().numpy()

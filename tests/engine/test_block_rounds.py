@@ -1,13 +1,16 @@
 """Rounds with block drafters: recorded ones, the tree over a block, proposals that are cut."""
 
+import numpy as np
 import pytest
 import torch
 from helpers import DRAFTERS, MORE_BLOCKS, tiny_block, tiny_target
+from policies import Restless
 from tape import NoHostSync, Tape
 from test_graphs import SHORT, assert_same, launching, outcome
 
 from specdec.calibrate import make_policy
 from specdec.engine.engine import Engine
+from specdec.engine.guide import NEVER
 from specdec.types import Sampling
 from trees import BlockTree, Chain, DynamicTree
 
@@ -96,3 +99,20 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
         assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
     with pytest.raises(ValueError, match=f"the tree has {drafter.block}"):
         make_policy("table:1=16", target, drafter, tree)
+
+
+def test_a_policy_is_told_numbers_of_nodes_without_any_probability():
+    """A selector proposes few tokens. Where a tree has more children, the others have probability 0, and so have those
+    below them."""
+    target, told = tiny_target(), []
+    drafter = tiny_block(target, conditional="selector", head={"candidates": 2})
+
+    class Watch(Restless):
+        def keep(self, draft):
+            told.append(draft.edges)
+
+    for sampling in (Sampling(), SAMPLED):
+        engine = Engine(target, drafter, DynamicTree(4, 3, 20), adaptive=Watch(3))
+        engine.generate([[3, 5, 7], [1]], max_new_tokens=20, sampling=sampling)
+    assert any((edges < NEVER + 1).any() for edges in told)
+    assert all(np.isfinite(edges).all() for edges in told)

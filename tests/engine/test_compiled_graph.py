@@ -77,10 +77,12 @@ def test_plain_decoding_with_penalties(rows):
     assert_same(outcome(interpreting(target), **how), outcome(launching(target), **how))
 
 
-def test_one_graph_serves_all_lengths():
-    """Of a target whose layers are of two kinds, one of which sees four positions only."""
+@pytest.mark.parametrize("window", [4, 200])
+def test_one_graph_serves_all_lengths(window):
+    """Of a target whose layers are of two kinds, one of which sees few positions only, or more than half of those that
+    there is room for: then a round of half of them has no mask."""
     plain = tiny_target()
-    target = Target(replace(plain.config, sliding=(True, False, True), window=4)).eval()
+    target = Target(replace(plain.config, sliding=(True, False, True), window=window)).eval()
     target.load_state_dict(plain.state_dict())
     parts_ = target, tiny_drafter(target), POLICIES["dynamic"]
     compiled = interpreting(*parts_)

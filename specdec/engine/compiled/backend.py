@@ -32,7 +32,8 @@ class CompiledRounds:
         pass
 
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        return compiled_run(run, kept, [bound, max(bound // 2, 1)], self.compile)
+        # Half of it tells the most. But of a window between the two only the longer one has a mask.
+        return compiled_run(run, kept, [bound, max(bound // 2, 1), max(bound - 1, 1)], self.compile)
 
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
@@ -56,7 +57,8 @@ def compiled_run(
     bounds: list[int],
     compile: Callable[[RoundGraph], build.Compiled],
 ) -> Callable[[int], Any]:
-    """What `run` does, compiled, for all bounds up to the first of two, or for the only one. kept: as for a capture."""
+    """What `run` does, compiled, for all bounds up to the first, or for the only one. With the next ones it is tried,
+    one after the other, whether what it does depends on the bound as a graph can tell. kept: as for a capture."""
     before = [x.clone() for x in kept]
 
     def undone(bound: int) -> Record:
@@ -67,9 +69,18 @@ def compiled_run(
                 x.copy_(old)
 
     undone(bounds[0])  # what is made once and kept is made now
-    one, *other = [undone(bound) for bound in bounds]
-    graph = make_graph(one, *other)
+    one, *others = bounds
+    graph = graph_of(undone(one), map(undone, others))
     return replay_of(graph, compile(graph))
+
+
+def graph_of(one: Record, others: abc.Iterable[Record]) -> RoundGraph:
+    """The graph of a record and the first of the others that has the same operators."""
+    other = None
+    for other in others:
+        if other.operators() == one.operators():
+            break
+    return make_graph(one, other)
 
 
 def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:

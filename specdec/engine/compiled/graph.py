@@ -38,7 +38,7 @@ def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
 
     Raises ValueError for a round whose operators depend on the bound otherwise than by numbers on a line."""
     other = other or one
-    if [call.op for call in one.calls] != [call.op for call in other.calls]:
+    if one.operators() != other.operators():
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
     for call in one.calls:
         if call.kwargs.get("generator") is not None:  # what rounds draw they draw by `sampling.noise`

@@ -34,6 +34,9 @@ class Record:
     calls: list[Call] = field(default_factory=list)
     made: Any = None
 
+    def operators(self) -> list[torch._ops.OpOverload]:
+        return [call.op for call in self.calls]
+
 
 class _Recorder(TorchDispatchMode):
     def __init__(self, calls: list[Call]):

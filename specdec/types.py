@@ -68,6 +68,8 @@ class Survivors:
 # Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FILTERS = ("top_k", "top_p", "min_p")
+# Of temperatures above 0 the least: divided by less, logits overflow, and of those that are infinite none is largest.
+COLDEST = 1e-20
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
+        if 0 < self.temperature < COLDEST:  # the same law: at both it is the likeliest token, or one of equals
+            object.__setattr__(self, "temperature", COLDEST)
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.types import DraftTree, Sampling
+from specdec.types import DraftTree, Sampling, SamplingBatch
 from specdec.verify import sample_and_match
 from trees.ancestors import ancestors_of
 
@@ -115,3 +115,15 @@ def test_draws_follow_the_distribution_and_the_seeds():
 def test_nonsense_is_refused(fields):
     with pytest.raises(ValueError, match=r"temperature|top_|min_p"):
         Sampling(**({"temperature": 1.0} | fields))
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_the_least_temperatures_are_greedy(temperature, filters):
+    """Divided by them, logits are larger than any number."""
+    logits = torch.randn(8, 1, 50, generator=torch.Generator().manual_seed(0)) * 3
+    noise = Noise([(1, row) for row in range(8)], hashes_of(torch.arange(50))).behind(torch.zeros(8).long())
+    cold, warm = Sampling(temperature, **filters), Sampling(0.5)
+    for sampling in (cold, SamplingBatch([cold] * 4 + [warm] * 4, logits.device)):
+        assert torch.equal(sample(logits, sampling, noise)[:4], logits[:4].argmax(-1))
+        assert filtered_probs(logits, sampling)[:4].amax(-1).eq(1).all()

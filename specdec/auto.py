@@ -118,21 +118,25 @@ def choose_tree(
         return kept
     launched = _timer(target, drafter, batch, temperature)
     compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
-    choice = choose(candidates(acceptance, drafter, temperature, batch), launched, compiled)
+    chains = target.chains_only or drafter.chains_only
+    choice = choose(candidates(acceptance, drafter, temperature, batch, chains), launched, compiled)
     if choice.busy:
         return choice
     measured.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
     return choice
 
 
-def candidates(acceptance: Acceptance, drafter: Drafter, temperature: float, batch: int = 1) -> list[Candidate]:
-    """Of every depth and size the static tree that accepts the most, chains among them."""
+def candidates(
+    acceptance: Acceptance, drafter: Drafter, temperature: float, batch: int = 1, chains: bool = False
+) -> list[Candidate]:
+    """Of every depth and size the static tree that accepts the most, chains among them. chains: these only."""
     along = acceptance.nearest(temperature)
     table = along.table()[: drafter.deepest(along.steps)]
     found: dict[TreeSpec, Candidate] = {}
     for steps in range(1, len(table) + 1):
         most = most_nodes(along.topk, steps)
-        shapes = [optimal_paths(table[:steps], nodes) for nodes in NODES if nodes <= most]
+        sizes = [] if chains else [nodes for nodes in NODES if nodes <= most]
+        shapes = [optimal_paths(table[:steps], nodes) for nodes in sizes]
         shapes.append([(0,) * depth for depth in range(1, steps + 1)])
         for paths in shapes:
             tree = TreeSpec.static(paths)

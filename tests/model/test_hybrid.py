@@ -9,6 +9,8 @@ from hybrids import HYBRIDS, hybrid_target
 
 from drafters import mtp, ngram
 from drafters.draft_model import DraftModel
+from specdec import auto
+from specdec.acceptance import Acceptance, AlongTexts
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.engine.round import Round
@@ -124,3 +126,16 @@ def test_memory_counts_the_states(target):
 def test_a_module_that_forgets_its_state_is_run_one_by_one(tmp_path):
     save_hf(tmp_path, "mamba", **HYBRIDS["mamba"])
     assert load_target(tmp_path, tokenizer=False).state_budget == float("inf")
+
+
+@pytest.mark.parametrize("recurrent", ["target", "draft model"])
+def test_what_is_chosen_by_acceptance_is_a_chain(target, recurrent, tmp_path, monkeypatch):
+    """Acceptance is measured for several children of a node on any pair."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(auto, "SECONDS", 0.1)
+    monkeypatch.setattr(auto, "LAST_SECONDS", 0.1)
+    attending = tiny_target(vocab=VOCAB)
+    pair = (target, DraftModel(attending)) if recurrent == "target" else (attending, DraftModel(target))
+    pair[1].acceptance = Acceptance((AlongTexts(0.0, 4, 3, ("012 3 01 - 0 000 -",) * 2),))
+    choice = auto.choose_tree(*pair)
+    assert choice.tree is None or choice.tree.topk == 1

@@ -42,6 +42,12 @@ def read_encoded(target: Target, file: Path, limit: int | None, raw: bool = Fals
     return [encode_prompt(target, prompt, raw) for prompt in read_prompts(file)[:limit]]
 
 
+def short_name(path: str | Path) -> str:
+    """What a drafter is called: as the end of its path. The folder `draft` of a run is called as the run."""
+    path = Path(str(path).rstrip("/"))
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name
+
+
 def check_counts(args: argparse.Namespace, *names: str) -> None:
     """Raise ValueError unless each of these flags is at least 1, or was not given."""
     for name in names:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from lab.models import short_name
 from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
 from lab.sweep.compare_report import chart, scores_html, scores_table
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
@@ -131,8 +132,8 @@ def compare(
 
 
 def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
-    """Entries by name. Those of a list are called as they say, or by the end of their path; if two would be called the
-    same, by their whole path."""
+    """Entries by name. Those of a list are called as they say, or by the end of their path (`short_name`); if two would
+    be called the same, by their whole path."""
     if isinstance(drafts, Mapping) and "draft" not in drafts:
         found = dict(drafts)
     else:
@@ -152,7 +153,7 @@ def _name(entry: object, whole: bool) -> str:
     if isinstance(entry, Mapping):
         return str(entry.get("name") or _name(entry.get("draft"), whole))
     if isinstance(entry, str | Path):
-        return str(entry) if whole else Path(str(entry).rstrip("/")).name
+        return str(entry) if whole else short_name(entry)
     return type(entry).__name__
 
 

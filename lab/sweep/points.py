@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lab.models import short_name
 from specdec.acceptance import FILE
 from specdec.api import load_drafter
 from specdec.contracts import Drafter
@@ -35,14 +36,16 @@ class Draft:
     feedback: str | None = None
 
     @classmethod
-    def read(cls, setting: str | dict) -> "Draft":
+    def read(cls, setting: str | dict, whole: bool = False) -> "Draft":
+        """whole: where the setting gives no name, the whole path is it, and not its end (`short_name`)."""
         given = {"draft": setting} if isinstance(setting, str) else dict(setting)
         unknown = set(given) - {"draft", "token_map", "feedback", "name"}
         if unknown or not isinstance(given.get("draft"), str):
             wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
             raise ValueError(f"an entry of draft {wrong}; known are draft, token_map, feedback, name")
         path, token_map = bundled(given["draft"]), given.get("token_map")
-        name = given.get("name") or "".join([Path(path).name, " FR-Spec" if token_map else ""])
+        short = given["draft"] if whole else short_name(path)
+        name = given.get("name") or "".join([short, " FR-Spec" if token_map else ""])
         return cls(name, path, token_map and bundled(token_map), given.get("feedback"))
 
     def identity(self) -> dict:

@@ -38,11 +38,21 @@ def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world
     return points[shard * world + rank :: shards * world]
 
 
+def drafts_of(entries: list[str | dict]) -> list[Draft]:
+    """Drafters that the settings name, each under a name of its own: its whole path where two would be called the same.
+    Raises ValueError where two still are."""
+    short = [Draft.read(entry).name for entry in entries]
+    drafts = [Draft.read(e, whole=short.count(name) > 1) for e, name in zip(entries, short, strict=True)]
+    names = [draft.name for draft in drafts]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
+    return drafts
+
+
 def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     """All points that the settings ask for. Raises ValueError for settings that name none."""
-    drafts = [Draft.read(entry) for entry in as_list(settings["draft"])]
-    if len({draft.name for draft in drafts}) < len(drafts):
-        raise ValueError("two entries of draft have the same name: give one a name, as {draft: ..., name: ...}")
+    drafts = drafts_of(as_list(settings["draft"]))
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}

@@ -115,7 +115,8 @@ def test_the_interface_can_be_looked_through():
 
 
 def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
-    assert list(named(["a/draft", "b/draft", "ngram:suffix"])) == ["a/draft", "b/draft", "ngram:suffix"]
+    assert list(named(["a/draft", "b/draft", "ngram:suffix"])) == ["a", "b", "ngram:suffix"]
+    assert list(named(["a/x", "b/x/", "draft"])) == ["a/x", "b/x/", "draft"]
     assert list(named(["demo/mtp", {"draft": "demo/mtp", "name": "mine"}])) == ["mtp", "mine"]
     for wrong, message in ((["ngram", "ngram"], "two drafters are called ngram"), ([], "no drafter was given")):
         with pytest.raises(ValueError, match=message):

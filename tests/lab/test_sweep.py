@@ -14,6 +14,7 @@ from lab.sweep.benchmarks import Benchmark, Question
 from lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from lab.sweep.sweep import Sweep
+from lab.sweep.sweep_command import drafts_of
 from lab.trace.metrics import METRICS
 from specdec.engine.trace_files import read_trace
 from specdec.model.loader import load_target
@@ -85,6 +86,12 @@ def test_a_grid_holds_a_chain_once():
         TreeSpec(4, 5, 8),
         TreeSpec(4, 5, 16),
     ]
+
+
+def test_drafts_have_names_of_their_own():
+    assert [draft.name for draft in drafts_of(["a/draft", "b/draft", "ngram"])] == ["a", "b", "ngram"]
+    assert [draft.name for draft in drafts_of(["a/x", "b/x", "demo/mtp"])] == ["a/x", "b/x", "mtp"]
+    assert [draft.name for draft in drafts_of(["x", {"draft": "x", "name": "mine"}])] == ["x", "mine"]
 
 
 def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeypatch):
@@ -316,7 +323,7 @@ def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch
         (["nonsense=1"], "nonsense"),
         (["Q", "draft=nowhere/at/all"], "no such checkpoint folder: nowhere/at/all"),
         (["Q", "draft={drafts: x}"], "an entry of draft has the unknown field drafts"),
-        (["Q", "draft=[ngram,ngram]"], "two entries of draft have the same name"),
+        (["Q", "draft=[ngram,ngram]"], "two drafters are called ngram"),
         (["Q", "draft={draft: ngram, token_map: nowhere.json}"], "cannot read nowhere.json"),
         (["Q", "topk=[1,0]"], "topk must be at least 1, got 0"),
         (["Q", "steps=[]"], r"steps must be a positive whole number or a list of such, got []"),

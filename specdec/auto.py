@@ -18,6 +18,7 @@ timed last are the `COMPILED` fastest of different depths then. They are compile
 
 import hashlib
 import json
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -85,7 +86,8 @@ class Choice:
     def _what(self) -> str:
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
-            return f"tree: none, as {plain} are the best here; {self.best} would reach {self.best_speedup:.2f} of it"
+            other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
+            return f"tree: none, as {plain} are the best here; {other}"
         tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
         return f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
 

@@ -227,7 +227,8 @@ class TreeSettings:
         default=None,
         metadata={
             "metavar": "TREE",
-            "help": f"instead: auto (default), the fastest; {', '.join(registry.names('tree'))}; a file with `paths`",
+            "help": f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; "
+            "a file with `paths`",
         },
     )
 

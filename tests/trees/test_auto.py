@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from dataclasses import replace
 
 import auto_check
 import pytest
@@ -145,6 +146,8 @@ def test_none_where_none_pays():
     assert choice.tree is None
     assert choice.best_speedup < auto.MARGIN
     assert "none" in str(choice)
+    assert f"; --tree {choice.best} would reach" in str(choice)  # the flag with which it drafts all the same
+    assert "; --tree 'paths 1 2 5' would reach" in str(replace(choice, best="paths 1 2 5"))
 
 
 def test_a_little_is_not_enough():

@@ -81,9 +81,10 @@ def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:
 
 def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
     tau, rate = r["metrics"]["tau"], timing["tokens_per_second"]
-    rates = [e["value"] for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
     spent = timing["milliseconds_a_round"]
     plainly = r["names"]["draft"] == "none"
+    drafted = 1 - (r["metrics"]["undrafted_share"]["value"] or 0)  # of all rounds, as tau is; vLLM's are of these alone
+    rates = [drafted * e["value"] for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
     return [
         "plain decoding" if plainly else r["names"]["draft"],
         "" if plainly else tree_name(r),

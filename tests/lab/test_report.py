@@ -15,7 +15,7 @@ from drafters.vocab import DraftVocab
 from lab.sweep import figures
 from lab.sweep.benchmarks import Benchmark, Question
 from lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
-from lab.sweep.point_table import print_tables
+from lab.sweep.point_table import print_tables, table_of
 from lab.sweep.points import Draft
 from lab.sweep.report import REPORT, write_report
 from lab.sweep.store import collect, write_results
@@ -269,6 +269,17 @@ def test_the_page_warns_of_different_answers(out, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "Points with answers that differ from plain decoding's: 1." in told
     assert "Lossy: SampleAndMatch()" in told
+
+
+def test_acceptance_in_the_table_is_of_all_rounds(out):
+    """So that it goes with tau, as it does in `specdec generate` and `compare`: n-grams do not draft in each round."""
+    results, timings, _ = collect(out)
+    results = json.loads(json.dumps(results))
+    (found,) = [r for r in results if r["names"]["draft"] == "ngram" and r.get("kind") == "decode"][:1]
+    found["metrics"]["undrafted_share"]["value"] = 0.75
+    found["by_depth"]["vllm_per_position_rates"] = [{"value": 1.0}, {"value": 0.4}, {"value": None}]
+    (row,) = table_of([found], timings)
+    assert row["cells"][4] == "25 10 %"
 
 
 def test_nothing_to_report(out, tmp_path):

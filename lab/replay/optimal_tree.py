@@ -84,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.num_draft_tokens} nodes, {max(map(len, paths))} levels; expected tau "
             f"{expected_tau(paths, accept):.3f}, {along.tau(paths):.3f} along these answers"
         )
-        print(f"wrote {args.out}: specdec generate --tree {args.out}")
+        pair = [f"--{name} {value} " for name in ("target", "draft") if (value := getattr(args, name)) is not None]
+        print(f"wrote {args.out}: specdec generate {''.join(pair)}--tree {args.out}")
     if args.keep:
         print(f"wrote {Path(args.draft) / FILE}")
 

@@ -55,8 +55,13 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         given, rest = self.parse_known_args(args, namespace)
         if rest:
-            raise ValueError(self._nobodys(rest[0]))
+            raise ValueError(self._asked(given)._nobodys(rest[0]))
         return given
+
+    def _asked(self, given: argparse.Namespace) -> "Parser":
+        """The parser of the sub-command that was given, whose flags are meant; this one where there are none."""
+        groups = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return next((group.choices[getattr(given, group.dest)] for group in groups), self)
 
     def _nobodys(self, word: str) -> str:
         """What is said of a word that belongs to no flag."""

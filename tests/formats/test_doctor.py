@@ -330,6 +330,12 @@ def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
     assert err.count("\n") == 1
 
 
+def test_a_flag_that_is_none_is_looked_for_among_those_of_the_sub_command(run):
+    pair = ["--target", "x", "--draft", "y"]
+    for flag, told in (("--qqq", "specdec doctor check --help lists all"), ("--stepz", "there is --steps and --help")):
+        assert run("check", *pair, flag, 3) == (2, "", f"error: there is no flag {flag}; {told}\n")
+
+
 def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, tmp_path):
     prompts = tmp_path.parent / "prompts.txt"
     prompts.write_text(PROMPTS[0] + "\n")

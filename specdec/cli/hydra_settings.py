@@ -40,7 +40,8 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
 
 
 def nearest_to(message: str, config: str) -> str:
-    """'There is ...' with the names nearest to the one that Hydra quotes in its message; empty if none is near."""
+    """'There is ...' with the names nearest to the one that Hydra quotes in its message, or where all are
+    listed if none is near; empty if it quotes none."""
     quoted = re.search(r"Could not (?:override|find) '([^']+)'", message)
     if quoted is None:
         return ""
@@ -52,7 +53,7 @@ def nearest_to(message: str, config: str) -> str:
         close = difflib.get_close_matches(name.rpartition(".")[2], last, 2)
         near = [known_name for known_name in known if known_name.rpartition(".")[2] in close][:4]
     near = near or (known if slash else [])
-    return f"There is {', '.join(near)}" if near else ""
+    return f"There is {', '.join(near)}" if near else f"specdec {config} --help lists all"
 
 
 def _known_names(config: str) -> Iterator[str]:

@@ -222,6 +222,7 @@ def test_regenerate_answers_every_prompt(target_path, data, tmp_path):
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["drafter.init=zeros"], "init must be"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
+        (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
         (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["objective.mean=none"], "mean must be 'masked' or 'all'"),

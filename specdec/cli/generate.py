@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 def decode(args: argparse.Namespace, prompts: list[str]) -> None:
     """Load what the flags name, and answer the prompts, or chat. However it ends, the trace is of what was done by
     then."""
-    session = Session(args)
+    session = Session(args, prompts)
     if session.choice is not None:
         print(session.choice, file=sys.stderr)
     try:

@@ -1,6 +1,7 @@
 """Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from specdec import kernels, ranks
@@ -15,8 +16,10 @@ from specdec.cli.signals import SharedSignals, StopSignals
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
+from specdec.engine.sequence import check_prompt
 from specdec.engine.trace_files import check_trace_folder, write_trace
-from specdec.text import check_stops, clean
+from specdec.model.target import Target
+from specdec.text import check_stops, clean, encode_prompt
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 from trees.spec import TreeSettings
 
@@ -37,11 +40,13 @@ class EndOnSignal(Observer):
 
 
 class Session:
-    """What the flags ask for, loaded: settings are checked first, because models take a while.
+    """What the flags ask for, loaded: settings are checked first, because models take a while, and prompts before
+    anything is measured or answered.
 
     `engine` decodes as asked, `plain` without a drafter; both are the same target."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, prompts: Sequence[str] = ()):
+        """prompts: what is going to be decoded, as far as it is known."""
         self.args = args
         if args.trace is not None:
             check_trace_folder(args.trace)
@@ -55,6 +60,7 @@ class Session:
         self.verifier = read_flags(VerifierSettings, args).make()
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
+        _check_prompts(self.target, prompts, args.raw)
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
             kernels.use("torch")  # Inductor makes its own of torch's operators
@@ -140,6 +146,16 @@ class Session:
             raw=args.raw,
             observer=self.observer(screen, engine),
         )
+
+
+def _check_prompts(target: Target, prompts: Sequence[str], raw: bool) -> None:
+    """Raise ValueError for the first prompt that the target does not take, with its number if there are several."""
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            check_prompt(encode_prompt(target, prompt, raw), target.config.vocab, target.config.context)
+        except ValueError as error:
+            where = f" (prompt {number} of {len(prompts)})" if len(prompts) > 1 else ""
+            raise ValueError(f"{error}{where}") from None
 
 
 def _obstacle(session: Session) -> str | None:

@@ -128,7 +128,7 @@ def make_sequence(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if steps is not None and steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
-    _check_prompt(prompt, vocab, context)
+    check_prompt(prompt, vocab, context)
     room = context - len(prompt)
     return Sequence(
         prompt,
@@ -167,7 +167,8 @@ def make_sequences(
     ]
 
 
-def _check_prompt(prompt: list[int], vocab: int, context: int) -> None:
+def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
+    """Raise ValueError for a prompt that a target of `vocab` tokens whose context holds `context` does not take."""
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab:

@@ -382,6 +382,13 @@ def test_mistakes_are_one_sentence(run, args, message):
     assert err.count("\n") == 1
 
 
+def test_prompts_are_checked_before_the_first_is_answered(run, tmp_path):
+    (tmp_path / "p.txt").write_text(f"fox\n{'fox ' * 400}\n")
+    code, out, err = run("--prompt-file", str(tmp_path / "p.txt"))
+    assert (code, out) == (2, "")
+    assert "the target's context holds 128, new ones included (prompt 2 of 2)" in err
+
+
 def damaged(source, folder, change):
     shutil.copytree(source, folder)
     change(folder)

@@ -65,15 +65,14 @@ def summarise(session: Session, decoded: Decoded) -> dict:
     return summary
 
 
-def _drafter(conventions: dict[str, str]) -> str:
+def _drafter(conventions: dict[str, str], layers: int) -> str:
     """How a drafter's checkpoint was read, in words. Taps are indices of transformers' hidden_states: 0 is the
-    embedding, and i what layer i gives."""
+    embedding, and i what layer i of the target's `layers` gives."""
     taps, said = conventions.get("taps", ""), [f"drafter: {conventions['family']}"]
-    layers = re.findall(r"\d+", taps) if "N" not in taps else []
-    if layers:
-        several = len(layers) > 1
-        named = f"{', '.join(layers[:-1])} and {layers[-1]}" if several else layers[0]
-        said.append(f"reads the hidden state behind layer{'s' * several} {named}")
+    read = re.findall(r"\d+", taps) if "N" not in taps else []
+    if read:
+        named = f"s {', '.join(read[:-1])} and {read[-1]}" if len(read) > 1 else f" {read[0]}"
+        said.append(f"reads hidden state{named} of 0 (the embedding) to {layers} (after the final norm)")
     elif "last one" in taps:
         said.append("reads the last hidden state, after the final norm")
     said += [f"{does} {conventions[key]}" for key, does in READ if key in conventions]
@@ -102,7 +101,7 @@ def print_summary(session: Session, s: dict) -> None:
     if s["acceptance_by_depth"]:
         print("accepted to depth: " + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1)))
     if s["drafter"]:
-        print(_drafter(s["drafter"]))
+        print(_drafter(s["drafter"], session.target.config.layers))
     if s["verifier"] is not None:
         print(f"verifier: {in_words(session.verifier)}, {'lossless' if s['lossless'] else LOSSY}")
     if s["matmul_precision"] != "highest":

@@ -84,17 +84,21 @@ def test_a_reader_that_goes_away_loses_no_trace(target_path, drafter_path, tmp_p
     assert row.finish is None
 
 
+RANGE = "of 0 (the embedding) to 8 (after the final norm)"
+
+
 @pytest.mark.parametrize(
     ("taps", "said"),
     [
-        ("hidden_states[2], hidden_states[5], hidden_states[8]", "reads the hidden state behind layers 2, 5 and 8"),
-        ("hidden_states[0, 3]", "reads the hidden state behind layers 0 and 3"),
+        ("hidden_states[2], hidden_states[5], hidden_states[8]", "reads hidden states 2, 5 and 8 " + RANGE),
+        ("hidden_states[0, 3]", "reads hidden states 0 and 3 " + RANGE),
+        ("hidden_states[3]", "reads hidden state 3 " + RANGE),
         ("hidden_states[N], the last one, after the final norm", "reads the last hidden state, after the final norm"),
         ("not listed: the default hidden_states[2], [N//2], [N-3] of 3 streams", ""),
     ],
 )
 def test_how_a_drafter_reads_is_said_in_words(taps, said):
-    assert summary._drafter({"family": "F", "taps": taps}) == "; ".join(filter(None, ["drafter: F", said]))
+    assert summary._drafter({"family": "F", "taps": taps}, 8) == "; ".join(filter(None, ["drafter: F", said]))
 
 
 def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(

@@ -10,7 +10,7 @@ things stay ours or torch's own:
 - `training.loop.weights` makes full tensors of shards. accelerate does it for a model's weights only, and moments and
   averages need it too.
 
-A process alone loads neither accelerate nor torch's FSDP, which take a second or more.
+accelerate and torch's FSDP are imported where there are several processes, as that takes a second or more.
 """
 
 import os

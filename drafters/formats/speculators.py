@@ -17,6 +17,7 @@ from drafters.formats import eagle3, eagle3_layout
 from drafters.formats.base import Layout, TargetFacts, Tensors
 from drafters.formats.eagle3 import Eagle3Meaning
 from drafters.formats.fields import dtype_name, shape_fields
+from specdec.model.names import bundled
 
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 SPECULATIVE_TOKENS = 3  # a default for the server, which users override; the library's converter states the same
@@ -53,7 +54,7 @@ def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | 
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
             "default_proposal_method": "greedy",
             "verifier": {
-                "name_or_path": target.name if target else None,
+                "name_or_path": bundled(target.name) if target else None,  # demo/NAME is known here only
                 "architectures": list(target.architectures) if target else [],
             },
         },

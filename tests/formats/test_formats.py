@@ -1,6 +1,7 @@
 """Every layout, by its published names and shapes: recognised, read strictly, converted to the others and back."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from published import (
 from safetensors.torch import load_file
 
 from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
+from drafters.formats.base import TargetFacts
 from drafters.formats.convert import convert, export
+from drafters.formats.speculators import speculators_fields
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
 
@@ -153,6 +156,12 @@ def test_what_a_layout_cannot_say_is_refused(target_folder, tmp_path):
         convert(source, tmp_path / "there", "medusa")
     with pytest.raises(ValueError, match="is the checkpoint itself"):
         convert(source, source, "speculators")
+
+
+def test_an_export_names_a_folder_where_the_target_is_bundled():
+    """Servers know no demo/target."""
+    told = speculators_fields("eagle3", "Eagle3Speculator", TargetFacts("demo/target", (), 8, lambda part: None))
+    assert Path(told["speculators_config"]["verifier"]["name_or_path"]).is_dir()
 
 
 def test_exports_hold_no_embedding_but_the_targets_and_name_it(target_folder, tmp_path):

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from specdec.cli.reading import parse_json, read_text
 from specdec.model.target import Target
 
+ASKING = ("user", "human")  # who asks, in OpenAI's messages and in ShareGPT's conversations
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 
@@ -69,7 +70,8 @@ def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line; or JSON lines with `prompt`, or with `turns`, of which the first is taken."""
+    """One prompt a line; or JSON lines with `prompt`, with `turns`, of which the first is taken, or with a conversation
+    (`messages`, or ShareGPT's `conversations`), of which the user's first message is."""
     lines = [line for line in read_text(path, "prompt", most=None).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompt")
@@ -83,9 +85,16 @@ def _prompt_of(line: str, where: str) -> str:
     fields = row if isinstance(row, dict) else {}
     turns = fields.get("turns")
     prompt = fields.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
+    prompt = prompt or _first_asked(fields.get("messages") or fields.get("conversations"))
     if not isinstance(prompt, str):
-        raise ValueError(f"{where} has neither a text 'prompt' nor a list 'turns'")
+        raise ValueError(f"{where} has no text 'prompt', no list 'turns' and no conversation 'messages'")
     return prompt
+
+
+def _first_asked(messages: object) -> object:
+    """The user's first message, in OpenAI's or in ShareGPT's words; None if there is none."""
+    given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return next((m.get("content", m.get("value")) for m in given if m.get("role", m.get("from")) in ASKING), None)
 
 
 class TextStream:

@@ -263,10 +263,11 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     if processes.main:
         record(config, out, resume)
         samples, parameters = trainer.data.samples, sum(p.numel() for p in trainer.drafter.parameters())
+        taps = trainer.drafter.taps
         print(
             f"{len(samples)} conversations, {sum(len(s.ids) for s in samples)} tokens an epoch; drafter of "
-            f"{parameters} parameters, reading hidden states {', '.join(map(str, trainer.drafter.taps)) or 'none'} of "
-            f"0 (the embedding) to {trainer.target.config.layers}"
+            f"{parameters} parameters, reading hidden state{'' if len(taps) == 1 else 's'} "
+            f"{', '.join(map(str, taps)) or 'none'} of 0 (the embedding) to {trainer.target.config.layers}"
         )
         warn_of_epochs(trainer)
         warn_of_servers(trainer.published, trainer.target)

@@ -58,7 +58,9 @@ def write(found: Comparison, out: Path, title: str, settings: dict) -> None:
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     if not config.prompts:
-        raise ValueError("no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt` or `turns`)")
+        raise ValueError(
+            "no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
+        )
     if config.max_new_tokens < 2:  # there would be no rates to compare
         raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
     prompts = read_prompts(Path(config.prompts))[: config.limit]

@@ -217,7 +217,7 @@ def test_every_tree_of_conf_by_its_name(run, tree):
 
 
 def test_prompt_files_and_batches_agree(run, tmp_path):
-    prompts = ["The quick brown", "What is 12?", "日本語"]
+    prompts = ["The quick brown", "What is 12?", "日本語", "It is"]
     text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_text("\n".join(prompts), encoding="utf-8")
     rows.write_text(
@@ -225,7 +225,8 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
             [
                 json.dumps({"prompt": prompts[0]}),
                 json.dumps({"turns": [*prompts[1:2], "x"]}),
-                json.dumps({"prompt": prompts[2]}),
+                json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": prompts[2]}]}),
+                json.dumps({"conversations": [{"from": "human", "value": prompts[3]}, {"from": "gpt", "value": "x"}]}),
             ]
         )
     )
@@ -234,7 +235,7 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
         for file, size in ((text, 1), (text, 2), (rows, 1), (rows, 3))
     ]
     assert all(result == results[0] for result in results)
-    assert len(results[0]) == 3
+    assert len(results[0]) == 4
     limited = run("--prompt-file", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
     assert last_json(limited)["token_ids"] == results[0][:2]
 

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         "--prompt-file",
         type=Path,
         metavar="FILE",
-        help="a prompt a line; or .jsonl with `prompt`, `turns` or `messages` (the first)",
+        help="a prompt a line; or .jsonl with `prompt`, `turns` or `messages`",
     )
     text.add_argument("--limit", type=int, help="of --prompt-file: only so many prompts")
     text.add_argument("--chat", action="store_true", help="talk to the target, with history")

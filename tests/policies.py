@@ -9,7 +9,7 @@ class Restless(Policy):
     """Every depth and every width in turn, plain rounds among them."""
 
     def __init__(self, steps: int):
-        self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, 2, 0], 0, []
+        self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, min(2, steps), 0], 0, []
 
     def plan(self, rows):
         self.rounds += 1

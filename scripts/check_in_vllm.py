@@ -30,6 +30,7 @@ import vllm_variants
 from rich.table import Table
 
 from drafters.formats.convert import export
+from drafters.formats.starting import vllm_method
 from lab.machine import provenance
 from lab.models import check_counts, read_encoded
 from lab.output import write_json
@@ -208,7 +209,7 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
         except ValueError as error:
             refused[path.name] = str(error)
         else:
-            cases.append(Case(path.name, path, folder / path.name, *vllm_variants.method_of(checkpoint)))
+            cases.append(Case(path.name, path, folder / path.name, *vllm_method(checkpoint)))
     return cases, refused
 
 

@@ -10,11 +10,11 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from vllm_variants import method_of
 
 from drafters import dflash, pard, peagle
 from drafters.formats import save_drafter
 from drafters.formats.convert import export
+from drafters.formats.starting import vllm_method
 from drafters.parallel import ParallelDrafter
 from drafters.vocab import DraftVocab
 from specdec.api import DEMO_TARGET
@@ -61,7 +61,7 @@ def learn(target: Target, drafter: Drafter, tokens: Tensor, mask: Tensor) -> Non
 def make(
     folder: Path, target: Target, prompts: list[list[int]], new: int, only: list[str] | None = None
 ) -> list[tuple[str, Path, Path, str, int | None, bool]]:
-    """Name of the case, folder of the drafter, folder of its export, what `vllm_variants.method_of` says, and whether
+    """Name of the case, folder of the drafter, folder of its export, what `vllm_method` says, and whether
     vLLM must be told of mask rows. only: those of these names."""
     rows = Engine(target).generate(prompts, max_new_tokens=new, eos=frozenset(target.eos)).rows
     texts = [torch.tensor(row.prompt + row.tokens) for row in rows]
@@ -77,5 +77,5 @@ def make(
         exported = place.with_name(place.name + "_in_vllm")
         save_drafter(drafter, place, target)
         checkpoint = export(place, exported, "vllm", DEMO_TARGET)
-        made.append((name, place, exported, *method_of(checkpoint), isinstance(drafter, ParallelDrafter)))
+        made.append((name, place, exported, *vllm_method(checkpoint), isinstance(drafter, ParallelDrafter)))
     return made

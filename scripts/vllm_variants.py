@@ -14,17 +14,11 @@ from torch import Tensor
 from drafters.formats import Checkpoint, find_layout, open_checkpoint
 from drafters.formats.convert import convert, export
 from drafters.formats.eagle3 import PROJECTIONS
+from drafters.formats.starting import vllm_method
 from specdec.api import DEMO_TARGET
 from specdec.model.checkpoint import write_folder
 from specdec.model.rope import Rope
 
-METHODS = {
-    "EAGLE-3": "eagle3",
-    "EAGLE-1/2": "eagle",
-    "Medusa": "medusa",
-    "P-EAGLE": "eagle3",
-    "PARD": "draft_model",
-}
 TAPS = (2, 5, 7)  # instead of 2, 5 and 8: the last is what vLLM has under a name of its own
 
 Change = Callable[..., Checkpoint]
@@ -115,20 +109,12 @@ def medusa_variants(head: Checkpoint, target) -> Iterator[tuple[str, Checkpoint]
 BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medusa_variants}
 
 
-def method_of(checkpoint: Checkpoint) -> tuple[str, int | None]:
-    """vLLM's name for the method, and the number of tokens that the drafter always drafts; None for any."""
-    meaning = checkpoint.meaning
-    if checkpoint.family.title == "DFlash":  # whose slots see each other
-        return "dspark" if meaning.conditional else "dflash", meaning.forward.drafts
-    return METHODS[checkpoint.family.title], meaning.shape.heads if checkpoint.family.title == "Medusa" else None
-
-
 def make(folder: Path, target) -> list[tuple[str, Path, Path, str, int | None]]:
-    """Name of the case, folder of the head, folder of its export, and what `method_of` says."""
+    """Name of the case, folder of the head, folder of its export, and what `vllm_method` says."""
     made = []
     for bundled, variants in BUNDLED.items():
         checkpoint = open_checkpoint(DEMO_TARGET.parent / bundled)
-        family, method = checkpoint.family, method_of(checkpoint)
+        family, method = checkpoint.family, vllm_method(checkpoint)
         for name, head in variants(checkpoint, target):
             place = folder / f"{bundled} {name}".replace(",", "").replace(" ", "_")
             exported = place.with_name(place.name + "_in_vllm")

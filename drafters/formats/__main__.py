@@ -12,10 +12,12 @@ from pathlib import Path
 from drafters.formats import FAMILIES, Checkpoint, check, inspect, verdict, vllm
 from drafters.formats.convert import SERVERS, convert, export
 from drafters.formats.prompts import PROMPTS
+from drafters.formats.starting import command
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
 from specdec.model.checkpoint import read_json
+from specdec.model.names import bundled
 from specdec.text import read_prompts
 
 
@@ -70,8 +72,11 @@ def main(arguments: list[str] | None = None) -> None:
         _warn(done)
         print(f"{done.layout.title} -> {args.to}: {args.destination}")
     else:
-        _warn(export(args.source, args.destination, args.server, args.target))
+        done = export(args.source, args.destination, args.server, args.target)
+        _warn(done)
         print(f"for {args.server}: {args.destination}")
+        if start := command(args.server, done, args.destination, bundled(args.target or "TARGET")):
+            print(f"try it: {start}")
         for note in vllm.notes(read_json(args.destination / "config.json")):
             print(f"note: {note}")
 

@@ -375,6 +375,7 @@ def test_convert_and_export(run, falsified, tmp_path_factory):
     code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, EAGLE3, tmp_path / "x")
     assert code == 0
     assert "note: the last tap is read before the target's final norm" in out
+    assert f"try it: vllm serve {specdec.DEMO_TARGET} --speculative-config " in out
     assert run("convert", "--to", "specdec", tmp_path / "x", tmp_path / "again")[0] == 0
     before, after = (load_file(f / "model.safetensors") for f in (EAGLE3, tmp_path / "again"))
     assert set(after) - set(before) == {"embed_tokens.weight", "lm_head.weight"}  # the target's, which vLLM wants

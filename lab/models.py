@@ -1,7 +1,9 @@
 """The target and the drafter that a command of the lab works on: flags, names, loading."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from specdec.api import ModelSettings
 from specdec.cli.flags import add_flags, read_flags
@@ -46,6 +48,17 @@ def short_name(path: str | Path) -> str:
     """What a drafter is called: as the end of its path. The folder `draft` of a run is called as the run."""
     path = Path(str(path).rstrip("/"))
     return path.parent.name if path.name == "draft" and path.parent.name else path.name
+
+
+def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[str]:
+    """A name for each drafter, no two alike: name_of(entry, whole) is its short name, or, where two would be called the
+    same, its whole path. Raises ValueError where two still are."""
+    short = [name_of(entry, False) for entry in entries]
+    names = [name_of(entry, short.count(name) > 1) for entry, name in zip(entries, short, strict=True)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
+    return names
 
 
 def check_counts(args: argparse.Namespace, *names: str) -> None:

@@ -30,7 +30,7 @@ import vllm_variants
 from rich.table import Table
 
 from drafters.formats.convert import export
-from drafters.formats.starting import vllm_method
+from drafters.formats.starting import vllm_config
 from lab.machine import provenance
 from lab.models import check_counts, read_encoded
 from lab.output import write_json
@@ -49,14 +49,12 @@ COUNTS = ("drafts", "drafted", "accepted")
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter of ours, the folder that vLLM gets, and the method under which it loads that."""
+    """A drafter of ours, the folder that vLLM gets, and how it is told to load that (`Family.vllm`)."""
 
     name: str
     drafter: Path
     exported: Path
-    method: str
-    steps: int | None  # that it drafts, whatever is asked
-    parallel: bool = False  # with mask rows, of which the method alone does not tell
+    asked: dict
 
 
 def arguments() -> argparse.Namespace:
@@ -171,29 +169,28 @@ def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
 def compare(case: Case, answer: dict, target: Target, prompts: list[list[int]], args) -> dict:
     """vLLM's answer to a case beside ours, with the drafter and with its export read back."""
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
-    steps = case.steps or args.steps
+    asked = vllm_config(case.asked, case.exported, args.steps)
+    steps = asked["num_speculative_tokens"]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
     wrong = differences(answer["rows"], ours)
     wrong += [f"the export read back: {what}" for what in differences(answer["rows"], again)]
     texts = sum(a["tokens"] == b["tokens"] for a, b in zip(answer["rows"], ours, strict=True))
     counted = {"vllm": total(answer["rows"]), "here": total(ours), "here_from_the_export": total(again)}
-    return {"case": case.name, "method": case.method, "steps": steps, "texts_equal": texts} | counted | {"wrong": wrong}
+    return (
+        {"case": case.name, "method": asked["method"], "steps": steps, "texts_equal": texts}
+        | counted
+        | {"wrong": wrong}
+    )
 
 
 def job_of(case: Case | None, target: Target, prompts: list[list[int]], args) -> dict:
     """What vLLM is to do; without a case, to decode plainly."""
-    speculative = None
-    if case is not None:
-        steps = case.steps or args.steps
-        speculative = {"model": str(case.exported), "method": case.method, "num_speculative_tokens": steps}
-        if case.parallel:
-            speculative["parallel_drafting"] = True
     return {
         "target": str(Path(target.name).resolve()),
         "prompts": prompts,
         "max_new_tokens": args.max_new_tokens,
         "eos": sorted(target.eos),
-        "speculative": speculative,
+        "speculative": case and vllm_config(case.asked, case.exported, args.steps),
     }
 
 
@@ -209,7 +206,7 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
         except ValueError as error:
             refused[path.name] = str(error)
         else:
-            cases.append(Case(path.name, path, folder / path.name, *vllm_method(checkpoint)))
+            cases.append(Case(path.name, path, folder / path.name, checkpoint.family.vllm(checkpoint.meaning)))
     return cases, refused
 
 

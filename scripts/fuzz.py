@@ -19,19 +19,20 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 import torch
-from fuzz_cases import Case, draw
+from fuzz_cases import Case, Row, draw
 
 from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
+from specdec.model.target import Target
 
 MOST_STEPS = 5000  # of one case: more, and it does not end
 
 
 def run(case: Case) -> list[str]:
     """What differs, a sentence each."""
-    wanted = [alone(case, row) for row in range(len(case.rows))]
+    wanted = [alone(case.target, row) for row in case.rows]
     return [
         f"row {number} {fault}"
         for number, pair in enumerate(zip(wanted, together(case), strict=True))
@@ -39,10 +40,10 @@ def run(case: Case) -> list[str]:
     ]
 
 
-def alone(case: Case, row: int) -> Sequence:
-    engine = Engine(case.target)
-    engine.reserve(1, case.target.config.context)
-    sequence = case.rows[row].join(engine)
+def alone(target: Target, row: Row) -> Sequence:
+    engine = Engine(target)
+    engine.reserve(1, target.config.context)
+    sequence = row.join(engine)
     while engine.step() is not None:
         pass
     return sequence

@@ -5,7 +5,7 @@ All is tiny and random. A case follows from its number alone.
 
 import random
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import checkout
@@ -14,7 +14,7 @@ from fuzz_ends import Automaton, Digits
 
 sys.path.append(str(checkout.ROOT / "tests"))
 
-from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, tiny_block, tiny_parallel
+from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, tiny_parallel
 from policies import Restless
 from tape import Tape
 
@@ -65,8 +65,8 @@ class Case:
     rows: list[Row]
     part: int  # tokens of a prompt that are read at once, 0 for all
     schedule: random.Random
-    options: dict = field(default_factory=dict)  # of the engine
-    about: str = ""
+    options: dict  # of the engine
+    about: str
 
 
 def draw(number: int) -> Case:
@@ -102,13 +102,10 @@ def draw_target(rng: random.Random) -> Target:
         context=rng.choice([24, 40, 64, 256]), tied=False, **switches,
     )  # fmt: skip
     torch.manual_seed(rng.randrange(1000))
-    target, in_bf16 = Target(config).eval(), rng.random() < 0.3
-    with torch.no_grad():
+    target = random_model(config)
+    if rng.random() < 0.3:  # then products with weights of bf16 are taken, where there are such
         for parameter in target.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.25)
-            if in_bf16:  # then products with weights of bf16 are taken, where there are such
-                parameter.copy_(parameter.bfloat16().float())
+            parameter.data = parameter.data.bfloat16().float()
     target.eos = frozenset(rng.sample(range(config.vocab), rng.choice([0, 1, 1, 2])))
     return target
 
@@ -132,13 +129,7 @@ def draw_drafter(rng: random.Random, target: Target) -> tuple[str, Drafter]:
 
 def draft_model(target: Target) -> DraftModel:
     """A random model of the target's shape with two of its layers."""
-    config = replace(target.config, layers=2, sliding=target.config.sliding[:2])
-    model = Target(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.25)
-    return DraftModel(model)
+    return DraftModel(random_model(replace(target.config, layers=2, sliding=target.config.sliding[:2])))
 
 
 def draw_tree(rng: random.Random, drafter: Drafter) -> TreePolicy:

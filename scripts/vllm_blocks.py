@@ -14,8 +14,6 @@ from torch.nn.utils.rnn import pad_sequence
 from drafters import dflash, pard, peagle
 from drafters.formats import save_drafter
 from drafters.formats.convert import export
-from drafters.formats.starting import vllm_method
-from drafters.parallel import ParallelDrafter
 from drafters.vocab import DraftVocab
 from specdec.api import DEMO_TARGET
 from specdec.contracts import Drafter
@@ -60,9 +58,9 @@ def learn(target: Target, drafter: Drafter, tokens: Tensor, mask: Tensor) -> Non
 
 def make(
     folder: Path, target: Target, prompts: list[list[int]], new: int, only: list[str] | None = None
-) -> list[tuple[str, Path, Path, str, int | None, bool]]:
-    """Name of the case, folder of the drafter, folder of its export, what `vllm_method` says, and whether
-    vLLM must be told of mask rows. only: those of these names."""
+) -> list[tuple[str, Path, Path, dict]]:
+    """Name of the case, folder of the drafter, folder of its export, what `Family.vllm` says. only: those of
+    these names."""
     rows = Engine(target).generate(prompts, max_new_tokens=new, eos=frozenset(target.eos)).rows
     texts = [torch.tensor(row.prompt + row.tokens) for row in rows]
     answers = [torch.arange(len(text)) >= len(row.prompt) for text, row in zip(texts, rows, strict=True)]
@@ -77,5 +75,5 @@ def make(
         exported = place.with_name(place.name + "_in_vllm")
         save_drafter(drafter, place, target)
         checkpoint = export(place, exported, "vllm", DEMO_TARGET)
-        made.append((name, place, exported, *vllm_method(checkpoint), isinstance(drafter, ParallelDrafter)))
+        made.append((name, place, exported, checkpoint.family.vllm(checkpoint.meaning)))
     return made

@@ -14,7 +14,6 @@ from torch import Tensor
 from drafters.formats import Checkpoint, find_layout, open_checkpoint
 from drafters.formats.convert import convert, export
 from drafters.formats.eagle3 import PROJECTIONS
-from drafters.formats.starting import vllm_method
 from specdec.api import DEMO_TARGET
 from specdec.model.checkpoint import write_folder
 from specdec.model.rope import Rope
@@ -109,19 +108,19 @@ def medusa_variants(head: Checkpoint, target) -> Iterator[tuple[str, Checkpoint]
 BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medusa_variants}
 
 
-def make(folder: Path, target) -> list[tuple[str, Path, Path, str, int | None]]:
-    """Name of the case, folder of the head, folder of its export, and what `vllm_method` says."""
+def make(folder: Path, target) -> list[tuple[str, Path, Path, dict]]:
+    """Name of the case, folder of the head, folder of its export, and what `Family.vllm` says."""
     made = []
     for bundled, variants in BUNDLED.items():
         checkpoint = open_checkpoint(DEMO_TARGET.parent / bundled)
-        family, method = checkpoint.family, vllm_method(checkpoint)
+        family = checkpoint.family
         for name, head in variants(checkpoint, target):
             place = folder / f"{bundled} {name}".replace(",", "").replace(" ", "_")
             exported = place.with_name(place.name + "_in_vllm")
             write_folder(place, *find_layout(family, family.saved_as).write(head.meaning, head.tensors, None))
             export(place, exported, "vllm", DEMO_TARGET)
-            made.append((f"{bundled}: {name}", place, exported, *method))
+            made.append((f"{bundled}: {name}", place, exported, family.vllm(head.meaning)))
     place = made[0][1]
     exported = place.with_name(place.name + "_in_sglang")
     convert(place, exported, "eagle3", DEMO_TARGET)
-    return [*made, ("eagle3: convert --to eagle3", place, exported, "eagle3", None)]
+    return [*made, ("eagle3: convert --to eagle3", place, exported, {"method": "eagle3"})]

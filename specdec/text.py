@@ -9,7 +9,9 @@ from jinja2 import TemplateError
 from specdec.cli.reading import parse_json, read_text
 from specdec.model.target import Target
 
-ASKING = ("user", "human")  # who asks, in OpenAI's messages and in ShareGPT's conversations
+# Who speaks, in OpenAI's messages and in ShareGPT's conversations -> OpenAI's word for it.
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
+         "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 
@@ -94,7 +96,8 @@ def _prompt_of(line: str, where: str) -> str:
 def _first_asked(messages: object) -> object:
     """The user's first message, in OpenAI's or in ShareGPT's words; None if there is none."""
     given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    return next((m.get("content", m.get("value")) for m in given if m.get("role", m.get("from")) in ASKING), None)
+    asked = (m for m in given if ROLES.get(m.get("role", m.get("from"))) == "user")
+    return next((m.get("content", m.get("value")) for m in asked), None)
 
 
 class TextStream:

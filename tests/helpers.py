@@ -70,6 +70,11 @@ def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 
         layers=layers, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=8, vocab=vocab, eps=1e-5, rope=Rope(),
         context=context, tied=False,
     )  # fmt: skip
+    return random_model(config)
+
+
+def random_model(config: ModelConfig) -> Target:
+    """A target whose matrices are random."""
     target = Target(config).eval()
     with torch.no_grad():
         for parameter in target.parameters():

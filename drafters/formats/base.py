@@ -105,6 +105,8 @@ class Family:
     for d2t and t2d.
     readings(meaning, tensors, target) returns the plausible misreadings, but for other taps.
     dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
+    vllm(meaning) returns what vLLM's `--speculative-config` says beyond the folder of the export: the method, and how
+    many tokens are drafted where it is always the same number. sglang is SGLang's name of the algorithm.
     refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise. It names
     the settings of training that would change that.
     faults(meaning, tensors) returns what else than a tensor's name or shape keeps a checkpoint from loading.
@@ -124,6 +126,8 @@ class Family:
     saved_as: str = ""  # the name of the layout that they are saved in
     sign: str = ""  # the tensors that show the family, for users
     servers: Mapping[str, str] = field(default_factory=dict)  # server -> name of the layout that it loads
+    vllm: Callable[[Any], dict] | None = None
+    sglang: str = ""
     refuse: Callable[[str, Any], None] = lambda server, meaning: None
     faults: Callable[[Any, Tensors], list[str]] = lambda meaning, tensors: []
     streams: Callable[[Any, Tensors], int] = lambda meaning, tensors: 0

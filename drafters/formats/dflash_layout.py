@@ -196,6 +196,14 @@ SPECULATORS = Layout(
     write_speculators,
     shares_head=True,
 )
+
+
+def in_vllm(meaning: BlockMeaning) -> dict:
+    """vLLM's name of the method. All slots of the block are drafted, as they see each other."""
+    method = "dspark" if meaning.conditional else "dflash"
+    return {"method": method, "num_speculative_tokens": meaning.forward.drafts}
+
+
 FAMILY = Family(
     "DFlash",
     construct,
@@ -207,6 +215,7 @@ FAMILY = Family(
     saved_as=ZLAB.name,
     sign="fc.* and hidden_norm.*",
     servers={"vllm": "vllm", "sglang": "dflash"},
+    vllm=in_vllm,
     refuse=refuse,
     faults=faults,
     streams=streams,

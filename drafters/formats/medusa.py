@@ -133,6 +133,7 @@ FAMILY = Family(
     saved_as=LAYOUT.name,
     sign="0.0.linear",
     servers={"vllm": "vllm"},
+    vllm=lambda meaning: {"method": "medusa", "num_speculative_tokens": meaning.shape.heads},
     faults=ids_faults,
     streams=lambda meaning, tensors: 1,
     retap=one_tap,

@@ -200,6 +200,7 @@ FAMILY = Family(
     saved_as=LAYOUT.name,
     sign="spd_type in the config",
     servers={"vllm": LAYOUT.name},
+    vllm=lambda meaning: {"method": "draft_model", "parallel_drafting": True},
     refuse=refuse,
     faults=faults,
 )

@@ -252,6 +252,7 @@ FAMILY = Family(
     saved_as=OWN.name,
     sign="mask_hidden",
     servers={"vllm": SPECULATORS.name},
+    vllm=lambda meaning: {"method": "eagle3", "parallel_drafting": True},
     refuse=refuse,
     faults=faults,
     streams=eagle3.streams,

@@ -5,43 +5,31 @@ import shlex
 from pathlib import Path
 
 from drafters.formats import Checkpoint
-
-VLLM = {"EAGLE-3": "eagle3", "EAGLE-1/2": "eagle", "Medusa": "medusa", "P-EAGLE": "eagle3", "PARD": "draft_model"}
-MASK_ROWS = ("P-EAGLE", "PARD")  # of which the method alone does not tell vLLM
-SGLANG = {"EAGLE-3": "EAGLE3", "EAGLE-1/2": "EAGLE"}
-STEPS = 3  # tokens of a draft, where the drafter takes any number
+from drafters.formats.speculators import SPECULATIVE_TOKENS
 
 
-def vllm_method(checkpoint: Checkpoint) -> tuple[str, int | None]:
-    """vLLM's name for the method, and the number of tokens that the drafter always drafts; None for any."""
-    meaning = checkpoint.meaning
-    if checkpoint.family.title == "DFlash":  # whose slots see each other
-        return "dspark" if meaning.conditional else "dflash", meaning.forward.drafts
-    return VLLM[checkpoint.family.title], meaning.shape.heads if checkpoint.family.title == "Medusa" else None
-
-
-def vllm_config(checkpoint: Checkpoint, folder: Path, steps: int = STEPS) -> dict:
-    """What `--speculative-config` of vLLM says of an export of the checkpoint that lies in `folder`."""
-    method, always = vllm_method(checkpoint)
-    config = {"method": method, "model": str(folder), "num_speculative_tokens": always or steps}
-    return config | ({"parallel_drafting": True} if checkpoint.family.title in MASK_ROWS else {})
+def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:
+    """vLLM's `--speculative-config` for an export in `folder`. asked: what `Family.vllm` says. steps: tokens of a
+    draft, where that is open."""
+    return {"model": str(folder), "num_speculative_tokens": steps} | asked
 
 
 def command(server: str, checkpoint: Checkpoint, folder: Path, target: str) -> str | None:
-    """The command that serves `target`, a folder or hub name, with an export of the checkpoint in `folder`. None for
-    SGLang and another method than EAGLE's."""
+    """The command that serves `target`, a folder or hub name, with an export of the checkpoint in `folder`. None where
+    nothing is known of it."""
+    family = checkpoint.family
     if server == "vllm":
-        words = ["vllm", "serve", target, "--speculative-config", json.dumps(vllm_config(checkpoint, folder))]
-        return shlex.join(words)
-    algorithm = SGLANG.get(checkpoint.family.title)
-    if algorithm is None:
+        config = vllm_config(family.vllm(checkpoint.meaning), folder)
+        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    if not family.sglang:
         return None
     flags = {
         "model-path": target,
-        "speculative-algorithm": algorithm,
-        "speculative-draft-model-path": str(folder),
-        "speculative-num-steps": STEPS,
+        "speculative-algorithm": family.sglang,
+        "speculative-draft-model-path": folder,
+        "speculative-num-steps": SPECULATIVE_TOKENS,
         "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": STEPS + 1,
+        "speculative-num-draft-tokens": SPECULATIVE_TOKENS + 1,
     }
-    return "python -m sglang.launch_server " + " ".join(f"--{name} {shlex.quote(str(v))}" for name, v in flags.items())
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "sglang.launch_server", *words])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from lab.models import short_name
+from lab.models import own_names, short_name
 from lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
 from lab.sweep.compare_report import chart, scores_html, scores_table
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
@@ -138,12 +138,7 @@ def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
         found = dict(drafts)
     else:
         entries = list(drafts) if isinstance(drafts, list | tuple) else [drafts]
-        short = [_name(entry, whole=False) for entry in entries]
-        names = [_name(e, whole=short.count(name) > 1) for e, name in zip(entries, short, strict=True)]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
-        found = dict(zip(names, entries, strict=True))
+        found = dict(zip(own_names(entries, _name), entries, strict=True))
     if not found:
         raise ValueError("no drafter was given: give drafts, such as [demo/mtp, ngram]")
     return found

@@ -6,12 +6,14 @@ The same command goes on where an interrupted one was. `--cfg job` prints every 
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from lab.machine import command_line
+from lab.models import own_names
 from lab.sweep.benchmarks import load_benchmark
 from lab.sweep.point_table import print_tables
 from lab.sweep.points import Draft, SweepPoint, signature
@@ -39,15 +41,9 @@ def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world
 
 
 def drafts_of(entries: list[str | dict]) -> list[Draft]:
-    """Drafters that the settings name, each under a name of its own: its whole path where two would be called the same.
-    Raises ValueError where two still are."""
-    short = [Draft.read(entry).name for entry in entries]
-    drafts = [Draft.read(e, whole=short.count(name) > 1) for e, name in zip(entries, short, strict=True)]
-    names = [draft.name for draft in drafts]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
-    return drafts
+    """Drafters that the settings name, each under a name of its own (`own_names`)."""
+    names = own_names(entries, lambda entry, whole: Draft.read(entry, whole).name)
+    return [replace(Draft.read(entry), name=name) for entry, name in zip(entries, names, strict=True)]
 
 
 def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:

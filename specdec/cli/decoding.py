@@ -18,10 +18,10 @@ class Decoded:
     turns: list[tuple[float, float]]  # tokens/s, speculatively and plainly, of further passes over all prompts
 
 
-def run_prompts(session: Session, prompts: list[str]) -> Decoded:
-    """Decode every prompt, batch by batch, and show the text on the way. A signal ends it early: the last generation is
-    then of a part, and plain decoding of it is left out."""
-    args = session.args
+def run_prompts(session: Session) -> Decoded:
+    """Decode every prompt of a session, batch by batch, and show the text on the way. A signal ends it early: the last
+    generation is then of a part, and plain decoding of it is left out."""
+    args, prompts = session.args, session.prompts
     single = args.batch_size == 1
     if args.compare:  # the first call of each kind pays for memory and code that is loaded then
         for plain in (False, True):
@@ -42,14 +42,14 @@ def run_prompts(session: Session, prompts: list[str]) -> Decoded:
             baseline.append(session.run(batch, plain=True, first=start))
     if len(baseline) == len(done) and session.signals.asked:
         baseline = baseline[:-1]  # the signal came while it was made
-    turns = take_turns(session, prompts, done + baseline) if args.compare else []
+    turns = take_turns(session, done + baseline) if args.compare else []
     return Decoded(done, baseline, turns)
 
 
-def take_turns(session: Session, prompts: list[str], first: list[Generation]) -> list[tuple[float, float]]:
+def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:
     """Decode all prompts again in silence, speculatively and plainly in turn, where one pass was too short to be timed:
     up to `LONG_ENOUGH` or `PASSES` in all. first: the generations of the first pass."""
-    spent, turns = sum(part.result.seconds for part in first), []
+    spent, turns, prompts = sum(part.result.seconds for part in first), [], session.prompts
     size, together = session.args.batch_size, session.args.tp_plan is not None  # whose clocks differ
     if session.drafter is None or together:
         return []

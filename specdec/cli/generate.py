@@ -127,15 +127,15 @@ def decode(args: argparse.Namespace, prompts: list[str]) -> None:
         if args.chat:
             chat(session)
         else:
-            answer_all(session, prompts)
+            answer_all(session)
     finally:  # also where nobody reads the output any more
         session.write_trace()
 
 
-def answer_all(session: Session, prompts: list[str]) -> None:
-    """Answer the prompts and print the summary. A signal ends the process, with what was done by then."""
+def answer_all(session: Session) -> None:
+    """Answer the session's prompts and print the summary. A signal ends the process, with what was done by then."""
     with session.signals as signals:
-        decoded = run_prompts(session, prompts)
+        decoded = run_prompts(session)
     if decoded.done:
         summary = summarise(session, decoded)
         if session.args.json:
@@ -144,5 +144,8 @@ def answer_all(session: Session, prompts: list[str]) -> None:
             print_summary(session, summary)
     if signals.asked:
         begun = sum(len(part.rows) for part in decoded.done)
-        print(f"stopped: {begun} of {len(prompts)} prompts were begun, and what they gave is above", file=sys.stderr)
+        print(
+            f"stopped: {begun} of {len(session.prompts)} prompts were begun, and what they gave is above",
+            file=sys.stderr,
+        )
         sys.exit(signals.code)

@@ -46,7 +46,7 @@ class Session:
     `engine` decodes as asked, `plain` without a drafter; both are the same target."""
 
     def __init__(self, args: argparse.Namespace, prompts: Sequence[str] = ()):
-        """prompts: what is going to be decoded, as far as it is known."""
+        """prompts: texts; `prompts` are their token ids. Raises ValueError for one that the target does not take."""
         self.args = args
         if args.trace is not None:
             check_trace_folder(args.trace)
@@ -60,7 +60,7 @@ class Session:
         self.verifier = read_flags(VerifierSettings, args).make()
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
-        _check_prompts(self.target, prompts, args.raw)
+        self.prompts = _encoded(self.target, prompts, args.raw)
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
             kernels.use("torch")  # Inductor makes its own of torch's operators
@@ -124,15 +124,15 @@ class Session:
 
     def run(
         self,
-        prompts: list[str],
+        prompts: list[list[int]],
         screen: Screen | None = None,
         *,
         plain: bool = False,
         max_new_tokens: int | None = None,
         first: int = 0,
     ) -> Generation:
-        """Decode the prompts as one batch, with the flags' settings. first: the number of the first of them among all
-        prompts, by which they are seeded."""
+        """Decode the prompts, token ids, as one batch, with the flags' settings. first: the number of the first of them
+        among all prompts, by which they are seeded."""
         args, engine = self.args, self.plain if plain else self.engine
         return answer(
             engine,
@@ -143,19 +143,22 @@ class Session:
             json_schema=self.schema,
             logprobs=args.logprobs,
             seed=[(args.seed, first + row) for row in range(len(prompts))],
-            raw=args.raw,
             observer=self.observer(screen, engine),
         )
 
 
-def _check_prompts(target: Target, prompts: Sequence[str], raw: bool) -> None:
-    """Raise ValueError for the first prompt that the target does not take, with its number if there are several."""
+def _encoded(target: Target, prompts: Sequence[str], raw: bool) -> list[list[int]]:
+    """The token ids of prompts. Raises ValueError for the first that the target does not take, with its number if there
+    are several."""
+    found = []
     for number, prompt in enumerate(prompts, 1):
         try:
-            check_prompt(encode_prompt(target, prompt, raw), target.config.vocab, target.config.context)
+            found.append(encode_prompt(target, prompt, raw))
+            check_prompt(found[-1], target.config.vocab, target.config.context)
         except ValueError as error:
             where = f" (prompt {number} of {len(prompts)})" if len(prompts) > 1 else ""
             raise ValueError(f"{error}{where}") from None
+    return found
 
 
 def _obstacle(session: Session) -> str | None:

@@ -5,22 +5,19 @@ import json
 import fuzz
 import pytest
 import torch
+from helpers import run_here
 
 from specdec.model.cache import KVCache
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(monkeypatch):
     """run(*flags) -> exit code, lines of standard output."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the other tests' process
 
     def call(*flags):
-        try:
-            fuzz.main(list(flags))
-            code = 0
-        except SystemExit as end:
-            code = end.code
-        return code, capsys.readouterr().out.splitlines()
+        done = run_here(fuzz.main, *flags)
+        return done.returncode, done.stdout.splitlines()
 
     return call
 

@@ -29,20 +29,14 @@ def test_vllm(name, tmp_path):
 
 @pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
 def test_vllm_is_told_of_mask_rows(title, method, tmp_path):
-    checkpoint = SimpleNamespace(family=SimpleNamespace(title=title), meaning=None)
-    config = json.loads(shlex.split(command("vllm", checkpoint, tmp_path, "T"))[4])
+    (family,) = (family for family in FAMILIES if family.title == title)
+    config = json.loads(shlex.split(command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4])
     assert (config["method"], config["parallel_drafting"]) == (method, True)
 
 
 def test_every_family_that_vllm_loads_is_known():
     for family in FAMILIES:
-        if "vllm" in family.servers and family.title != "DFlash":
-            assert command(
-                "vllm",
-                SimpleNamespace(family=family, meaning=SimpleNamespace(shape=SimpleNamespace(heads=1))),
-                "f",
-                "T",
-            )
+        assert ("vllm" in family.servers) == (family.vllm is not None)
 
 
 def test_sglang(tmp_path):

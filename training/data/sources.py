@@ -13,10 +13,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from specdec.cli.reading import parse_json
-from specdec.text import clean
+from specdec.text import ROLES, clean
 
-ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
-         "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 FILES = (".json", ".jsonl", ".jsonl.xz", ".txt")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

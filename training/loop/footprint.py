@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from specdec.contracts import Drafter
 from specdec.model.names import resolve
 from training.loop.trainer import Trainer
+from training.loop.weights import is_shard
 from training.objectives.losses import LEAST_ROWS, PIECE
 
 SHARES = (2, 4, 8)  # processes of which an estimate is told
@@ -44,7 +44,7 @@ def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
 
 def stored(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers in this process. Storage that is shared counts once."""
-    tensors = [x.to_local() if isinstance(x, DTensor) else x for x in (*module.parameters(), *module.buffers())]
+    tensors = [x.to_local() if is_shard(x) else x for x in (*module.parameters(), *module.buffers())]
     tensors = [x for x in tensors if x.device.type != "meta"]  # what a device_map has put elsewhere
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 

@@ -15,12 +15,11 @@
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #define SPECDEC_AMX
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <memory>
 #include <utility>
+
+#include "tiles.h"
 
 namespace amx {
 
@@ -28,35 +27,7 @@ constexpr int64_t HEIGHT = 16; // rows of a tile
 constexpr int64_t WIDTH = 16; // outputs of a tile, which lie side by side in the weight
 constexpr int64_t INPUTS = 32; // that are multiplied by a pair of tiles
 constexpr int64_t TILES = 3; // for rows that are multiplied at once
-constexpr int64_t LINE = 64; // bytes of a row of a tile
 constexpr int64_t AHEAD = 4096; // bytes that are fetched before they are needed
-
-// Whether this process may use the tiles. Linux gives them on demand, to all threads.
-inline bool allowed() {
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  static const bool yes = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-  return yes;
-}
-
-template <int Tile>
-inline void load_tile(const void* from) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(LINE), "i"(Tile) : "memory");
-}
-
-template <int Tile>
-inline void store_tile(void* to) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(LINE), "i"(Tile) : "memory");
-}
-
-template <int Tile>
-inline void clear_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
-}
-
-template <int Sum, int Rows, int Weights>
-inline void add_product() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Rows), "i"(Weights));
-}
 
 template <int... I, class Body>
 inline void each(std::integer_sequence<int, I...>, Body body) {
@@ -133,16 +104,12 @@ class Rows {
   }
 
   void shape_tiles() const {
-    struct alignas(LINE) {
-      uint8_t palette = 1, start = 0, unused[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shape;
+    Shape shape;
     for (int64_t tile = 0; tile <= 2 * tiles_; tile++) {
       shape.bytes[tile] = LINE;
       shape.rows[tile] = tile < 2 * tiles_ ? height_ : HEIGHT;
     }
-    asm volatile("ldtilecfg %0" ::"m"(shape)); // GCC's intrinsic says that it reads 8 bytes of it
+    configure(shape);
   }
 
 public:
@@ -156,7 +123,7 @@ public:
   }
   Rows(const Rows&) = delete;
   ~Rows() {
-    asm volatile("tilerelease");
+    release();
   }
 
   // Times `outputs` at `weight`, a multiple of WIDTH, into y.

@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--at-once", type=int, default=32)
     p.add_argument("--rows", type=int, default=8)
     p.add_argument("--prefill-chunk", type=int, default=64, help="(default 64: many prompts are read in parts)")
+    p.add_argument("--prefix-cache", type=int, default=4, help="MiB (default 4: some prompts are kept, and not all)")
     p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY")
     p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
@@ -77,10 +78,10 @@ def main() -> None:
         crowd = Crowd.draw(Alone(target), args.requests, prompts, sizes, WARM_UP, bar.update)
     told: dict[str, dict] = {}
     result = provenance(torch.device("cpu")) | {"requests": args.requests, "at_once": args.at_once, "rows": args.rows}
-    result |= {"prefill_chunk": args.prefill_chunk, "ways": told}
+    result |= {"prefill_chunk": args.prefill_chunk, "prefix_cache": args.prefix_cache, "ways": told}
     for way in args.ways:
         how = {"at_once": args.at_once, "warm_up": WARM_UP, "rows": args.rows}
-        how["prefill_chunk"] = args.prefill_chunk
+        how |= {"prefill_chunk": args.prefill_chunk, "prefix_cache": args.prefix_cache << 20}
         told[way] = asyncio.run(run(WAYS[way](target, args.rows), crowd, sizes, **how))
         print(way, {name: value for name, value in told[way].items() if name not in ("before", "after")}, flush=True)
         if args.out is not None:

@@ -106,12 +106,13 @@ class Left:
     waiting: int  # sequences that wait for a row
     jobs: int  # objects of the process
     sequences: int
-    tensor_bytes: int  # of the process; packed weights aside
+    tensor_bytes: int  # of the process; packed weights and what is kept of prompts aside
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Left":
         gc.collect()
         objects = gc.get_objects()
         jobs, rows = (sum(type(x) is kind for x in objects) for kind in (Job, Row))
-        waiting = len(scheduler.queue) + len(scheduler.engine.waiting)
-        return cls(scheduler.engine.loop.batch.free(), waiting, jobs, rows, live_bytes(objects))
+        waiting, prefixes = len(scheduler.queue) + len(scheduler.engine.waiting), scheduler.engine.prefixes
+        kept = prefixes.bytes if prefixes else 0
+        return cls(scheduler.engine.loop.batch.free(), waiting, jobs, rows, live_bytes(objects) - kept)

@@ -72,6 +72,7 @@ class Limits:
     room: int | None = ranged(2, MOST, None)
     queue: int = ranged(0, MOST, 256)
     prefill_chunk: int | None = ranged(1, MOST, None)
+    prefix_cache: int = ranged(0, 1 << 30, 256)
     max_n: int = ranged(1, 1 << 16, 16)
     max_body: int = ranged(1, MOST, 4 << 20)
     grace: float = ranged(0, MOST, 30.0)

@@ -134,8 +134,8 @@ class Batch:
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
         """Also returns the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
-        prompts, read = [s.prompt for s in sequences], self.reading and self.reading.take(sequences)
-        root, state, told = self.round.prefill(prompts, self.cache, row, settings, self.guide, read)
+        prompts = [s.prompt for s in sequences]
+        root, state, told = self.round.prefill(prompts, self.cache, row, settings, self.guide, self.reading)
         told = {name: x.tolist() for name, x in told.items()}
         for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
             sequence.add([token], **{name: [x[i]] for name, x in told.items()})

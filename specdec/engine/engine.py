@@ -16,6 +16,7 @@ from specdec.engine.graphs import Backend, make_graphs
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.overlap import Loop
 from specdec.engine.prefill import Reading
+from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences, per_row
@@ -91,19 +92,29 @@ class Engine:
         self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
+    @property
+    def prefixes(self) -> Prefixes | None:
+        """What is kept of prompts, if anything is."""
+        reading = self.loop and self.loop.batch.reading
+        return reading and reading.prefixes
+
     # Sequences that come and go
 
     @torch.inference_mode()
-    def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:
+    def reserve(
+        self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0, prefixes: int = 0
+    ) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
         before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
         reads: what is read of the reports that `step` gives. part: longer prompts are read by the target in parts of so
-        many tokens, a step each, and between two of them there is a round; 0: at once. ValueError if a GPU cannot hold
-        it."""
+        many tokens, a step each, and between two of them there is a round; 0: at once. prefixes: bytes for what is kept
+        of prompts, so that one which begins like another is read from where it differs; none are kept where a target
+        has recurrent layers. ValueError if a GPU cannot hold it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
-        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part))
+        how = reads, part, 0 if self.target.chains_only else prefixes
+        self._reserve(Request(rows, room, room, False, True, *how))
         self.seed, self.added = seed, 0
 
     def add(
@@ -196,8 +207,8 @@ class Engine:
                 batch.clock.mark("prefill")
                 if reading.wants(joining[0]):
                     return RoundReport([], [], [], Sampling(), batch.clock, prefill=True)
-            long = next((place for place, s in enumerate(joining) if len(s.prompt) > reading.most), len(joining))
-            joining = joining[: max(long, 1)]  # one whose prompt was read in parts joins alone
+            alone = next((place for place, s in enumerate(joining) if reading.apart(s)), len(joining))
+            joining = joining[: max(alone, 1)]  # one whose prompt was read apart joins alone
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]
@@ -267,16 +278,15 @@ class Engine:
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
             self._check_memory(request)
-            how = {"overlap": self.overlap, "compact": self.compact, "abstain": self.abstain}
-            how["adaptive"] = self.adaptive
+            how = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
             batch = Batch(self.round, rows, room, clock, **how)
         else:
             room = self.graphs.room_for(rows, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
             batch = self.graphs.begin(rows, room, clock)
         batch.reads, batch.reading = request.reads, None
-        if request.part and self.target.reads_on:
-            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part)
+        if (request.part or request.prefixes) and self.target.reads_on:
+            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, request.prefixes)
         self.loop = Loop(batch, int(self.overlap))
 
     def _clear(self) -> None:

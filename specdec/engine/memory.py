@@ -39,6 +39,7 @@ class Request:
     penalised: bool = False
     reads: Reads = Reads.TOKENS  # what is read of reports
     part: int = 0  # tokens of a prompt that are read at once; 0: all of them
+    prefixes: int = 0  # bytes for what is kept of prompts
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,14 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
             read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
     round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
     round_bytes += noise + 2 * read
-    target_cache = target.cache_bytes(batch, slots) + (target.cache_bytes(1, slots) if request.part else 0)
+    apart = target.cache_bytes(1, slots) if request.part or request.prefixes else 0
+    target_cache = target.cache_bytes(batch, slots) + apart
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)
     on_gpu = target.device.type == "cuda"
     return Plan(
         weights=weight_bytes(target, drafter),
-        target_cache=target_cache,
+        target_cache=target_cache + request.prefixes,
         draft_cache=draft_cache,
         prefill=prefill,
         round=round_bytes,

@@ -1,10 +1,13 @@
-"""Prompts that are read in parts, so that rows which run wait for a part and not for all of it."""
+"""Prompts that are read apart from the rows: in parts, so that rows which run wait for a part and not for all of it,
+and from where they differ from prompts that were read before."""
 
+from collections import abc
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specdec.engine.prefixes import Prefixes
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.model.target import Target
@@ -23,9 +26,10 @@ class Reading:
     """The prompt that is being read. It lies in a cache of its own until all of it is there. So rows may be dropped
     and join beside it. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
 
-    def __init__(self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int):
-        """cache: that of the rows. most: tokens of a part."""
+    def __init__(self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: int = 0):
+        """cache: that of the rows. most: tokens of a part. prefixes: bytes for what is kept of prompts; 0: nothing."""
         self.target, self.cache, self.taps, self.most = target, cache.aside(), taps, most
+        self.prefixes = Prefixes(prefixes) if prefixes else None
         self.drop()
 
     def drop(self) -> None:
@@ -35,9 +39,15 @@ class Reading:
         self.feats: list[Tensor] = []
         self.logits: Tensor | None = None
 
+    def apart(self, sequence: Sequence) -> bool:
+        """Is its prompt read here: as it is longer than a part, or begins like one that was read before?"""
+        if len(sequence.prompt) > self.most or self.sequence is sequence:
+            return True
+        return self.prefixes is not None and self.prefixes.find(sequence.prompt) is not None
+
     def wants(self, sequence: Sequence) -> bool:
-        """Is its prompt longer than a part, and not read yet?"""
-        return len(sequence.prompt) > self.most and not (self.sequence is sequence and self.logits is not None)
+        """Is its prompt to be read here, and not read yet?"""
+        return self.logits is None if self.sequence is sequence else self.apart(sequence)
 
     def read(self, sequence: Sequence) -> None:
         """Read the next part of a prompt, its first one if another was read before."""
@@ -45,6 +55,7 @@ class Reading:
             self.drop()
             self.sequence = sequence
             self.cache.clear(1)
+            self._begin(sequence)
         part = sequence.prompt[self.done : self.done + self.most]
         first, over = self.done == 0, self.done + len(part) == len(sequence.prompt)
         tokens = torch.tensor([part], device=self.cache.lens.device)
@@ -57,9 +68,29 @@ class Reading:
         if feats is not None:
             self.feats.append(feats)
 
-    def take(self, sequences: list[Sequence]) -> Read | None:
-        """The prompt of the only one of these, if it has been read here. It is forgotten here."""
-        if len(sequences) != 1 or sequences[0] is not self.sequence or self.logits is None:
+    def _begin(self, sequence: Sequence) -> None:
+        """What another prompt has left of its beginning need not be read."""
+        found = self.prefixes and self.prefixes.find(sequence.prompt)
+        if not found:
+            return
+        prefix, self.done = found
+        self.prefixes.touch(prefix)
+        self.cache.hold(prefix.layers, self.done)
+        if prefix.feats is not None:
+            self.feats.append(prefix.feats[:, : self.done])
+        sequence.cached = self.done
+
+    def keep(self, prompts: abc.Sequence[abc.Sequence[int]], rows: KVCache, feats: Tensor | None) -> None:
+        """Remember prompts that have been read, where that is wanted: their rows, and feats [R,T,F]."""
+        if self.prefixes is None:
+            return
+        for row, prompt in enumerate(prompts):
+            of_row = None if feats is None else feats[row : row + 1]
+            self.prefixes.keep(prompt, [layer[:, row : row + 1] for layer in rows.layers], of_row)
+
+    def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Read | None:
+        """What the target made of the only one of these, if it has been read here. It is forgotten here."""
+        if len(prompts) != 1 or self.logits is None or prompts[0] is not self.sequence.prompt:
             return None
         read = Read(self.cache, self.logits, torch.cat(self.feats, 1) if self.feats else None)
         self.drop()

@@ -18,7 +18,7 @@ from specdec.engine.fits import check_chain, check_steps, check_verifier, over_b
 from specdec.engine.guide import Guide, Played
 from specdec.engine.held import HOLD
 from specdec.engine.masks import Masks
-from specdec.engine.prefill import Read
+from specdec.engine.prefill import Reading
 from specdec.engine.report import Reads
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
@@ -168,22 +168,25 @@ class Round:
         row: int,
         settings: RoundSettings,
         guide: Guide | None = None,
-        read: Read | None = None,
+        reading: Reading | None = None,
     ) -> tuple[Tensor, DraftState | None, dict[str, Tensor]]:
-        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter. read:
-        what the target made of the only one before.
+        """Run prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
+        reading: may have read the only one, and is told what the target made of all.
 
         Returns the first token of each [R], the drafter's state, and what is told of the tokens."""
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
         part = cache.admit(row, len(prompts), longest)
+        read = reading and reading.take(prompts)
         if read is None:
             logits, feats = self.target(tokens, part, taps=self.taps, last=lens - 1, prefill=True)
             part.advance(lens, longest)
         else:
             part.take(read.cache, longest)
             logits, feats = read.logits, read.feats
+        if reading is not None:
+            reading.keep(prompts, part, feats)
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
         told = settings.told(logits[:, 0], root)
         if self.drafter is None:

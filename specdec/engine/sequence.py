@@ -39,6 +39,7 @@ class Sequence:
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
     top: int = 0  # how many of the likeliest tokens in the place of each are told too
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
+    cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
     finish: str | None = None
     matcher: Matcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)

@@ -1,5 +1,7 @@
 """The key/value cache: static, one tensor per layer, lengths on the device; rows join it and leave it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,11 @@ class KVCache:
 
     def take(self, other: "KVCache", length: int) -> None:
         """Let the only row of this part of a cache be that of `other`, which has `length` tokens."""
-        for own, kept in zip(self.layers, other.layers, strict=True):
+        self.hold(other.layers, length)
+
+    def hold(self, layers: Sequence[Tensor], length: int) -> None:
+        """Let the only row hold `length` tokens, the first of those whose keys and values [2,1,S,K,Dh] these are."""
+        for own, kept in zip(self.layers, layers, strict=True):
             own[:, :, :length] = kept[:, :, :length]
         self.lens.fill_(length)
         self.max_len = length

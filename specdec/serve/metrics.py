@@ -7,6 +7,7 @@ Where vLLM has the same quantity the name is vLLM's, so that its clients and das
 import threading
 from bisect import bisect_left
 
+from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import RoundReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -17,6 +18,8 @@ FAMILIES = {
     "vllm:num_requests_waiting": ("gauge", "Sequences that wait for a row."),
     "vllm:kv_cache_usage_perc": ("gauge", "Share of the rows that are taken, 0 to 1."),
     "vllm:prompt_tokens": ("counter", "Tokens of the prompts that were prefilled."),
+    "vllm:prefix_cache_queries": ("counter", "Tokens of prompts whose beginnings were looked for among those kept."),
+    "vllm:prefix_cache_hits": ("counter", "Tokens of prompts that were found there, and not read again."),
     "vllm:generation_tokens": ("counter", "Tokens that were emitted."),
     "vllm:request_success": ("counter", "Sequences that have ended, by reason."),
     "vllm:spec_decode_num_drafts": ("counter", "Rounds of single sequences in which something was drafted."),
@@ -106,14 +109,20 @@ class Metrics:
         return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
 
 
-def count(metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int]) -> None:
+def count(
+    metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int], prefixes: Prefixes | None = None
+) -> None:
     """Count the tokens of a step, and what was drafted and accepted in it.
 
-    live: which rows had not ended before. drafts: `drafted_of`."""
+    live: which rows had not ended before. drafts: `drafted_of`. prefixes: what is kept of prompts."""
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:
-        add("vllm:prompt_tokens", sum(len(row.prompt) for row in report.rows))
+        prompts = sum(len(row.prompt) for row in report.rows)
+        add("vllm:prompt_tokens", prompts)
+        if prefixes is not None:
+            add("vllm:prefix_cache_queries", prompts)
+            add("vllm:prefix_cache_hits", sum(row.cached for row in report.rows))
         return
     add("specdec:rounds")
     add("specdec:sequence_rounds", sum(live))

@@ -125,13 +125,20 @@ class Reply:
     token_ids: bool = False  # tell the ids of tokens, as vLLM does
     acceptance: str = "none"  # told with the usage: 'summary', 'detailed'
     drafts: int = 0  # nodes that a round can draft
+    prompt_details: bool = False  # the usage tells how many tokens of the prompts were not read again
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
     def usage(self) -> dict:
         completion = sum(choice.count for choice in self.choices)
         total = self.prompt_tokens + completion
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+        used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+        return used | ({"prompt_tokens_details": {"cached_tokens": self._cached()}} if self.prompt_details else {})
+
+    def _cached(self) -> int:
+        """Of each prompt as its first choice found it, as the prompts are counted once too."""
+        first = {id(choice.job.prompt): choice.job for choice in reversed(self.choices)}
+        return sum(job.sequence.cached for job in first.values() if job.sequence is not None)
 
     def whole(self) -> dict:
         """The answer that is not streamed."""

@@ -34,13 +34,15 @@ class Scheduler:
         room: int = 2048,
         queue: int = 256,
         prefill_chunk: int | None = None,
+        prefix_cache: int = 0,
         max_seconds: float | None = None,
         metrics: Metrics | None = None,
         observer: Observer | None = None,
     ):
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
         row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
-        and of a longer one a part; None: by the device.
+        and of a longer one a part; None: by the device. prefix_cache: bytes for what is kept of prompts, so that one
+        which begins alike is read from where it differs.
         max_seconds: after which a job ends with an error, wherever it is. observer: is told of every step.
 
         ValueError if the engine cannot hold that many."""
@@ -51,8 +53,9 @@ class Scheduler:
         self.max_seconds, self.observer = max_seconds, observer
         if observer is not None:
             self.reads = max(self.reads, observer.reads)
-        self.reserved = room
-        engine.reserve(rows, room, reads=self.reads, part=self.prefill_chunk)
+        self.reserved = {"rows": rows, "room": room, "reads": self.reads, "part": self.prefill_chunk}
+        self.reserved["prefixes"] = prefix_cache
+        engine.reserve(**self.reserved)
         self.room = engine.room
         self.steps = engine.policy.steps if engine.policy else 0
         self.metrics = metrics or Metrics(engine.target.name or "target", self.steps)
@@ -216,7 +219,7 @@ class Scheduler:
         now, deltas, metrics = time.perf_counter(), [], self.metrics
         with metrics.lock:
             drafts = drafted_of(report, self.steps)
-            count(metrics, report, [row in self.running for row in report.rows], drafts)
+            count(metrics, report, [row in self.running for row in report.rows], drafts, self.engine.prefixes)
             told = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
             for sequence, tokens, accepted, drafted in told:
                 job = self.running.get(sequence)
@@ -259,7 +262,7 @@ class Scheduler:
         failed = list(self.running.values())
         self.running.clear()
         self._send([Delta(job, finish="error", error=why) for job in failed])
-        self.engine.reserve(self.rows, self.reserved, reads=self.reads, part=self.prefill_chunk)
+        self.engine.reserve(**self.reserved)
         self.prefilled, self.rests = False, True
 
     def _break(self, why: str) -> None:

@@ -46,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     told.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
     told.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
                       help="none (default), summary, detailed: acceptance in responses")  # fmt: skip
+    told.add_argument("--enable-prompt-tokens-details", action="store_true",
+                      help="how many tokens of a prompt were not read again, in its usage")  # fmt: skip
     told.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
     limits = p.add_argument_group("limits")
     limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
@@ -53,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
     limits.add_argument("--prefill-chunk", type=int, metavar="TOKENS",
                         help="of prompts that are read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
+    limits.add_argument("--prefix-cache", type=int, default=256, metavar="MIB",
+                        help="memory for prompts whose beginnings are used again (default 256; 0: none)")  # fmt: skip
     limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
     limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
     limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
@@ -163,12 +167,14 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         room=args.room or min(target.config.context, ROOM),
         queue=args.queue,
         prefill_chunk=args.prefill_chunk,
+        prefix_cache=args.prefix_cache << 20,
         max_seconds=args.max_seconds,
         metrics=metrics,
         observer=recorder,
     )
     most = min(args.max_n, args.batch_size + args.queue)
     how = {"stream_interval": args.stream_interval, "acceptance": args.per_request_spec_decode_metrics}
+    how["prompt_details"] = args.enable_prompt_tokens_details
     how["speculation"] = offered(args, engine)
     return Service(target, scheduler, name, Limits(args.max_body, most), **how)
 

@@ -39,16 +39,18 @@ class Service:
         *,
         stream_interval: int | None = None,
         acceptance: str = "none",
+        prompt_details: bool = False,
         speculation: Speculation | None = None,
     ):
         """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: what responses tell of
-        speculation: 'none', 'summary' or 'detailed'. speculation: what requests may choose from; None: what the engine
+        speculation: 'none', 'summary' or 'detailed'. prompt_details: usages tell how many tokens of prompts were not
+        read again. speculation: what requests may choose from; None: what the engine
         has, by its numbers. ValueError for a target without a tokenizer."""
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
         self.limits = limits or Limits()
-        self.stream_interval, self.acceptance = stream_interval, acceptance
+        self.stream_interval, self.acceptance, self.prompt_details = stream_interval, acceptance, prompt_details
         self.speculation = speculation or _of_engine(scheduler.engine)
         self.created = int(time.time())
 
@@ -83,7 +85,7 @@ class Service:
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
-        told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1
+        told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
         return kind(*who, choices, used, *told)
 
     def tokenize(self, body: dict) -> dict:

@@ -1,0 +1,89 @@
+"""Prompts that were read before: one that begins like them is read from where it differs.
+
+What is kept of a prompt is a copy: the target's keys and values, and the features that a drafter is to absorb. So rows
+come and go as they like. A copy serves every prompt that shares its beginning, however long that is, and one that
+another continues gives way to it, as in a chat of several turns. Those used longest ago go first when memory is full.
+
+vLLM and SGLang share the memory itself, in blocks and by a tree of tokens (RadixAttention, arXiv 2312.07104). Here rows
+lie in one piece, and a copy of a few hundred tokens takes a hundredth of the time in which they are read.
+"""
+
+from collections import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LEAST = 32  # tokens that begin alike: for fewer a prompt is rather read together with others
+
+
+@dataclass(eq=False)
+class Prefix:
+    """What a prompt of T tokens has left."""
+
+    tokens: Tensor  # [T], on the CPU
+    layers: list[Tensor]  # keys and values of each, [2,1,T,K,Dh]
+    feats: Tensor | None  # [1,T,F]
+
+    @property
+    def bytes(self) -> int:
+        parts = self.layers if self.feats is None else [*self.layers, self.feats]
+        return self.tokens.nbytes + sum(x.nbytes for x in parts)
+
+    def shared(self, tokens: Tensor) -> int:
+        """How many tokens begin it and tokens [T']."""
+        most = min(len(tokens), len(self.tokens))
+        return int((self.tokens[:most] == tokens[:most]).long().cumprod(0).sum())
+
+
+class Prefixes:
+    """Beginnings of prompts, of so many bytes at most."""
+
+    def __init__(self, budget: int):
+        self.budget, self.bytes = budget, 0
+        self.kept: dict[tuple[int, ...], list[Prefix]] = {}  # by their first LEAST tokens
+        self.used: dict[Prefix, None] = {}  # the one that was used last comes last
+
+    def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
+        """The one that shares most with a prompt, and how many tokens: LEAST at least, and not the prompt's last, as
+        its logits are wanted."""
+        some = self.kept.get(tuple(prompt[:LEAST]), [])
+        if not some or len(prompt) <= LEAST:
+            return None
+        tokens = torch.tensor(prompt[:-1])
+        shared, place = max((prefix.shared(tokens), place) for place, prefix in enumerate(some))
+        return some[place], shared
+
+    def touch(self, prefix: Prefix) -> None:
+        """It is used."""
+        self.used[prefix] = self.used.pop(prefix)
+
+    def keep(self, prompt: abc.Sequence[int], layers: abc.Sequence[Tensor], feats: Tensor | None) -> None:
+        """Copy what has been read of a prompt: keys and values [2,1,S,K,Dh] of each layer, S >= T; feats [1,S,F]."""
+        if len(prompt) < LEAST:
+            return
+        tokens, length = torch.tensor(prompt), len(prompt)
+        some = {prefix: prefix.shared(tokens) for prefix in self.kept.get(tuple(prompt[:LEAST]), [])}
+        if (whole := next((prefix for prefix, shared in some.items() if shared == length), None)) is not None:
+            self.touch(whole)
+            return
+        copies = [layer[:, :, :length].clone() for layer in layers]
+        new = Prefix(tokens, copies, None if feats is None else feats[:, :length].clone())
+        if new.bytes > self.budget:
+            return
+        for prefix, shared in some.items():
+            if shared == len(prefix.tokens):
+                self._drop(prefix)
+        while self.bytes + new.bytes > self.budget:
+            self._drop(next(iter(self.used)))
+        self.kept.setdefault(tuple(prompt[:LEAST]), []).append(new)
+        self.used[new] = None
+        self.bytes += new.bytes
+
+    def _drop(self, prefix: Prefix) -> None:
+        start = tuple(prefix.tokens[:LEAST].tolist())
+        self.kept[start].remove(prefix)
+        if not self.kept[start]:
+            del self.kept[start]
+        del self.used[prefix]
+        self.bytes -= prefix.bytes

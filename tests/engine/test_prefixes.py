@@ -1,0 +1,151 @@
+"""A prompt that begins like one that was read before is read from where it differs, and its text is the one it has
+alone."""
+
+import pytest
+import torch
+from helpers import DRAFTERS, tiny_target
+from hybrids import hybrid_target
+from tape import Tape
+
+from specdec.adaptive import Fixed
+from specdec.engine.engine import Engine
+from specdec.engine.prefixes import LEAST, Prefixes
+from specdec.types import Sampling
+from trees import Chain
+
+draw = torch.Generator().manual_seed(0)
+START = torch.randint(1, 17, (LEAST + 8,), generator=draw).tolist()
+# The first again, its beginning, what continues it, what leaves it, what shares too little, and a short one.
+PROMPTS = [
+    START, START, START[:-3], [*START, 5, 6, 7], [*START, 5, 6, 7, 8, 9] * 2, [*START[:-2], 3, 4, 5],
+    [*START[: LEAST - 1], 1, 2, 3], START[:4],
+]  # fmt: skip
+CACHED = [0, LEAST + 7, LEAST + 4, LEAST + 8, LEAST + 11, LEAST + 6, 0, 0]
+SAMPLINGS = [Sampling(), Sampling(0.9), Sampling(frequency_penalty=0.5)]
+PLENTY = 1 << 24
+
+
+def asked(number: int) -> dict:
+    return {"max_new_tokens": 12, "eos": frozenset(), "sampling": SAMPLINGS[number % 3]}
+
+
+def decode(engine: Engine, together: int = 1, **how) -> list:
+    """All prompts, so many at a time."""
+    engine.reserve(3, 120, prefixes=PLENTY, **how)
+    rows = []
+    for first in range(0, len(PROMPTS), together):
+        for number in range(first, min(first + together, len(PROMPTS))):
+            rows.append(engine.add(PROMPTS[number], seed=number, **asked(number)))
+        while engine.step() is not None:
+            pass
+    return rows
+
+
+def check_texts(target, rows) -> None:
+    for number, row in enumerate(rows):
+        alone = Engine(target).generate([PROMPTS[number]], seed=[number], **asked(number)).rows[0]
+        assert row.tokens == alone.tokens
+
+
+@pytest.mark.parametrize(
+    ("drafter", "how"),
+    [("eagle3", {}), ("eagle3", {"overlap": True}), ("eagle3", {"graphs": Tape()}), ("eagle3", {"adaptive": Fixed(0)}),
+     ("mtp", {}), ("draft-model", {}), ("medusa", {}), ("dflash", {}), ("lookup", {}), (None, {})],
+    ids=lambda value: "".join(value) if isinstance(value, dict) else str(value),
+)  # fmt: skip
+def test_every_text_is_the_one_it_has_alone(drafter, how):
+    target = tiny_target()
+    parts = [DRAFTERS[drafter](target), Chain(3)] if drafter else []
+    rows = decode(Engine(target, *parts, **how))
+    assert [row.cached for row in rows] == CACHED
+    check_texts(target, rows)
+
+
+@pytest.mark.parametrize("together", [2, 3, 8])
+@pytest.mark.parametrize("part", [0, 16])
+def test_in_parts_and_beside_others(together, part):
+    target = tiny_target()
+    rows = decode(Engine(target, DRAFTERS["eagle3"](target), Chain(3)), together, part=part)
+    check_texts(target, rows)
+    assert sum(row.cached > 0 for row in rows) >= 3
+
+
+def test_what_was_read_before_is_not_read_again(monkeypatch):
+    target, read = tiny_target(), []
+    forward = target.forward
+    engine = Engine(target)
+    engine.reserve(1, 120, prefixes=PLENTY)
+    monkeypatch.setattr(
+        target, "forward", lambda tokens, cache, **how: read.append(tokens.shape[1]) or forward(tokens, cache, **how)
+    )
+    for prompt in (START, [*START, 5, 6, 7]):
+        engine.add(prompt, max_new_tokens=2, eos=frozenset())
+        while engine.step() is not None:
+            pass
+    assert read == [len(START), 1, 3, 1]
+
+
+def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):
+    target = hybrid_target(tmp_path, "qwen3_next")
+    rows = decode(Engine(target))
+    assert not any(row.cached for row in rows)
+    check_texts(target, rows)
+
+
+def test_one_that_is_given_up_leaves_nothing_behind():
+    target = tiny_target()
+    engine = Engine(target)
+    engine.reserve(1, 120, part=4, prefixes=PLENTY)
+    gone = engine.add(START, max_new_tokens=4)
+    engine.step()
+    engine.abort(gone)
+    assert engine.prefixes.bytes == 0
+    other = engine.add(START, seed=0, **asked(0))
+    while engine.step() is not None:
+        pass
+    assert other.cached == 0
+    check_texts(target, [other])
+
+
+def layers(tokens: int) -> list[torch.Tensor]:
+    return [torch.zeros(2, 1, tokens + 9, 1, 4)]
+
+
+def bytes_of(tokens: int) -> int:
+    return tokens * (8 + 2 * 4 * 4)
+
+
+def test_those_used_longest_ago_go_first():
+    prefixes = Prefixes(bytes_of(3 * 40))
+    prompts = [[number] * 40 for number in range(4)]
+    for prompt in prompts[:3]:
+        prefixes.keep(prompt, layers(40), None)
+    assert prefixes.bytes == bytes_of(120)
+    prefixes.touch(prefixes.find(prompts[0])[0])
+    prefixes.keep(prompts[3], layers(40), None)
+    assert [prefixes.find(prompt) is not None for prompt in prompts] == [True, False, True, True]
+    assert prefixes.bytes == bytes_of(120) == sum(prefix.bytes for prefix in prefixes.used)
+    prefixes.keep([9] * 121, layers(121), None)  # more than all of it
+    assert prefixes.find([9] * 121) is None
+    assert prefixes.bytes == bytes_of(120)
+
+
+def test_one_that_is_continued_gives_way():
+    prefixes = Prefixes(PLENTY)
+    prefixes.keep([1] * 40, layers(40), None)
+    prefixes.keep([1] * 40 + [2] * 40, layers(80), None)
+    assert prefixes.bytes == bytes_of(80)
+    prefixes.keep([1] * 50, layers(50), None)  # shares 40 tokens, and goes on otherwise
+    prefixes.keep([1] * 45, layers(45), None)  # is there
+    assert prefixes.bytes == bytes_of(130)
+    assert prefixes.find([1] * 60)[1] == 50
+    assert prefixes.find([1] * 40 + [2] * 9)[1] == 48  # not its last one
+
+
+def test_too_short_a_beginning_is_not_kept():
+    prefixes = Prefixes(PLENTY)
+    prefixes.keep([1] * (LEAST - 1), layers(LEAST - 1), None)
+    prefixes.keep([1] * LEAST, layers(LEAST), None)
+    assert prefixes.bytes == bytes_of(LEAST)
+    assert prefixes.find([1] * LEAST) is None  # its last token has to be read
+    assert prefixes.find([1] * (LEAST + 1))[1] == LEAST

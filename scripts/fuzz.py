@@ -4,10 +4,11 @@
 
 A case is drawn from its number (scripts/fuzz_cases.py): a target with windows, biases, soft caps and short contexts; a
 drafter, with few tokens to propose or weights in int8; a tree that fits it; rows with samplings, penalties, grammars,
-stops, ends and limits of their own. They join one after the other, some are aborted, prompts are read in parts, and
-rounds overlap, are replayed or follow an adaptive policy. Tokens, ends and log-probabilities are compared. By the
-default rule drawn text is plain decoding's too, as the noise of a row and position is the same. A mistake is printed
-with its number, and `--first NUMBER --cases 1` is that case again. Ends with 1 if there was one.
+stops, ends and limits of their own. They join one after the other, some are aborted, prompts are read in parts, or from
+where they differ from others, and rounds overlap, are replayed or follow an adaptive policy. Tokens, ends and
+log-probabilities are compared. By the default rule drawn text is plain decoding's too, as the noise of a row and
+position is the same. A mistake is printed with its number, and `--first NUMBER --cases 1` is that case again. Ends with
+1 if there was one.
 """
 
 import argparse
@@ -52,7 +53,10 @@ def alone(target: Target, row: Row) -> Sequence:
 def together(case: Case) -> list[Sequence]:
     """The rows, drafted for, as the schedule lets them join. Others join too, and are aborted."""
     engine, rng = Engine(case.target, case.drafter, case.tree, **case.options), case.schedule
-    engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, part=case.part)
+    how = {"part": case.part, "prefixes": case.kept}
+    engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, **how)
+    if engine.prefixes is not None:
+        engine.prefixes.least = 2
     waiting, joined, passing = list(case.rows), [], []
     for _ in range(MOST_STEPS):
         if waiting and (not joined or rng.random() < 0.5):

@@ -64,6 +64,7 @@ class Case:
     tree: TreePolicy
     rows: list[Row]
     part: int  # tokens of a prompt that are read at once, 0 for all
+    kept: int  # bytes for what is kept of prompts
     schedule: random.Random
     options: dict  # of the engine
     about: str
@@ -78,8 +79,17 @@ def draw(number: int) -> Case:
     options, how = draw_options(rng, target, drafter, tree)
     rows = [draw_row(rng, target, place) for place in range(rng.choice([1, 1, 2, 3, 5]))]
     about = f"{name}, {type(tree).__name__} {tree.topk}/{tree.steps}/{tree.num_draft_tokens}, {len(rows)} rows{how}"
-    part = rng.choice([0, 0, 1, 2, 5])
-    return Case(target, drafter, tree, rows, part, random.Random(number), options, about)
+    part, kept = rng.choice([0, 0, 1, 2, 5]), rng.choice([0, 0, 20_000, 1 << 24])
+    if kept:
+        rows = [begun_alike(rng, row, rows[0].prompt) for row in rows]
+        about += f", keeps {kept} bytes of prompts"
+    return Case(target, drafter, tree, rows, part, kept, random.Random(number), options, about)
+
+
+def begun_alike(rng: random.Random, row: Row, prompt: list[int]) -> Row:
+    """A row whose prompt begins as another does, or more or less so."""
+    same = rng.randint(0, len(prompt))
+    return replace(row, prompt=prompt[:same] + row.prompt[same:] or row.prompt)
 
 
 def draw_target(rng: random.Random) -> Target:

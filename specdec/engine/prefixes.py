@@ -40,15 +40,15 @@ class Prefixes:
     """Beginnings of prompts, of so many bytes at most."""
 
     def __init__(self, budget: int):
-        self.budget, self.bytes = budget, 0
-        self.kept: dict[tuple[int, ...], list[Prefix]] = {}  # by their first LEAST tokens
+        self.budget, self.bytes, self.least = budget, 0, LEAST
+        self.kept: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
 
     def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
-        """The one that shares most with a prompt, and how many tokens: LEAST at least, and not the prompt's last, as
+        """The one that shares most with a prompt, and how many tokens: `least` or more, and not the prompt's last, as
         its logits are wanted."""
-        some = self.kept.get(tuple(prompt[:LEAST]), [])
-        if not some or len(prompt) <= LEAST:
+        some = self.kept.get(tuple(prompt[: self.least]), [])
+        if not some or len(prompt) <= self.least:
             return None
         tokens = torch.tensor(prompt[:-1])
         shared, place = max((prefix.shared(tokens), place) for place, prefix in enumerate(some))
@@ -60,10 +60,10 @@ class Prefixes:
 
     def keep(self, prompt: abc.Sequence[int], layers: abc.Sequence[Tensor], feats: Tensor | None) -> None:
         """Copy what has been read of a prompt: keys and values [2,1,S,K,Dh] of each layer, S >= T; feats [1,S,F]."""
-        if len(prompt) < LEAST:
+        if len(prompt) < self.least:
             return
         tokens, length = torch.tensor(prompt), len(prompt)
-        some = {prefix: prefix.shared(tokens) for prefix in self.kept.get(tuple(prompt[:LEAST]), [])}
+        some = {prefix: prefix.shared(tokens) for prefix in self.kept.get(tuple(prompt[: self.least]), [])}
         if (whole := next((prefix for prefix, shared in some.items() if shared == length), None)) is not None:
             self.touch(whole)
             return
@@ -76,12 +76,12 @@ class Prefixes:
                 self._drop(prefix)
         while self.bytes + new.bytes > self.budget:
             self._drop(next(iter(self.used)))
-        self.kept.setdefault(tuple(prompt[:LEAST]), []).append(new)
+        self.kept.setdefault(tuple(prompt[: self.least]), []).append(new)
         self.used[new] = None
         self.bytes += new.bytes
 
     def _drop(self, prefix: Prefix) -> None:
-        start = tuple(prefix.tokens[:LEAST].tolist())
+        start = tuple(prefix.tokens[: self.least].tolist())
         self.kept[start].remove(prefix)
         if not self.kept[start]:
             del self.kept[start]

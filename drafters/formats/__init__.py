@@ -60,7 +60,7 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
         modelopt.TRAINING,
         modelopt.EXPORTED,
     ),
-    eagle.FAMILY: (eagle.SPECULATORS, vllm.EAGLE, eagle.PUBLISHED),
+    eagle.FAMILY: (eagle.SPECULATORS, vllm.EAGLE, eagle.SGLANG, eagle.PUBLISHED),
     mtp_inside.FAMILY: (mtp_inside.LAYOUT,),
     mtp.FAMILY: (mtp.LAYOUT,),
     medusa.FAMILY: (vllm.MEDUSA, medusa.LAYOUT),

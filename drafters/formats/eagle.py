@@ -111,11 +111,7 @@ def dismantle(drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
 
 def refuse(server: str, meaning: EagleMeaning) -> None:
     """Raise ValueError for what SGLang's forward would silently compute otherwise."""
-    if server != "sglang":
-        return
-    if meaning.qkv_bias:
-        raise ValueError("SGLang would draft wrongly with this head: its forward knows no biases of q, k and v")
-    if meaning.own_embedding:
+    if server == "sglang" and meaning.own_embedding:
         raise ValueError(
             "SGLang would draft wrongly with this head: it takes the target's embedding for the head's own"
         )
@@ -155,6 +151,18 @@ def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -
         "dtype": dtype_name(tensors["fc.weight"]),
     }
     return config | ({"own_embedding": True} if meaning.own_embedding else {}), tensors
+
+
+def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """SGLang's `fc` always has a bias, which stays random if the file holds none. A config's `bias` or
+    `attention_bias` gives biases to q, k, v and the output of the attention there."""
+    dtype = tensors["fc.weight"].dtype
+    tensors = {"fc.bias": torch.zeros(meaning.shape.hidden, dtype=dtype)} | tensors
+    config, tensors = write(meaning, tensors, target)
+    del config["bias"]
+    if meaning.qkv_bias:
+        config["attention_bias"] = True
+    return config, tensors
 
 
 # speculators
@@ -227,7 +235,9 @@ SPECULATORS = Layout(
     read_speculators,
     write_speculators,
 )
-PUBLISHED = Layout("eagle", "EAGLE-1/2 as of EAGLE and SGLang", recognise, read, write)
+PUBLISHED = Layout("eagle", "EAGLE-1/2 as of EAGLE", recognise, read, write)
+# What is written is read as the layout of EAGLE-1/2's authors.
+SGLANG = Layout("sglang", "EAGLE-1/2 as SGLang reads it", lambda config, tensors: False, read, write_sglang)
 FAMILY = Family(
     TITLE,
     construct,
@@ -238,7 +248,7 @@ FAMILY = Family(
     Eagle,
     saved_as=PUBLISHED.name,
     sign="layers.0.* with fc",
-    servers={"sglang": PUBLISHED.name, "vllm": "vllm"},
+    servers={"sglang": SGLANG.name, "vllm": "vllm"},
     vllm=lambda meaning: {"method": "eagle"},
     sglang="EAGLE",
     refuse=refuse,

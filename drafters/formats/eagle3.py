@@ -183,6 +183,9 @@ def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, 
     return dataclasses.replace(meaning, taps=tuple(taps[i] for i in order)), tensors | moved
 
 
+SGLANG_KNOWS = ("tap_norms", "input_norm", "feedback")  # of the switches; the rest of its forward is the default
+
+
 def refuse(server: str, meaning: Eagle3Meaning) -> None:
     """Raise ValueError for what SGLang's forward of an EAGLE-3 head would silently compute otherwise."""
     if server != "sglang":
@@ -190,7 +193,7 @@ def refuse(server: str, meaning: Eagle3Meaning) -> None:
     other = {
         field.name: str(field.default).lower()
         for field in dataclasses.fields(Eagle3Forward)
-        if getattr(meaning.forward, field.name) != field.default
+        if field.name not in SGLANG_KNOWS and getattr(meaning.forward, field.name) != field.default
     }
     if other:
         settings = " ".join(f"drafter.{name}={value}" for name, value in other.items())
@@ -198,8 +201,11 @@ def refuse(server: str, meaning: Eagle3Meaning) -> None:
         raise ValueError(
             f"SGLang would draft wrongly with this head: its forward knows no {names} (train with {settings})"
         )
-    if meaning.taps is not None and len(meaning.taps) != 3:
-        raise ValueError(f"SGLang needs three taps, the drafter has {len(meaning.taps)} (train with drafter.taps=3)")
+    if len(meaning.taps or (0,) * 3) * meaning.tap_width == meaning.shape.hidden:
+        raise ValueError(
+            "SGLang would draft wrongly with this head: features as wide as the head do not go through fc there "
+            "(train with drafter.taps=3)"
+        )
 
 
 def describe(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:

@@ -21,9 +21,10 @@ from published import (
 )
 from safetensors.torch import load_file
 
+from drafters import eagle as eagle_drafter
 from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
 from drafters.formats.base import TargetFacts
-from drafters.formats.convert import convert, export
+from drafters.formats.convert import SERVERS, convert, export
 from drafters.formats.speculators import speculators_fields
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
@@ -62,7 +63,7 @@ def conversions():
     """Every case with every other layout of its family."""
     for case, (layout, *_) in PUBLISHED.items():
         for other in FAMILIES[(eagle if "EAGLE-2" in case else eagle3).FAMILY]:
-            if other.name not in (layout, "vllm"):  # what is written for vLLM is in test_formats_vllm
+            if other.name not in (layout, *SERVERS):  # what is written for a server is not read under its name
                 yield case, other.name
 
 
@@ -112,7 +113,7 @@ def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
     assert drafter.taps == (2, 16, 29)
     assert drafter.shape.rope == Rope(10000.0)
     assert sum(p.numel() for p in drafter.parameters()) == 424_689_664  # 0.85 GB in fp16
-    for other in (layout for layout in FAMILIES[family] if layout.name != "vllm"):
+    for other in (layout for layout in FAMILIES[family] if layout.name not in SERVERS):
         spelled_config, spelled = other.write(meaning, found, None)
         again, back = other.read(spelled_config, spelled, "llama")
         assert again == meaning
@@ -180,6 +181,20 @@ def test_exports_hold_no_embedding_but_the_targets_and_name_it(target_folder, tm
     assert "embed_tokens.weight" not in load_file(tmp_path / "sglang" / "model.safetensors")
     with pytest.raises(ValueError, match="knows no"):
         export(source, tmp_path / "no", "sglang", target_folder)
+
+
+@pytest.mark.parametrize("fc_bias", [True, False])
+def test_eagle_in_the_words_of_sglang(fc_bias, tmp_path):
+    """Its `fc` always has a bias, and `bias` in a config is that of the attention there."""
+    target = tiny_target()
+    drafter = eagle_drafter.create(target, fc_bias=fc_bias)
+    save_drafter(drafter, tmp_path / "saved", target)
+    export(tmp_path / "saved", tmp_path / "there", "sglang")
+    assert "bias" not in json.loads((tmp_path / "there" / "config.json").read_text())
+    again, x = load_drafter(tmp_path / "there", target), torch.randn(3, 2 * target.config.hidden)
+    assert again.fc.bias is not None
+    assert torch.equal(again.fc.weight, drafter.fc.weight)
+    assert torch.allclose(again.fc(x), drafter.fc(x))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa", "dflash", "dspark", "peagle"])

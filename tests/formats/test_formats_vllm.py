@@ -264,18 +264,16 @@ def drafters_for(target):
     return {
         "default": (eagle3.create(target, vocab=few, taps=(1, 3, 5)), {}),
         "the target's head": (eagle3.create(target, vocab=few, taps=(1, 3, 5), train_head=False), {}),
-        "EAGLE-3.1": (
-            eagle3.create(target, taps=(1, 3, 5), tap_norms=True, feedback="post"),
-            {"sglang": "drafter.tap_norms=false drafter.feedback=pre"},
-        ),
-        "five taps": (eagle3.create(target, taps=(1, 2, 3, 4, 5)), {"sglang": "drafter.taps=3"}),
+        "EAGLE-3.1": (eagle3.create(target, taps=(1, 3, 5), tap_norms=True, feedback="post"), {}),
+        "five taps": (eagle3.create(target, taps=(1, 2, 3, 4, 5)), {}),
+        "one tap": (eagle3.create(target, taps=(3,)), {"sglang": "drafter.taps=3"}),
         "the last state": (
             eagle3.create(target, taps=(1, 3, LAYERS)),
             {"sglang": "drafter.taps from 1", "vllm": "drafter.tap_norms=true"},
         ),
         "the last state, normed": (
             eagle3.create(target, taps=(1, 3, LAYERS), tap_norms=True),
-            {"sglang": "drafter.tap_norms=false"},
+            {"sglang": "drafter.taps from 1"},
         ),
         "no norm before the head": (
             eagle3.create(target, taps=(1, 3, 5), head_norm=False),

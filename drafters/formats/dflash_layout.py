@@ -214,7 +214,7 @@ FAMILY = Family(
     BlockDrafter,
     saved_as=ZLAB.name,
     sign="fc.* and hidden_norm.*",
-    servers={"vllm": "vllm", "sglang": "dflash"},
+    servers={"vllm": "vllm", "sglang": "sglang"},
     vllm=in_vllm,
     refuse=refuse,
     faults=faults,

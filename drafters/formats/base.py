@@ -83,6 +83,7 @@ class Layout:
     doubts: Callable[[dict], list[str]] = lambda config: []
     wants: Callable[[dict, str], bool] = lambda config, name: True  # which tensors belong to the drafter
     apart: tuple[str, str] | None = None  # a pickle of its own, and how the names of its tensors begin
+    beside: Callable[[Tensors], dict[str, Any]] = lambda tensors: {}  # further pickles, as for `write_folder`
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Family:
     readings(meaning, tensors, target) returns the plausible misreadings, but for other taps.
     dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
     vllm(meaning) returns what vLLM's `--speculative-config` says beyond the folder of the export: the method, and how
-    many tokens are drafted where it is always the same number. sglang is SGLang's name of the algorithm.
+    many tokens are drafted where it is always the same number. sglang(meaning) returns SGLang's name of the algorithm;
+    None where nothing is known of it.
     refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise. It names
     the settings of training that would change that.
     faults(meaning, tensors) returns what else than a tensor's name or shape keeps a checkpoint from loading.
@@ -127,7 +129,7 @@ class Family:
     sign: str = ""  # the tensors that show the family, for users
     servers: Mapping[str, str] = field(default_factory=dict)  # server -> name of the layout that it loads
     vllm: Callable[[Any], dict] | None = None
-    sglang: str = ""
+    sglang: Callable[[Any], str | None] = lambda meaning: None
     refuse: Callable[[str, Any], None] = lambda server, meaning: None
     faults: Callable[[Any, Tensors], list[str]] = lambda meaning, tensors: []
     streams: Callable[[Any, Tensors], int] = lambda meaning, tensors: 0

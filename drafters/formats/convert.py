@@ -116,7 +116,8 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | o
     elif meaning.taps and layout.names_layers:
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
     acceptance = read_acceptance(resolve(checkpoint.path))
-    write_folder(folder, *layout.write(meaning, tensors, facts), acceptance, layout.apart)
+    config, tensors = layout.write(meaning, tensors, facts)
+    write_folder(folder, config, tensors, acceptance, layout.apart, layout.beside(tensors))
 
 
 def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):

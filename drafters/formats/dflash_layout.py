@@ -216,6 +216,7 @@ FAMILY = Family(
     sign="fc.* and hidden_norm.*",
     servers={"vllm": "vllm", "sglang": "sglang"},
     vllm=in_vllm,
+    sglang=lambda meaning: {None: "DFLASH", "markov": "DSPARK"}.get(meaning.conditional),
     refuse=refuse,
     faults=faults,
     streams=streams,

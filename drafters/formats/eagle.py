@@ -50,6 +50,7 @@ from specdec.model.checkpoint import check_shapes, whole
 TITLE = "EAGLE-1/2"
 EMBEDDING = "embed_tokens.weight"
 ASIDE = (EMBEDDING, "draft_ids")
+TOKEN_MAP = "token_map.pt"  # which SGLang is told of by a flag
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,14 @@ SPECULATORS = Layout(
 )
 PUBLISHED = Layout("eagle", "EAGLE-1/2 as of EAGLE", recognise, read, write)
 # What is written is read as the layout of EAGLE-1/2's authors.
-SGLANG = Layout("sglang", "EAGLE-1/2 as SGLang reads it", lambda config, tensors: False, read, write_sglang)
+SGLANG = Layout(
+    "sglang",
+    "EAGLE-1/2 as SGLang reads it",
+    lambda config, tensors: False,
+    read,
+    write_sglang,
+    beside=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
+)
 FAMILY = Family(
     TITLE,
     construct,
@@ -250,7 +258,7 @@ FAMILY = Family(
     sign="layers.0.* with fc",
     servers={"sglang": SGLANG.name, "vllm": "vllm"},
     vllm=lambda meaning: {"method": "eagle"},
-    sglang="EAGLE",
+    sglang=lambda meaning: "EAGLE",
     refuse=refuse,
     faults=faults,
     streams=lambda meaning, tensors: 1,

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from drafters.formats import Checkpoint
+from drafters.formats.eagle import TOKEN_MAP
 from drafters.formats.speculators import SPECULATIVE_TOKENS
 
 
@@ -21,15 +22,15 @@ def command(server: str, checkpoint: Checkpoint, folder: Path, target: str) -> s
     if server == "vllm":
         config = vllm_config(family.vllm(checkpoint.meaning), folder)
         return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
-    if not family.sglang:
+    algorithm = family.sglang(checkpoint.meaning)
+    if algorithm is None:
         return None
-    flags = {
-        "model-path": target,
-        "speculative-algorithm": family.sglang,
-        "speculative-draft-model-path": folder,
-        "speculative-num-steps": SPECULATIVE_TOKENS,
-        "speculative-eagle-topk": 1,
-        "speculative-num-draft-tokens": SPECULATIVE_TOKENS + 1,
-    }
+    flags = {"model-path": target, "speculative-algorithm": algorithm, "speculative-draft-model-path": folder}
+    if algorithm.startswith("EAGLE"):  # a block says itself how many tokens it drafts
+        flags["speculative-num-steps"] = SPECULATIVE_TOKENS
+        flags["speculative-eagle-topk"] = 1
+        flags["speculative-num-draft-tokens"] = SPECULATIVE_TOKENS + 1
+    if (folder / TOKEN_MAP).exists():
+        flags["speculative-token-map"] = folder / TOKEN_MAP
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return shlex.join(["python", "-m", "sglang.launch_server", *words])

@@ -248,15 +248,17 @@ def write_folder(
     tensors: dict[str, Tensor],
     acceptance: Acceptance | None = None,
     apart: tuple[str, str] | None = None,
+    beside: Mapping[str, object] | None = None,
 ) -> None:
     """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
     with them if there is one. They replace older ones.
 
-    apart: the name of a pickle, and how the names of the tensors begin that go there, if there are any.
+    apart: the name of a pickle, and how the names of the tensors begin that go there, if there are any. beside: further
+    pickles by their names; None in the place of one only says that an older one may be replaced.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """
-    pickle_name, prefix = apart or ("", "")
+    (pickle_name, prefix), beside = apart or ("", ""), beside or {}
 
     def fill(aside: Path) -> None:
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -264,9 +266,12 @@ def write_folder(
         save_file(held, aside / "model.safetensors")
         if other:
             torch.save(other, aside / pickle_name)
+        for name, content in beside.items():
+            if content is not None:
+                torch.save(content, aside / name)
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if acceptance is not None:
             (aside / ACCEPTANCE).write_text(acceptance.as_text(), encoding="utf-8")
 
-    names = ("config.json", "model.safetensors", ACCEPTANCE, *([pickle_name] if apart else []))
+    names = ("config.json", "model.safetensors", ACCEPTANCE, *([pickle_name] if apart else []), *beside)
     replace_folder(Path(folder), fill, names, "a drafter")

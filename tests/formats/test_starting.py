@@ -5,10 +5,15 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
+import torch
+from helpers import tiny_target
 
 import specdec
-from drafters.formats import FAMILIES, open_checkpoint
+from drafters import eagle
+from drafters.formats import FAMILIES, open_checkpoint, save_drafter
+from drafters.formats.convert import export
 from drafters.formats.starting import command
+from drafters.vocab import DraftVocab
 
 CONFIGS = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
@@ -47,4 +52,28 @@ def test_sglang(tmp_path):
     assert flags["--speculative-algorithm"] == "EAGLE"
     assert flags["--speculative-draft-model-path"] == str(tmp_path)
     assert int(flags["--speculative-num-draft-tokens"]) == int(flags["--speculative-num-steps"]) + 1
-    assert command("sglang", open_checkpoint(specdec.DEMO_TARGET.parent / "dflash"), tmp_path, "T") is None
+
+
+@pytest.mark.parametrize(("name", "algorithm"), [("dflash", "DFLASH"), ("dspark", "DSPARK")])
+def test_sglang_takes_a_block_as_it_is(name, algorithm, tmp_path):
+    words = shlex.split(command("sglang", open_checkpoint(specdec.DEMO_TARGET.parent / name), tmp_path, "T"))
+    assert words[5:] == ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(tmp_path)]
+
+
+def test_no_command_where_nothing_is_known(tmp_path):
+    assert command("sglang", open_checkpoint(specdec.DEMO_TARGET.parent / "mtp"), tmp_path, "T") is None
+
+
+def test_sglang_is_told_which_tokens_a_head_proposes(tmp_path):
+    """They lie beside the head as a list in a pickle, and a later export of all tokens leaves none behind."""
+    target, there = tiny_target(), tmp_path / "there"
+    for ids in ([5, 2, 9, 11], None):
+        some = DraftVocab(target.vocab, ids and torch.tensor(ids))
+        save_drafter(eagle.create(target, vocab=some), tmp_path / "saved", target)
+        words = shlex.split(command("sglang", export(tmp_path / "saved", there, "sglang"), there, "some/target"))
+        if ids is None:
+            assert "--speculative-token-map" not in words
+            assert not (there / "token_map.pt").exists()
+        else:
+            assert words[-2:] == ["--speculative-token-map", str(there / "token_map.pt")]
+            assert torch.load(there / "token_map.pt", weights_only=True) == ids

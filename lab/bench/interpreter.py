@@ -1,7 +1,9 @@
 """Triton's interpreter, in which kernels run on CPU tensors."""
 
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 
 
 def use_interpreter() -> None:
@@ -13,6 +15,7 @@ def use_interpreter() -> None:
         return
     if [*map(int, numbers)] < [3, 7]:
         _mend_bounds()
+    _patch_once()
 
 
 def _mend_bounds() -> None:
@@ -27,3 +30,22 @@ def _mend_bounds() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = with_bounds
+
+
+def _patch_once() -> None:
+    """Triton puts functions that interpret in the place of its language's for each launch, and for each call of a
+    function inside one, and takes them away again. That took a third of a launch's time. Nothing in this process is
+    compiled, so they stay."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set()
+
+    def once(function: Callable) -> SimpleNamespace:
+        modules = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
+        if not modules or not modules <= patched:
+            patch(function)
+            patched.update(modules)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = once

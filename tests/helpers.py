@@ -274,11 +274,15 @@ def joint_of_tokens_2_and_3(target, prompt, sampling):
 
 def pvalue_of_tokens_2_and_3(target: Target, prompt: list[int], sampling: Sampling, result) -> float:
     """Chi-square of the second and third tokens of many rows of one prompt against their exact joint distribution."""
-    vocab = target.config.vocab
-    seen = torch.zeros(vocab, vocab, dtype=torch.float64)
-    for row in result.rows:
-        seen[tuple(row.tokens[1:3])] += 1
-    expected = joint_of_tokens_2_and_3(target, prompt, sampling).double() * len(result.rows)
+    return pvalue_against(joint_of_tokens_2_and_3(target, prompt, sampling), result)
+
+
+def pvalue_against(joint: torch.Tensor, result) -> float:
+    """The same, against a joint distribution [V,V] that is known."""
+    vocab = len(joint)
+    second, third = torch.tensor([row.tokens[1:3] for row in result.rows]).T
+    seen = torch.bincount(second * vocab + third, minlength=vocab**2).double().view(vocab, vocab)
+    expected = joint.double() * len(result.rows)
     assert seen[expected == 0].sum() == 0, "a token was emitted that the filters exclude"
     observed, expected = merge_rare_cells(seen.flatten(), expected.flatten())
     assert len(observed) > 3

@@ -1,6 +1,7 @@
 """Every drafter x tree x verifier x sampling of conf/ that fits together decodes losslessly: a new YAML is tested
 without writing a test."""
 
+import copy
 import functools
 import itertools
 import tempfile
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import pvalue_of_tokens_2_and_3, save_hf, tiny_target
+from helpers import joint_of_tokens_2_and_3, pvalue_against, save_hf, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -23,11 +24,36 @@ NAMES = {
     group: sorted(p.stem for p in (CONF / group).glob("*.yaml"))
     for group in ("drafter", "tree", "sampling", "verifier")
 }
-PROMPTS, ROWS = [[3, 5, 7], [1, 2]], 1000
+PROMPTS, PROMPT, ROWS = [[3, 5, 7], [1, 2]], [3, 5, 7], 1000
+
+
+@functools.cache
+def read(group: str, name: str) -> dict:
+    return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
 
 
 def load(group: str, name: str) -> dict:
-    return OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"))
+    return copy.deepcopy(read(group, name))
+
+
+@functools.cache
+def frozen(group: str, name: str):
+    """A sampling or a rule, which never change."""
+    return instantiate(load(group, name))
+
+
+@functools.cache
+def shared_target():
+    """One target for all cases, as engines do not change it."""
+    return tiny_target(vocab=11)
+
+
+@functools.cache
+def saved_model(vocab: int, **fields) -> tempfile.TemporaryDirectory:
+    """The folder of a random model, which goes when the process ends. fields: of its config."""
+    folder = tempfile.TemporaryDirectory()
+    save_hf(folder.name, "llama", vocab_size=vocab, max_position_embeddings=256, head=8.0, **fields)
+    return folder
 
 
 def fresh_drafter(name: str, target, draft_vocab: int | None = 8, **fields):
@@ -44,13 +70,12 @@ def fresh_drafter(name: str, target, draft_vocab: int | None = 8, **fields):
     vocab = DraftVocab(target.config.vocab, None if draft_vocab is None else torch.arange(1, draft_vocab + 1))
     if settings.get("path", "none needed") is not None:
         return instantiate(settings, target=target, vocab=vocab).eval()
-    with tempfile.TemporaryDirectory() as folder:  # a drafter that is a model of its own: any that has the vocabulary
-        save_hf(folder, "llama", vocab_size=target.config.vocab, max_position_embeddings=256, head=8.0, **fields)
-        return instantiate(settings | {"path": folder}, target=target, vocab=vocab).eval()
+    path = saved_model(target.config.vocab, **fields).name  # a model of its own: any that has the vocabulary
+    return instantiate(settings | {"path": path}, target=target, vocab=vocab).eval()
 
 
 def fits(tree: str, verifier: str) -> bool:
-    policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+    policy, rule = instantiate(load("tree", tree)), frozen("verifier", verifier)
     return (policy.samples or not rule.needs_q) and (policy.topk == 1 or not rule.chains_only)
 
 
@@ -58,21 +83,26 @@ PAIRS = [pair for pair in itertools.product(NAMES["tree"], NAMES["verifier"]) if
 CASES = [
     (tree, verifier, sampling)
     for (tree, verifier), sampling in itertools.product(PAIRS, NAMES["sampling"])
-    if instantiate(load("verifier", verifier)).lossless or instantiate(load("sampling", sampling)).greedy
+    if frozen("verifier", verifier).lossless or frozen("sampling", sampling).greedy
 ]
 
 
 @functools.cache
 def plain_text(sampling: Sampling) -> list[list[int]]:
-    rows = Engine(tiny_target(vocab=11)).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
+    rows = Engine(shared_target()).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
     return [row.tokens for row in rows]
+
+
+@functools.cache
+def law(sampling: Sampling) -> torch.Tensor:
+    return joint_of_tokens_2_and_3(shared_target(), PROMPT, sampling)
 
 
 def takes(tree: str, drafter: str) -> bool:
     """Trees over marginals are for blocks whose slots do not depend on each other's tokens."""
     if not instantiate(load("tree", tree)).marginals:
         return True
-    made = fresh_drafter(drafter, tiny_target(vocab=11))
+    made = fresh_drafter(drafter, shared_target())
     return made.block is not None and not made.conditioned
 
 
@@ -86,16 +116,16 @@ def test_fitting(drafter, tree, verifier, sampling):
     """Greedy: the text of plain decoding, with lossy rules too. Sampled, with the lossless ones: tokens 2 and 3, which
     trees decide, follow their exact joint distribution; 1000 rows with independent noise in one batch, seeded. How far
     lossy ones go is measured in test_verify_laws.py."""
-    setting: Sampling = instantiate(load("sampling", sampling))
-    target = tiny_target(vocab=11)
-    policy, rule = instantiate(load("tree", tree)), instantiate(load("verifier", verifier))
+    setting: Sampling = frozen("sampling", sampling)
+    target = shared_target()
+    policy, rule = instantiate(load("tree", tree)), frozen("verifier", verifier)
     engine = Engine(target, fresh_drafter(drafter, target), policy, rule)
     if setting.greedy:
         rows = engine.generate(PROMPTS, max_new_tokens=20, sampling=setting).rows
         assert [row.tokens for row in rows] == plain_text(setting)
         return
-    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
-    assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) > NO_ACCIDENT
+    result = engine.generate([PROMPT] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
+    assert pvalue_against(law(setting), result) > NO_ACCIDENT
 
 
 OF_ANY = [tree for tree in NAMES["tree"] if takes(tree, "eagle3")]
@@ -103,11 +133,11 @@ OF_ANY = [tree for tree in NAMES["tree"] if takes(tree, "eagle3")]
 
 @pytest.mark.parametrize("tree", OF_ANY)
 def test_so_few_rows_find_a_lossy_rule_out(tree):
-    target, setting = tiny_target(vocab=11), instantiate(load("sampling", "temperature"))
+    target, setting = shared_target(), frozen("sampling", "temperature")
     policy, lossy = instantiate(load("tree", tree)), TwoThresholds(threshold_acc=0.5)
     engine = Engine(target, fresh_drafter("eagle3", target), policy, lossy)
-    result = engine.generate([[3, 5, 7]] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
-    assert pvalue_of_tokens_2_and_3(target, [3, 5, 7], setting, result) < NO_ACCIDENT
+    result = engine.generate([PROMPT] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
+    assert pvalue_against(law(setting), result) < NO_ACCIDENT
 
 
 def test_what_does_not_fit_is_refused():

@@ -3,8 +3,6 @@
 Its converter of transformers' checkpoints would do for most models, but it drops two things that matter: `head_dim`
 where it is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5; the engine reads both)."""
 
-import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lab.bench.contenders import NotAvailable, TimedRun
-from lab.bench.peer_process import Answer, Session
+from lab.bench.peer_sessions import CTranslate2Session
 from lab.bench.peers_common import INSTALL, Peer, check_parts, shared_sampling
 from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES
@@ -26,31 +24,6 @@ PARTS = frozenset(BLOCK_PARTS | {"attention_scale", "embed_scale", "local_rope",
 # Its repetition penalty leaves out the prompt.
 NAMES = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}
 KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
-class CTranslate2Session(Session):
-    """A generator of CTranslate2.
-
-    Its products are oneDNN's, not MKL's: on two threads MKL's threads and its own wait for each other, and a token
-    takes ten times as long (docs/log.md). On one thread oneDNN's are as fast."""
-
-    def __init__(self, folder: Path, settings: dict):
-        os.environ.setdefault("CT2_USE_MKL", "0")  # read when it is imported
-        import ctranslate2
-
-        self.generator = ctranslate2.Generator(str(folder), "cpu", **settings)
-
-    def __call__(self, request: dict) -> Answer:
-        marks, tokens = [], []
-
-        def step(result) -> bool:
-            marks.append(time.perf_counter())
-            tokens.append(result.token_id)
-            return False  # go on
-
-        start = time.perf_counter()
-        self.generator.generate_batch(include_prompt_in_result=False, end_token=[], callback=step, **request)
-        return Answer(tokens, marks, start, time.perf_counter())
 
 
 class CTranslate2(Peer):

@@ -4,6 +4,7 @@ text where they are installed. `pip install '.[peers]'` installs them, and the p
 import json
 import os
 import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +20,10 @@ from lab.bench.bench import Bench, Configuration, random_prompts
 from lab.bench.bench_command import main
 from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
 from lab.bench.peer_process import Answer, PeerProcess, Session
+from lab.bench.peer_sessions import read_chunks
 from lab.bench.peers import peers_by_name
 from lab.bench.peers_common import Peer, shared_sampling, special_parts, timed_run
 from lab.bench.peers_gguf import architecture, interleave, metadata, rope_factors, write_file, write_gguf
-from lab.bench.peers_llama_cpp import read_chunks
 from lab.cost.memory import read_bytes
 from specdec.engine.memory import weight_bytes
 from specdec.model.loader import load_target
@@ -284,6 +285,12 @@ def test_an_engine_that_dies_or_fails_is_told(tmp_path):
     assert process({"add": 1}).tokens == [8]  # it goes on
     with pytest.raises(RuntimeError, match="its process ended with 3"):
         process({"exit": 3})
+
+
+def test_the_process_of_an_engine_does_without_torch():
+    code = "import sys, lab.bench.peer_sessions; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 # In the benchmark

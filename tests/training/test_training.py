@@ -66,7 +66,8 @@ def refused(*args) -> str:
 def short_run(target_path, data, tmp_path_factory):
     """The folder of a run of two steps, to be copied."""
     out = tmp_path_factory.mktemp("short") / "run"
-    assert train(target_path, data, out, "trainer.steps=2")["step"] == 2
+    done = run_here(train_main, *settings(target_path, data, out, "trainer.steps=2"))
+    assert done.returncode == 0, done.stderr
     return out
 
 

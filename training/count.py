@@ -20,14 +20,13 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable, write_whole
 from specdec.cli.flags import command_parser
 from specdec.cli.reading import read_text
-from specdec.model.loader import load_target
-from specdec.model.target import Target
+from specdec.model.loader import load_texts
 from training.data import count_tokens, read_conversations, tokenise
 from training.loop.checkpoint import save_state
 
 
-def counts_of(target: Target, data: list[Path], text: list[Path]) -> torch.Tensor:
-    """[V]: how often each token stands in an answer of `data` or anywhere in `text`."""
+def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:
+    """[V]: how often each token stands in an answer of `data` or anywhere in `text`. target: as of `load_texts`."""
     vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out.suffix not in (".json", ".pt"):
         raise ValueError(f"--out must end in .json or .pt, got {args.out}")
     check_writable(args.out)
-    target = load_target(args.target)
+    target = load_texts(args.target)
     if not len(target.eos) < args.size <= target.vocab:
         raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")
     counts = counts_of(target, args.data, args.text)

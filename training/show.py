@@ -17,7 +17,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.cli.terminal import console
-from specdec.model.loader import load_target
+from specdec.model.loader import load_texts
 from training.data import Sample, Tally, preset, read_records, read_samples
 
 LEARNT = "black on bright_green"
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.skip < 0 or args.count < 1:
         raise ValueError(f"--skip must be at least 0 and --count at least 1, got {args.skip} and {args.count}")
-    target = load_target(args.target)
+    target = load_texts(args.target)
     tally = Tally(args.bad)
     samples = read_samples(
         read_records(**preset(args.data) | ({"split": args.split} if args.split else {}), streaming=True),

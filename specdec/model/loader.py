@@ -207,13 +207,21 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
 
 
 def load_texts(path: str | os.PathLike) -> SimpleNamespace:
-    """Of a target its name, tokenizer and `config.context` alone, for work on texts while a server holds the weights.
-    Raises ValueError as `load_target` does."""
+    """Of a target its name, tokenizer, `vocab`, `eos` and `config.context` alone, for work on texts that needs no
+    weights, or while a server holds them. Raises ValueError as `load_target` does."""
     folder = resolve(path)
-    config = text_config(read_json(folder / "config.json"))
+    raw = read_json(folder / "config.json")
+    refuse_drafter(raw, str(path))
+    config = text_config(raw)
     check_config(config, f"{path}: config.json", native=False)
-    context = config.get("max_position_embeddings") or 2048
-    return SimpleNamespace(name=str(path), tokenizer=load_tokenizer(folder), config=SimpleNamespace(context=context))
+    context, tokenizer = config.get("max_position_embeddings") or 2048, load_tokenizer(folder)
+    return SimpleNamespace(
+        name=str(path),
+        tokenizer=tokenizer,
+        vocab=config.get("vocab_size") or len(tokenizer),
+        eos=read_eos(folder, raw),
+        config=SimpleNamespace(context=context),
+    )
 
 
 def load_tokenizer(folder: Path):

@@ -1,15 +1,14 @@
 """FR-Spec: any drafter with a head proposes only the tokens of a map, and decodes as exactly as before."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import LEARNERS, tiny_drafter, tiny_target
+from helpers import LEARNERS, run_here, tiny_drafter, tiny_target
 
 from drafters.layers import restrict
 from specdec.engine.engine import Engine
+from training.count import main as count
 from trees import Chain, DynamicTree
 
 MAP = torch.tensor([12, 3, 0, 7, 16, 5, 9, 1])  # by frequency, not by id
@@ -58,25 +57,14 @@ def test_count_tokens(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("the cat and the dog and the cow. " * 20)
     out = tmp_path / "map.json"
-    command = [
-        sys.executable,
-        "-m",
-        "training.count",
-        "--text",
-        str(text),
-        "--size",
-        "12",
-        "--out",
-        str(out),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    words = ["--text", str(text), "--size", "12", "--out"]
+    done = run_here(count, *words, str(out))
+    assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     ids = json.loads(out.read_text())
     assert len(ids) == len(set(ids)) == report["size"] == 12
     assert report["coverage"] == 1.0
     assert 1 in ids  # the demo's end of text
-    done = subprocess.run(
-        [*command[:-1], str(tmp_path / "no" / "map.json")], capture_output=True, text=True, check=False
-    )
+    done = run_here(count, *words, str(tmp_path / "no" / "map.json"))
     assert done.returncode == 2
     assert "cannot write" in done.stderr

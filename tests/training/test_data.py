@@ -2,11 +2,13 @@
 
 import json
 import lzma
+import shutil
 
 import pytest
 from omegaconf import OmegaConf
 
-from specdec.model.loader import load_target
+from specdec.model.loader import load_target, load_texts
+from training.count import main as count_main
 from training.data import Batches, load_samples, preset, read_conversations, read_records
 from training.show import main as show_main
 
@@ -216,6 +218,18 @@ def test_presets_name_data_sets():
 def test_the_limit_counts_what_is_kept_and_nothing_is_read_beyond_it(target, tmp_path):
     path = write(tmp_path / "a.jsonl", {"prompt": "?"}, GOOD, GOOD, b"broken")
     assert len(load(target, path, limit=2)) == 2
+
+
+def test_show_and_count_read_no_weights(target_path, tmp_path):
+    folder, whole = tmp_path / "target", load_target(target_path)
+    shutil.copytree(target_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    texts = load_texts(folder)
+    assert (texts.vocab, texts.eos, texts.config.context) == (whole.vocab, whole.eos, whole.config.context)
+    path = write(tmp_path / "a.jsonl", GOOD)
+    show_main(["--target", str(folder), "--data", str(path)])
+    words = ["--target", str(folder), "--data", str(path), "--size", "9", "--out", str(tmp_path / "map.json")]
+    count_main(words)
+    assert len(json.loads((tmp_path / "map.json").read_text())) == 9
 
 
 def test_show_marks_what_is_learnt(target_path, tmp_path, capsys, monkeypatch):

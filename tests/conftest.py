@@ -1,4 +1,7 @@
-"""Checkpoints on disk that several tests share: a tiny target with a tokenizer, and a drafter that fits it."""
+"""Checkpoints on disk that several tests share: a tiny target with a tokenizer, and a drafter that fits it.
+
+Fixtures import what they make them with, as the process that only hands tests out to others reads this file too.
+"""
 
 import os
 
@@ -15,13 +18,6 @@ if not torch.cuda.is_available():  # kernels run on CPU tensors; to be said befo
     use_interpreter()
 
 import pytest
-from helpers import save_hf
-
-from drafters import eagle3
-from drafters.formats import save_drafter
-from drafters.vocab import DraftVocab
-from specdec.model.loader import load_target
-from training.pretrain import train_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -39,6 +35,10 @@ def matmul_precision():
 
 @pytest.fixture(scope="session")
 def target_path(tmp_path_factory):
+    from helpers import save_hf
+
+    from training.pretrain import train_tokenizer
+
     path = tmp_path_factory.mktemp("checkpoints") / "target"
     tokenizer = train_tokenizer(iter(TEXTS * 20), 320)
     save_hf(path, "llama", vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, head=15.0)
@@ -48,6 +48,11 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def drafter_path(target_path):
+    from drafters import eagle3
+    from drafters.formats import save_drafter
+    from drafters.vocab import DraftVocab
+    from specdec.model.loader import load_target
+
     target = load_target(target_path)
     torch.manual_seed(0)
     vocab = DraftVocab(target.config.vocab, torch.arange(0, target.config.vocab, 2))

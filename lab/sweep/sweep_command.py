@@ -17,7 +17,6 @@ from lab.models import own_names
 from lab.sweep.benchmarks import load_benchmark
 from lab.sweep.point_table import print_tables
 from lab.sweep.points import Draft, SweepPoint, signature
-from lab.sweep.report import write_report
 from lab.sweep.store import locked, write_results
 from lab.sweep.sweep import Sweep
 from specdec.api import DEMO_TARGET, load_target
@@ -97,6 +96,8 @@ def run(config: DictConfig) -> None:
     if not waiting:  # the last of the processes and jobs that share `out` reports
         print_tables(results, timings)
         if config.report:
+            from lab.sweep.report import write_report  # here, as matplotlib takes a second to import
+
             with locked(out):
                 write_report(out, results, timings, command=command_line())
             print(f"report: {out / 'report.html'}")

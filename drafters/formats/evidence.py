@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
+from specdec.sampling.likely import largest
 
 BATCH_TOKENS = 4096  # of answers side by side, padding included
 PIECE = 512  # positions whose logits are made together
@@ -124,7 +125,7 @@ def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
         hits, chosen = [], []
         for part, ids in zip(readout.split(PIECE), true.split(PIECE), strict=True):
             logits = DraftState(part, part, state.head).logits.float()
-            hits.append(logits.argmax(-1) == ids)
+            hits.append(largest(logits)[1] == ids)
             logq = logits.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None]).squeeze(1)
             chosen.append(logq.masked_fill(ids < 0, 0))
         yield torch.cat(hits), torch.cat(chosen)

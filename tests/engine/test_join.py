@@ -1,5 +1,6 @@
 """Sequences join a running batch and leave it: nobody's text shows it, and nothing is kept of those that are gone."""
 
+import functools
 import gc
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from tape import Tape
-from test_conf_matrix import DRAFTED, fresh_drafter, load
+from test_conf_matrix import DRAFTED, fresh_drafter, load, shared_target
 
 from lab.load.books import live_bytes
 from specdec.contracts import Drafter, DraftState
@@ -46,14 +47,19 @@ def alone(target, sampling: Sampling | None = None) -> list[tuple]:
     return [(row.tokens, row.finish) for row in rows]
 
 
+@functools.cache
+def texts_alone() -> list[tuple]:
+    return alone(shared_target())
+
+
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
 @pytest.mark.parametrize(("drafter", "tree"), [*DRAFTED, (None, None)])
 def test_a_row_that_joins_has_the_text_that_it_has_alone(drafter, tree, overlap):
     """Three rows for six sequences. They come before the first round, between rounds, and when there is no room."""
-    target = tiny_target(vocab=11)
+    target = shared_target()
     parts = [fresh_drafter(drafter, target), instantiate(load("tree", tree))] if drafter else []
     rows = decode(Engine(target, *parts, overlap=overlap), 3, [0, 0, 2, 3, 3, 5])
-    assert [(row.tokens, row.finish) for row in rows] == alone(target)
+    assert [(row.tokens, row.finish) for row in rows] == texts_alone()
     assert {row.finish for row in rows} >= {"length"}
 
 

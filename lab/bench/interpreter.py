@@ -16,6 +16,7 @@ def use_interpreter() -> None:
     if [*map(int, numbers)] < [3, 7]:
         _mend_bounds()
     _patch_once()
+    _remember_dtypes()
 
 
 def _mend_bounds() -> None:
@@ -49,3 +50,19 @@ def _patch_once() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = once
+
+
+def _remember_dtypes() -> None:
+    """For each value Triton looks numpy's dtype up in a table that it makes anew, which took a twelfth of a launch's
+    time. What it finds depends on the elements alone."""
+    from triton.runtime import interpreter
+
+    find, found = interpreter._get_np_dtype, {}
+
+    def remembered(kind):
+        elements = kind.scalar.name
+        if elements not in found:
+            found[elements] = find(kind)
+        return found[elements]
+
+    interpreter._get_np_dtype = remembered

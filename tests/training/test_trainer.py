@@ -31,6 +31,18 @@ from training.objectives.eagle3 import Eagle3Objective
 from trees import Chain
 
 
+@pytest.fixture
+def pictures():
+    """For a test that looks at the curves."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch):
+    """Drawing the curves takes longer than these runs."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+
+
 def samples(count: int = 24, vocab: int = 17) -> list[Sample]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 14, count)
@@ -299,7 +311,7 @@ def test_expected_tau_is_what_a_loop_says():
     assert greedy > counted + 2
 
 
-def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tmp_path):
+def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tmp_path, pictures):
     target = load_target(target_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"What is {n} + 1?"]}) + "\n" for n in range(5)))

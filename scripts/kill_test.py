@@ -18,7 +18,9 @@ import time
 from pathlib import Path
 
 import checkout  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import torch
+import torch._dynamo  # this and matplotlib are needed by each run: so kills do not fall into their imports
 from hydra import compose, initialize_config_dir
 
 import training.train

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from test_trainer import samples
@@ -23,6 +24,7 @@ def short_run(out: Path, target, drafter, objective, pack: int | None) -> Traine
     return Trainer(target, drafter, objective, batches, heldout, TrainerConfig(**config), out)
 
 
+@mock.patch("training.loop.trainer.draw_curves", new=mock.Mock())  # it takes longer than the runs
 def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> tuple[Trainer, dict]:
     """A run that goes on behind its third step ends as the uninterrupted one, which is returned with its report.
 

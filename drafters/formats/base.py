@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from drafters.layers import DraftShape
 from drafters.vocab import DraftVocab
@@ -136,6 +137,21 @@ class Family:
     retap: Callable[[Any, tuple[int, ...]], Any] = lambda meaning, taps: meaning
     aside: tuple[str, ...] = ()  # tensors that may be there beside the expected ones
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
+
+    def build(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
+        """As `construct`, and no weight is drawn that is then read: of large heads that takes seconds."""
+        with _Unset():
+            return self.construct(meaning, tensors, target, name)
+
+
+class _Unset(TorchFunctionMode):
+    """The functions of `torch.nn.init` leave tensors as they are."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
 
 
 def describe_shape(shape: DraftShape) -> dict[str, str]:

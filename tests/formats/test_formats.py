@@ -197,6 +197,19 @@ def test_eagle_in_the_words_of_sglang(fc_bias, tmp_path):
     assert torch.allclose(again.fc(x), drafter.fc(x))
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", "dflash", "dspark", "peagle", "pard2"])
+def test_what_is_read_is_not_drawn_first(kind, tmp_path):
+    """Of large heads that would take seconds."""
+    target = tiny_target()
+    saved = DRAFTERS[kind](target)
+    save_drafter(saved, tmp_path / "it", target)
+    before = torch.random.get_rng_state()
+    loaded = load_drafter(tmp_path / "it", target)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter)
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa", "dflash", "dspark", "peagle"])
 def test_a_drafter_is_no_target(kind, tmp_path):
     """PARD is left out: it is a language model, and decodes."""

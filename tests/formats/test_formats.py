@@ -197,7 +197,7 @@ def test_eagle_in_the_words_of_sglang(fc_bias, tmp_path):
     assert torch.allclose(again.fc(x), drafter.fc(x))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", "dflash", "dspark", "peagle", "pard2"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", "dflash", "peagle", "pard2"])
 def test_what_is_read_is_not_drawn_first(kind, tmp_path):
     """Of large heads that would take seconds."""
     target = tiny_target()

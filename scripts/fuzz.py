@@ -52,9 +52,8 @@ def alone(target: Target, row: Row) -> Sequence:
 
 def together(case: Case) -> list[Sequence]:
     """The rows, drafted for, as the schedule lets them join. Others join too, and are aborted."""
-    engine, rng = Engine(case.target, case.drafter, case.tree, **case.options), case.schedule
-    how = {"part": case.part, "prefixes": case.kept}
-    engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, **how)
+    engine, rng = Engine(case.target, case.drafter, case.tree, prefixes=case.kept, **case.options), case.schedule
+    engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, part=case.part)
     if engine.prefixes is not None:
         engine.prefixes.least = 2
     waiting, joined, passing = list(case.rows), [], []

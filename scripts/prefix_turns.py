@@ -80,8 +80,8 @@ def main() -> None:
         raise ValueError(f"{args.prompts} has {len(questions)} prompts, and --chats times --turns are more")
     target, engines = load_target(args.target), {}
     for name, kept in WAYS.items():
-        engines[name] = Engine(target, load_drafter(args.draft, target), Chain(4))
-        engines[name].reserve(1, min(ROOM, target.config.context), part=256, prefixes=kept)
+        engines[name] = Engine(target, load_drafter(args.draft, target), Chain(4), prefixes=kept)
+        engines[name].reserve(1, min(ROOM, target.config.context), part=256)
     asked = [question.turns[0] for question in questions]
     play(engines, asked[:2], 8, flip=False)  # nothing that is made once counts
     chats = [play(engines, asked[i :: args.chats], args.max_new_tokens, bool(i % 2)) for i in range(args.chats)]

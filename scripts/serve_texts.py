@@ -48,17 +48,18 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def tree(target, rows: int) -> Engine:
-    return Engine(target, load_drafter("demo/eagle3", target), DynamicTree(4, 5, 16))
+def tree(target, rows: int, **how) -> Engine:
+    return Engine(target, load_drafter("demo/eagle3", target), DynamicTree(4, 5, 16), **how)
 
 
-def overlapped(target, rows: int) -> Engine:
-    return Engine(target, load_drafter("demo/eagle3", target), Chain(5), overlap=True)
+def overlapped(target, rows: int, **how) -> Engine:
+    return Engine(target, load_drafter("demo/eagle3", target), Chain(5), overlap=True, **how)
 
 
-def survival(target, rows: int) -> Engine:
+def survival(target, rows: int, **how) -> Engine:
     drafter, policy = load_drafter("demo/mtp", target), DynamicTree(4, 5, 16)
-    return Engine(target, drafter, policy, adaptive=make_policy("survival", target, drafter, policy, rows=rows))
+    how["adaptive"] = make_policy("survival", target, drafter, policy, rows=rows)
+    return Engine(target, drafter, policy, **how)
 
 
 WAYS = {
@@ -81,8 +82,9 @@ def main() -> None:
     result |= {"prefill_chunk": args.prefill_chunk, "prefix_cache": args.prefix_cache, "ways": told}
     for way in args.ways:
         how = {"at_once": args.at_once, "warm_up": WARM_UP, "rows": args.rows}
-        how |= {"prefill_chunk": args.prefill_chunk, "prefix_cache": args.prefix_cache << 20}
-        told[way] = asyncio.run(run(WAYS[way](target, args.rows), crowd, sizes, **how))
+        how["prefill_chunk"] = args.prefill_chunk
+        engine = WAYS[way](target, args.rows, prefixes=args.prefix_cache << 20)
+        told[way] = asyncio.run(run(engine, crowd, sizes, **how))
         print(way, {name: value for name, value in told[way].items() if name not in ("before", "after")}, flush=True)
         if args.out is not None:
             write_json(args.out, result)

@@ -23,6 +23,8 @@ from specdec.text import check_stops, clean, encode_prompt
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 from trees.spec import TreeSettings
 
+KEPT = 256 << 20  # bytes for the turns of a chat, which each turn sends again
+
 
 class EndOnSignal(Observer):
     """Ends the decoding of an engine, after the round that it is told of, if a signal has asked for it."""
@@ -73,6 +75,7 @@ class Session:
         how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
         how |= {"children": args.children, "adaptive": self._policy()}
+        how["prefixes"] = KEPT if args.chat else 0
         self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
         self.recorder = None
         if args.trace is not None:

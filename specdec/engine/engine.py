@@ -55,6 +55,8 @@ class Engine:
     that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
     `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
     `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).
+    `prefixes`: bytes for what is kept of prompts from one call to the next, so that one which begins like another is
+    read from where it differs, as long as the target stays as it is. One with recurrent layers keeps nothing.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         compact: bool = True,
         abstain: bool = True,
         adaptive: Policy | None = None,
+        prefixes: int = 0,
     ):
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, self.round.policy, verifier
@@ -86,35 +89,26 @@ class Engine:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
         self.overlap = late if overlap is None else overlap
         self.compact, self.abstain = compact, abstain
+        self.prefixes = Prefixes(prefixes) if prefixes and not target.chains_only else None
         self.waiting: list[Sequence] = []
         self.loop: Loop | None = None
         self.room = 0  # tokens of a row, as reserved; caches may have more
         self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
-    @property
-    def prefixes(self) -> Prefixes | None:
-        """What is kept of prompts, if anything is."""
-        reading = self.loop and self.loop.batch.reading
-        return reading and reading.prefixes
-
     # Sequences that come and go
 
     @torch.inference_mode()
-    def reserve(
-        self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0, prefixes: int = 0
-    ) -> None:
+    def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
         before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
         reads: what is read of the reports that `step` gives. part: longer prompts are read by the target in parts of so
-        many tokens, a step each, and between two of them there is a round; 0: at once. prefixes: bytes for what is kept
-        of prompts, so that one which begins like another is read from where it differs; none are kept where a target
-        has recurrent layers. ValueError if a GPU cannot hold it."""
+        many tokens, a step each, and between two of them there is a round; 0: at once. ValueError if a GPU cannot hold
+        it."""
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
-        how = reads, part, 0 if self.target.chains_only else prefixes
-        self._reserve(Request(rows, room, room, False, True, *how))
+        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part))
         self.seed, self.added = seed, 0
 
     def add(
@@ -274,6 +268,8 @@ class Engine:
 
     def _reserve(self, request: Request) -> None:
         self._clear()  # before memory is taken
+        if self.prefixes is not None:
+            request = replace(request, prefixes=self.prefixes.budget)
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
@@ -285,8 +281,8 @@ class Engine:
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
             batch = self.graphs.begin(rows, room, clock)
         batch.reads, batch.reading = request.reads, None
-        if (request.part or request.prefixes) and self.target.reads_on:
-            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, request.prefixes)
+        if (request.part or self.prefixes) and self.target.reads_on:
+            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)
         self.loop = Loop(batch, int(self.overlap))
 
     def _clear(self) -> None:

@@ -26,10 +26,12 @@ class Reading:
     """The prompt that is being read. It lies in a cache of its own until all of it is there. So rows may be dropped
     and join beside it. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
 
-    def __init__(self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: int = 0):
-        """cache: that of the rows. most: tokens of a part. prefixes: bytes for what is kept of prompts; 0: nothing."""
+    def __init__(
+        self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
+    ):
+        """cache: that of the rows. most: tokens of a part. prefixes: what is kept of prompts."""
         self.target, self.cache, self.taps, self.most = target, cache.aside(), taps, most
-        self.prefixes = Prefixes(prefixes) if prefixes else None
+        self.prefixes = prefixes
         self.drop()
 
     def drop(self) -> None:

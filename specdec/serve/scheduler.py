@@ -34,15 +34,13 @@ class Scheduler:
         room: int = 2048,
         queue: int = 256,
         prefill_chunk: int | None = None,
-        prefix_cache: int = 0,
         max_seconds: float | None = None,
         metrics: Metrics | None = None,
         observer: Observer | None = None,
     ):
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
         row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
-        and of a longer one a part; None: by the device. prefix_cache: bytes for what is kept of prompts, so that one
-        which begins alike is read from where it differs.
+        and of a longer one a part; None: by the device.
         max_seconds: after which a job ends with an error, wherever it is. observer: is told of every step.
 
         ValueError if the engine cannot hold that many."""
@@ -54,7 +52,6 @@ class Scheduler:
         if observer is not None:
             self.reads = max(self.reads, observer.reads)
         self.reserved = {"rows": rows, "room": room, "reads": self.reads, "part": self.prefill_chunk}
-        self.reserved["prefixes"] = prefix_cache
         engine.reserve(**self.reserved)
         self.room = engine.room
         self.steps = engine.policy.steps if engine.policy else 0

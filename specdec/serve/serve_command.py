@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--prefill-chunk", type=int, metavar="TOKENS",
                         help="of prompts that are read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
     limits.add_argument("--prefix-cache", type=int, default=256, metavar="MIB",
-                        help="memory for prompts whose beginnings are used again (default 256; 0: none)")  # fmt: skip
+                        help="memory for prompts that others begin like (default 256)")  # fmt: skip
     limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
     limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
     limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
@@ -144,6 +144,7 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         kernels.use("torch")  # as for `specdec generate`
     adaptive = args.adaptive and make_policy(args.adaptive, target, drafter, tree, rows=args.batch_size)
     how = {"graphs": False if args.no_graphs or adaptive else None, "compile": args.compile, "adaptive": adaptive}
+    how["prefixes"] = args.prefix_cache << 20
     return Engine(target, drafter, tree, verifier, children=args.children, **how)
 
 
@@ -167,7 +168,6 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         room=args.room or min(target.config.context, ROOM),
         queue=args.queue,
         prefill_chunk=args.prefill_chunk,
-        prefix_cache=args.prefix_cache << 20,
         max_seconds=args.max_seconds,
         metrics=metrics,
         observer=recorder,

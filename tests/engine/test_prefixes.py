@@ -31,7 +31,7 @@ def asked(number: int) -> dict:
 
 def decode(engine: Engine, together: int = 1, **how) -> list:
     """All prompts, so many at a time."""
-    engine.reserve(3, 120, prefixes=PLENTY, **how)
+    engine.reserve(3, 120, **how)
     rows = []
     for first in range(0, len(PROMPTS), together):
         for number in range(first, min(first + together, len(PROMPTS))):
@@ -56,7 +56,7 @@ def check_texts(target, rows) -> None:
 def test_every_text_is_the_one_it_has_alone(drafter, how):
     target = tiny_target()
     parts = [DRAFTERS[drafter](target), Chain(3)] if drafter else []
-    rows = decode(Engine(target, *parts, **how))
+    rows = decode(Engine(target, *parts, prefixes=PLENTY, **how))
     assert [row.cached for row in rows] == CACHED
     check_texts(target, rows)
 
@@ -65,7 +65,7 @@ def test_every_text_is_the_one_it_has_alone(drafter, how):
 @pytest.mark.parametrize("part", [0, 16])
 def test_in_parts_and_beside_others(together, part):
     target = tiny_target()
-    rows = decode(Engine(target, DRAFTERS["eagle3"](target), Chain(3)), together, part=part)
+    rows = decode(Engine(target, DRAFTERS["eagle3"](target), Chain(3), prefixes=PLENTY), together, part=part)
     check_texts(target, rows)
     assert sum(row.cached > 0 for row in rows) >= 3
 
@@ -73,8 +73,8 @@ def test_in_parts_and_beside_others(together, part):
 def test_what_was_read_before_is_not_read_again(monkeypatch):
     target, read = tiny_target(), []
     forward = target.forward
-    engine = Engine(target)
-    engine.reserve(1, 120, prefixes=PLENTY)
+    engine = Engine(target, prefixes=PLENTY)
+    engine.reserve(1, 120)
     monkeypatch.setattr(
         target, "forward", lambda tokens, cache, **how: read.append(tokens.shape[1]) or forward(tokens, cache, **how)
     )
@@ -87,15 +87,15 @@ def test_what_was_read_before_is_not_read_again(monkeypatch):
 
 def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):
     target = hybrid_target(tmp_path, "qwen3_next")
-    rows = decode(Engine(target))
+    rows = decode(Engine(target, prefixes=PLENTY))
     assert not any(row.cached for row in rows)
     check_texts(target, rows)
 
 
 def test_one_that_is_given_up_leaves_nothing_behind():
     target = tiny_target()
-    engine = Engine(target)
-    engine.reserve(1, 120, part=4, prefixes=PLENTY)
+    engine = Engine(target, prefixes=PLENTY)
+    engine.reserve(1, 120, part=4)
     gone = engine.add(START, max_new_tokens=4)
     engine.step()
     engine.abort(gone)

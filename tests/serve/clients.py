@@ -83,9 +83,9 @@ def serve(pair, use: Callable[[Server], Awaitable], *, key=None, limits=None, **
 
 
 @asynccontextmanager
-async def server_of(pair, key, limits, told=None, adaptive=None, **how):
+async def server_of(pair, key, limits, told=None, adaptive=None, prefixes=0, **how):
     target, drafter = pair
-    engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive)
+    engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive, prefixes=prefixes)
     scheduler = Scheduler(engine, **({"rows": 4, "room": 100} | how))
     service = Service(target, scheduler, "tiny", limits or Limits(), **told or {})
     scheduler.metrics.model = "tiny"

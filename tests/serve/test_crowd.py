@@ -23,9 +23,8 @@ SIZES, WARM_UP = Sizes(characters=60, tokens=14, room=120, body=4000), 4
 def wrong_of(pair, count: int) -> tuple[dict, list[str]]:
     """Figures of a crowd of so many, and what is wrong with them."""
     crowd = Crowd.draw(Alone(pair[0]), count, PROMPTS, SIZES, WARM_UP)
-    engine = Engine(*pair, DynamicTree(3, 3, 9))
-    how = {"rows": 4, "prefill_chunk": 60, "prefix_cache": 1 << 16}  # some prompts, and not all
-    told = asyncio.run(run(engine, crowd, SIZES, at_once=12, warm_up=WARM_UP, **how))
+    engine = Engine(*pair, DynamicTree(3, 3, 9), prefixes=1 << 16)  # some prompts, and not all
+    told = asyncio.run(run(engine, crowd, SIZES, at_once=12, warm_up=WARM_UP, rows=4, prefill_chunk=60))
     return told, told["wrong"]
 
 

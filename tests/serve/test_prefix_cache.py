@@ -35,7 +35,7 @@ def test_turns_are_read_once(pair):
         assert told["vllm:prefix_cache_hits_total"] == sum(cached)
         assert told["vllm:prefix_cache_queries_total"] == told["vllm:prompt_tokens_total"]
 
-    serve(pair, use, prefix_cache=1 << 24, told={"prompt_details": True})
+    serve(pair, use, prefixes=1 << 24, told={"prompt_details": True})
 
 
 def test_prompts_are_counted_once_for_all_their_texts(pair):
@@ -49,7 +49,7 @@ def test_prompts_are_counted_once_for_all_their_texts(pair):
             assert longest > 33 > used - longest  # of tokens; the second prompt is too short to be kept
             assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": expected}
 
-    serve(pair, use, prefix_cache=1 << 24, told={"prompt_details": True})
+    serve(pair, use, prefixes=1 << 24, told={"prompt_details": True})
 
 
 def test_nothing_is_kept_or_told_unless_it_is_asked_for(pair):

@@ -29,7 +29,7 @@ import vllm_blocks
 import vllm_variants
 from rich.table import Table
 
-from drafters.formats.convert import export
+from drafters.formats.convert import SERVERS, export
 from drafters.formats.starting import vllm_config
 from lab.machine import provenance
 from lab.models import check_counts, read_encoded
@@ -166,21 +166,22 @@ def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
     return out
 
 
-def compare(case: Case, answer: dict, target: Target, prompts: list[list[int]], args) -> dict:
-    """vLLM's answer to a case beside ours, with the drafter and with its export read back."""
+def beside(case, theirs: list[dict], target: Target, prompts: list[list[int]], steps: int, args, server="vllm") -> dict:
+    """What a server answered to a case beside ours, with the drafter and with its export read back."""
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
-    asked = vllm_config(case.asked, case.exported, args.steps)
-    steps = asked["num_speculative_tokens"]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
-    wrong = differences(answer["rows"], ours)
-    wrong += [f"the export read back: {what}" for what in differences(answer["rows"], again)]
-    texts = sum(a["tokens"] == b["tokens"] for a, b in zip(answer["rows"], ours, strict=True))
-    counted = {"vllm": total(answer["rows"]), "here": total(ours), "here_from_the_export": total(again)}
-    return (
-        {"case": case.name, "method": asked["method"], "steps": steps, "texts_equal": texts}
-        | counted
-        | {"wrong": wrong}
-    )
+    wrong = differences(theirs, ours)
+    wrong += [f"the export read back: {what}" for what in differences(theirs, again)]
+    texts = sum(a["tokens"] == b["tokens"] for a, b in zip(theirs, ours, strict=True))
+    counted = {server: total(theirs), "here": total(ours), "here_from_the_export": total(again)}
+    return {"steps": steps, "texts_equal": texts} | counted | {"wrong": wrong}
+
+
+def compare(case: Case, answer: dict, target: Target, prompts: list[list[int]], args) -> dict:
+    """vLLM's answer to a case beside ours."""
+    asked = vllm_config(case.asked, case.exported, args.steps)
+    found = beside(case, answer["rows"], target, prompts, asked["num_speculative_tokens"], args)
+    return {"case": case.name, "method": asked["method"]} | found
 
 
 def job_of(case: Case | None, target: Target, prompts: list[list[int]], args) -> dict:
@@ -210,7 +211,7 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
     return cases, refused
 
 
-def chosen(cases: list[Case], only: list[str] | None) -> list[Case]:
+def chosen(cases: list, only: list[str] | None) -> list:
     """Those of these names; None: all. ValueError for a name that there is not."""
     names = [case.name for case in cases]
     if unknown := [name for name in only or () if name not in names]:
@@ -218,10 +219,11 @@ def chosen(cases: list[Case], only: list[str] | None) -> list[Case]:
     return [case for case in cases if not only or case.name in only]
 
 
-def as_table(results: list[dict], prompts: int) -> Table:
-    table = Table("drafter", "steps", "texts", "drafts", "accepted", "by position", "here", title="vLLM and here")
+def as_table(results: list[dict], prompts: int, server: str = "vllm") -> Table:
+    title = f"{SERVERS[server]} and here"
+    table = Table("drafter", "steps", "texts", "drafts", "accepted", "by position", "here", title=title)
     for r in results:
-        theirs, ours = r["vllm"], r["here"]
+        theirs, ours = r[server], r["here"]
         same = "the same" if not r["wrong"] else f"{ours['drafts']}, {ours['accepted']}, {ours['by_position']}"
         numbers = str(theirs["drafts"]), str(theirs["accepted"]), ", ".join(map(str, theirs["by_position"]))
         table.add_row(r["case"], str(r["steps"]), f"{r['texts_equal']} of {prompts}", *numbers, same)

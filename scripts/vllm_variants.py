@@ -108,6 +108,13 @@ def medusa_variants(head: Checkpoint, target) -> Iterator[tuple[str, Checkpoint]
 BUNDLED = {"eagle3": eagle3_variants, "eagle2": eagle2_variants, "medusa": medusa_variants}
 
 
+def saved(head: Checkpoint, folder: Path, name: str) -> Path:
+    """The folder in `folder` that a head is written to, in our own layout."""
+    place = folder / name.replace(",", "").replace(" ", "_")
+    write_folder(place, *find_layout(head.family, head.family.saved_as).write(head.meaning, head.tensors, None))
+    return place
+
+
 def make(folder: Path, target) -> list[tuple[str, Path, Path, dict]]:
     """Name of the case, folder of the head, folder of its export, and what `Family.vllm` says."""
     made = []
@@ -115,9 +122,8 @@ def make(folder: Path, target) -> list[tuple[str, Path, Path, dict]]:
         checkpoint = open_checkpoint(DEMO_TARGET.parent / bundled)
         family = checkpoint.family
         for name, head in variants(checkpoint, target):
-            place = folder / f"{bundled} {name}".replace(",", "").replace(" ", "_")
+            place = saved(head, folder, f"{bundled} {name}")
             exported = place.with_name(place.name + "_in_vllm")
-            write_folder(place, *find_layout(family, family.saved_as).write(head.meaning, head.tensors, None))
             export(place, exported, "vllm", DEMO_TARGET)
             made.append((f"{bundled}: {name}", place, exported, family.vllm(head.meaning)))
     place = made[0][1]

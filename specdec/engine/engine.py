@@ -194,14 +194,15 @@ class Engine:
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading
         joining = self.waiting[: batch.free()]
+        crowd = len(joining) > 1
         if reading is not None:
-            if reading.wants(joining[0]):
+            if reading.wants(joining[0], crowd):
                 self.read_part = True
                 reading.read(joining[0])
                 batch.clock.mark("prefill")
-                if reading.wants(joining[0]):
+                if reading.wants(joining[0], crowd):
                     return RoundReport([], [], [], Sampling(), batch.clock, prefill=True)
-            alone = next((place for place, s in enumerate(joining) if reading.apart(s)), len(joining))
+            alone = next((place for place, s in enumerate(joining) if reading.apart(s, crowd)), len(joining))
             joining = joining[: max(alone, 1)]  # one whose prompt was read apart joins alone
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on

@@ -5,7 +5,7 @@ come and go as they like. A copy serves every prompt that shares its beginning, 
 another continues gives way to it, as in a chat of several turns. Those used longest ago go first when memory is full.
 
 vLLM and SGLang share the memory itself, in blocks and by a tree of tokens (RadixAttention, arXiv 2312.07104). Here rows
-lie in one piece, and a copy of a few hundred tokens takes a hundredth of the time in which they are read.
+lie in one piece, and to copy tokens takes little beside reading them.
 """
 
 from collections import abc
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LEAST = 32  # tokens that begin alike: for fewer a prompt is rather read together with others
+LEAST = 32  # tokens that begin alike: fewer are read as fast
 
 
 @dataclass(eq=False)

@@ -44,8 +44,8 @@ class Service:
     ):
         """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: what responses tell of
         speculation: 'none', 'summary' or 'detailed'. prompt_details: usages tell how many tokens of prompts were not
-        read again. speculation: what requests may choose from; None: what the engine
-        has, by its numbers. ValueError for a target without a tokenizer."""
+        read again. speculation: what requests may choose from; None: what the engine has, by its numbers. ValueError
+        for a target without a tokenizer."""
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model

@@ -26,8 +26,9 @@ from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Limits, Service
 from specdec.serve.speculation import Speculation
 from specdec.verify import VerifierSettings
-from trees.spec import AUTO, TreeSettings
+from trees.spec import AUTO, TreeSettings, TreeSpec
 
+CHAIN = TreeSpec(topk=1, steps=3)  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
 ACCEPTANCE = ("none", "summary", "detailed")
@@ -137,7 +138,7 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         models.check_pair(", or --no-draft to decode plainly")
     if args.adaptive is not None and (args.no_draft or args.compile):
         raise ValueError(f"--adaptive contradicts --{'no-draft' if args.no_draft else 'compile'}")
-    tree = None if args.no_draft else trees.spec().build()
+    tree = None if args.no_draft else tree_of(args).build()
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
@@ -146,6 +147,14 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     how = {"graphs": False if args.no_graphs or adaptive else None, "compile": args.compile, "adaptive": adaptive}
     how["prefixes"] = args.prefix_cache << 20
     return Engine(target, drafter, tree, verifier, children=args.children, **how)
+
+
+def tree_of(args: argparse.Namespace) -> TreeSpec:
+    """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
+    (docs/results.md)."""
+    trees = read_flags(TreeSettings, args)
+    on_cpu = args.device.startswith("cpu")
+    return CHAIN if trees.automatic and args.adaptive is None and on_cpu else trees.spec()
 
 
 def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:
@@ -184,8 +193,7 @@ def offered(args: argparse.Namespace, engine: Engine) -> Speculation:
     tree = engine.policy
     if tree is None:
         return Speculation()
-    spec = str(read_flags(TreeSettings, args).spec())
-    return Speculation(args.draft or "demo/mtp", spec, tree.topk, tree.steps, tree.num_draft_tokens)
+    return Speculation(args.draft or "demo/mtp", str(tree_of(args)), tree.topk, tree.steps, tree.num_draft_tokens)
 
 
 def name_of(args: argparse.Namespace) -> str:

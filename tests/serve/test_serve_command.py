@@ -22,7 +22,7 @@ from clients import TEXT
 
 from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
-from specdec.serve.serve_command import apart, listen, main, parser
+from specdec.serve.serve_command import apart, listen, main, parser, tree_of
 
 
 def refused(*words: str) -> str:
@@ -30,6 +30,22 @@ def refused(*words: str) -> str:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "tree"),
+    [
+        ("", "1/3/4"),
+        ("--children likeliest", "1/3/4"),
+        ("--device cuda", "4/5/16"),
+        ("--adaptive survival", "4/5/16"),
+        ("--steps 4", "4/4/16"),
+        ("--topk 1 --steps 2", "1/2/3"),
+        ("--tree static", "static"),
+    ],
+)
+def test_a_chain_is_drafted_where_no_tree_is_asked_for_on_a_cpu(words, tree):
+    assert str(tree_of(parser().parse_args(words.split()))) == tree
 
 
 def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path, tmp_path):

@@ -25,12 +25,11 @@ import json
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import checkout
 import sglang_variants
-from check_in_vllm import as_table, beside, chosen, differences, here, run
+from check_in_vllm import Case, as_table, beside, chosen, differences, here, parser_of, run
 
 from drafters.formats.convert import export
 from drafters.formats.starting import command
@@ -57,28 +56,8 @@ STAND_INS = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """A drafter of ours, the folder that SGLang gets, and the arguments of its engine."""
-
-    name: str
-    drafter: Path
-    exported: Path
-    engine: dict
-
-
 def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    p.add_argument(
-        "--env", type=Path, required=True, help="folder of the environment with SGLang; made if it is not there"
-    )
-    p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
-    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
-    p.add_argument("--variants", action="store_true", help="heads made from the bundled ones as well")
-    p.add_argument("--only", nargs="*", help="names of cases (default: all)")
-    p.add_argument("--out", type=Path, help="a JSON file")
-    args = p.parse_args()
+    args = parser_of(__doc__, "sglang").parse_args()
     check_counts(args, "limit", "max_new_tokens")
     return args
 
@@ -130,7 +109,8 @@ def row_of(row: dict, steps: int) -> dict:
 
 
 def exported_cases(drafters: list[tuple[str, Path]], folder: Path) -> tuple[list[Case], dict[str, str]]:
-    """The drafters that SGLang reads, exported, and the reasons why the others are not tried."""
+    """The drafters that SGLang reads, exported, each with the arguments of its engine, and why the others are not
+    tried."""
     cases, refused, target = [], {}, str(DEMO_TARGET.resolve())
     for name, path in drafters:
         exported = folder / f"{len(cases)}"
@@ -155,7 +135,7 @@ def bundled() -> list[tuple[str, Path]]:
 
 def compare(case: Case, answer: dict, plain: list[dict], target: Target, prompts: list[list[int]], args) -> dict:
     """SGLang's answer to a case beside ours, and its texts beside its plain ones."""
-    rows, engine = answer["rows"], case.engine
+    rows, engine = answer["rows"], case.asked
     found = beside(case, rows, target, prompts, engine["speculative_num_steps"], args, "sglang")
     for number, (row, other) in enumerate(zip(rows, plain, strict=True), 1):
         if row["tokens"] != other["tokens"]:
@@ -171,7 +151,7 @@ def tried(cases: list[Case], python: Path, target: Target, prompts: list[list[in
     results, wrong = [], [f"plain: {what}" for what in differences(plain["rows"], ours)]
     for case in cases:
         try:
-            answer = in_sglang(python, case.engine, target, prompts, args, folder)
+            answer = in_sglang(python, case.asked, target, prompts, args, folder)
         except ValueError as error:
             wrong.append(f"{case.name}: SGLang gave no answer: {error}")
             continue

@@ -49,7 +49,7 @@ COUNTS = ("drafts", "drafted", "accepted")
 
 @dataclass(frozen=True)
 class Case:
-    """A drafter of ours, the folder that vLLM gets, and how it is told to load that (`Family.vllm`)."""
+    """A drafter of ours, the folder that a server gets, and what it is told: for vLLM what `Family.vllm` says."""
 
     name: str
     drafter: Path
@@ -58,23 +58,28 @@ class Case:
 
 
 def arguments() -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    p.add_argument(
-        "--env", type=Path, required=True, help="folder of the environment with vLLM; made if it is not there"
-    )
-    p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
-    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    p = parser_of(__doc__, "vllm")
     p.add_argument(
         "--steps", type=int, default=3, help="length of the chain (default 3; Medusa drafts with all its heads)"
     )
-    p.add_argument("--variants", action="store_true", help="heads made from the bundled ones as well")
     p.add_argument("--blocks", action="store_true", help="drafters of blocks, taught for some minutes, as well")
-    p.add_argument("--only", nargs="*", help="names of cases (default: all)")
-    p.add_argument("--out", type=Path, help="a JSON file")
     args = p.parse_args()
     check_counts(args, "limit", "max_new_tokens", "steps")
     return args
+
+
+def parser_of(description: str, server: str) -> argparse.ArgumentParser:
+    """The flags that every check in a server has."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
+    env = f"folder of the environment with {SERVERS[server]}; made if it is not there"
+    p.add_argument("--env", type=Path, required=True, help=env)
+    p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
+    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    p.add_argument("--variants", action="store_true", help="heads made from the bundled ones as well")
+    p.add_argument("--only", nargs="*", help="names of cases (default: all)")
+    p.add_argument("--out", type=Path, help="a JSON file")
+    return p
 
 
 # The environment
@@ -166,7 +171,7 @@ def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
     return out
 
 
-def beside(case, theirs: list[dict], target: Target, prompts: list[list[int]], steps: int, args, server="vllm") -> dict:
+def beside(case: Case, theirs: list[dict], target: Target, prompts: list, steps: int, args, server="vllm") -> dict:
     """What a server answered to a case beside ours, with the drafter and with its export read back."""
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
@@ -211,7 +216,7 @@ def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
     return cases, refused
 
 
-def chosen(cases: list, only: list[str] | None) -> list:
+def chosen(cases: list[Case], only: list[str] | None) -> list[Case]:
     """Those of these names; None: all. ValueError for a name that there is not."""
     names = [case.name for case in cases]
     if unknown := [name for name in only or () if name not in names]:

@@ -1,8 +1,7 @@
-// The instructions of AMX that `amx.h` is made of. tests/model/tiles_in_software.h has the same functions for processors
-// without AMX.
+// The instructions of AMX that `amx.h` is made of. tests/model/tiles_in_software.h has the same functions in software,
+// for processors without AMX.
 
-#ifndef SPECDEC_TILES
-#define SPECDEC_TILES
+#pragma once
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,6 +18,8 @@ struct alignas(LINE) Shape {
   uint16_t bytes[16] = {}; // of a row
   uint8_t rows[16] = {};
 };
+
+#ifndef SPECDEC_TILES_IN_SOFTWARE
 
 // Whether this process may use the tiles. Linux gives them on demand, to all threads.
 inline bool allowed() {
@@ -55,6 +56,6 @@ inline void release() {
   asm volatile("tilerelease");
 }
 
-} // namespace amx
-
 #endif
+
+} // namespace amx

@@ -29,7 +29,7 @@ def case(tmp_path):
 
 
 def test_the_engine_is_given_what_the_printed_command_says(case):
-    assert case.engine == {
+    assert case.asked == {
         "model_path": str(DEMO_TARGET.resolve()),
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(case.exported),
@@ -44,7 +44,7 @@ def test_a_part_of_the_vocabulary_comes_with_its_map(target, tmp_path):
         (name, path) for name, path in sglang_variants.make(tmp_path / "heads", target) if name.startswith("eagle2")
     ]
     cases, refused = check_in_sglang.exported_cases(made, tmp_path)
-    maps = {case.name: case.engine.get("speculative_token_map") for case in cases}
+    maps = {case.name: case.asked.get("speculative_token_map") for case in cases}
     assert not refused
     assert Path(maps.pop("eagle2: a part of the vocabulary")).exists()
     assert set(maps.values()) == {None}

@@ -2,25 +2,18 @@
 // `amx.h` runs everywhere. A product is made in the order that Intel describes (TDPBF16PS), and tiles of shapes that the
 // processor would refuse end the process.
 
-#define SPECDEC_TILES
+#define SPECDEC_TILES_IN_SOFTWARE
+
+#include "../../specdec/model/tiles.h"
 
 #include <immintrin.h>
 
 #include <cmath>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 namespace amx {
-
-constexpr int64_t LINE = 64;
-
-struct alignas(LINE) Shape {
-  uint8_t palette = 1, start = 0, unused[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t rows[16] = {};
-};
 
 struct alignas(LINE) Tile {
   float sums[16][16] = {}; // or, as bits, pairs of bf16

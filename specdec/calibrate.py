@@ -94,6 +94,7 @@ def first_rates(acceptance: Acceptance | None, tree: TreePolicy, temperature: fl
 class Probe(Policy):
     """Plays the rounds that it is told to."""
 
+    cuts = True
     levels, width = 0, 0
 
     def __init__(self, sizes: Sequence[int]):

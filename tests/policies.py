@@ -8,6 +8,8 @@ from specdec.adaptive import Policy
 class Restless(Policy):
     """Every depth and every width in turn, plain rounds among them."""
 
+    cuts = True
+
     def __init__(self, steps: int):
         self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, min(2, steps), 0], 0, []
 
@@ -25,3 +27,12 @@ class Restless(Policy):
 
     def learn(self, outcome):
         self.outcomes.append(outcome)
+
+
+class Depths(Restless):
+    """Every depth in turn, and each draft is verified whole."""
+
+    cuts = False
+
+    def looks(self):
+        return False

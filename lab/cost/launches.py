@@ -146,7 +146,7 @@ def count_round(
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(why)
     counter.found, counter.device = {}, round_.target.device.type
-    batch = StaticBatch(round_, rows, context, _Counted(counter), SilentClock())
+    batch = StaticBatch(round_, [rows], context, _Counted(counter), SilentClock())
     batch.begin(SilentClock())
     batch.reads = Reads.TOKENS
     batch.admit([Sequence([0], 9, sampling=sampling or Sampling(), eos=frozenset({1})) for _ in range(rows)])

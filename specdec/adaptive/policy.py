@@ -48,6 +48,7 @@ class Policy:
     """
 
     name = "policy"
+    cuts = False  # may leave out nodes of a draft, which the host must see for that: such rounds are launched
 
     def plan(self, rows: int) -> int:
         """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""

@@ -26,7 +26,7 @@ from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.sampling.filters import settings_of
 from specdec.sampling.penalties import Penalties
-from specdec.types import Survivors
+from specdec.types import Sampling, SamplingBatch, Survivors
 
 PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.2 to 0.07 of a plain round of 4 to 32 rows.
 
@@ -152,7 +152,7 @@ class Batch:
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
         return RoundSettings(
-            settings_of([s.sampling for s in sequences], self.device),
+            self._sampling(sequences),
             self.round.noise([s.seed for s in sequences]),
             self.clock,
             penalties_of(sequences, self.round.target.config.vocab, self.device),
@@ -161,6 +161,9 @@ class Batch:
             min(MOST_LIKELY, self.round.target.vocab) if any(s.top for s in sequences) else 0,
             self._steps(sequences),
         )
+
+    def _sampling(self, sequences: abc.Sequence[Sequence]) -> Sampling | SamplingBatch:
+        return settings_of([s.sampling for s in sequences], self.device)
 
     def _steps(self, sequences: abc.Sequence[Sequence]) -> Tensor | None:
         """[B] how many levels count for each row; None if all do for all."""
@@ -269,6 +272,5 @@ class Batch:
         if penalties is not None:
             penalties.compact(index)
         if self.sequences:
-            sampling = settings_of([s.sampling for s in self.sequences], self.device)
-            settings = replace(self.settings, sampling=sampling, masks=masks_of(self.sequences))
+            settings = replace(self.settings, sampling=self._sampling(self.sequences), masks=masks_of(self.sequences))
             self.settings = replace(settings, steps=self._steps(self.sequences))

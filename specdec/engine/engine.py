@@ -12,7 +12,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.conclude import conclude
-from specdec.engine.graphs import Backend, make_graphs
+from specdec.engine.graphs import Backend, make_graphs, widths_up_to
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.overlap import Loop
 from specdec.engine.prefill import Reading
@@ -50,9 +50,10 @@ class Engine:
 
     Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
-    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md).
+    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md); "aside" does
+    so in another process, and rounds are launched until their function is there.
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
-    that have ended from rounds that are not recorded (`batch.Batch`); False carries them, as recorded rounds do.
+    that have ended (`batch.Batch`); False carries them, as `generate` does where rounds are recorded.
     `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
     `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).
     `prefixes`: bytes for what is kept of prompts from one call to the next, so that one which begins like another is
@@ -68,7 +69,7 @@ class Engine:
         *,
         children: str | None = None,
         graphs: bool | Backend | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
         overlap: bool | None = None,
         compact: bool = True,
         abstain: bool = True,
@@ -81,9 +82,7 @@ class Engine:
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         if adaptive is not None and drafter is None:
             raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
-        if adaptive is not None and (compile or graphs):
-            raise ValueError("an adaptive policy needs rounds that are launched: decode without graphs and compiling")
-        self.graphs = None if adaptive is not None else make_graphs(graphs, self.round, compile)
+        self.graphs = make_graphs(graphs, self.round, compile, adaptive)
         late = self.graphs is not None and self.graphs.backend.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
@@ -108,7 +107,8 @@ class Engine:
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
-        self._reserve(Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part))
+        request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
+        self._reserve(request, widths_up_to(rows) if self.compact else [rows])
         self.seed, self.added = seed, 0
 
     def add(
@@ -252,7 +252,7 @@ class Engine:
             penalised=any(row.sampling.penalised for row in rows),
             reads=reads_of(observer),
         )
-        self._reserve(request)
+        self._reserve(request, [len(rows)])  # as they become fewer, others would be recorded again and again
         self.waiting = list(rows)
         clock, prefill_seconds = self.loop.batch.clock, 0.0
         try:
@@ -267,10 +267,14 @@ class Engine:
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
-    def _reserve(self, request: Request) -> None:
+    def _reserve(self, request: Request, widths: list[int]) -> None:
+        """widths: numbers of rows that rounds are recorded for, if they are."""
         self._clear()  # before memory is taken
         if self.prefixes is not None:
             request = replace(request, prefixes=self.prefixes.budget)
+        if self.graphs is not None:
+            levels = 1 if self.adaptive is None else 1 + self.policy.steps
+            request = replace(request, records=len(widths) * levels)
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
@@ -278,9 +282,9 @@ class Engine:
             how = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
             batch = Batch(self.round, rows, room, clock, **how)
         else:
-            room = self.graphs.room_for(rows, room)
+            room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
-            batch = self.graphs.begin(rows, room, clock)
+            batch = self.graphs.begin(widths, room, clock)
         batch.reads, batch.reading = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
             batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.adaptive import Policy
 from specdec.contracts import Drafter
 from specdec.engine.clock import Clock
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run
@@ -113,14 +114,26 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
     return None
 
 
-def make_graphs(wanted: "bool | Backend | None", round_: Round, compiles: bool = False) -> "Graphs | None":
+def widths_up_to(rows: int) -> list[int]:
+    """Numbers of rows for which rounds are recorded where sequences come and go: powers of two, and `rows` at last."""
+    return [2**i for i in range((rows - 1).bit_length())] + [rows]
+
+
+def make_graphs(
+    wanted: "bool | Backend | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
+) -> "Graphs | None":
     """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
-    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled, or a
-    ValueError says why not."""
-    device = round_.target.device
+    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled,
+    with "aside" in another process, or a ValueError says why not. adaptive: chooses the trees of rounds."""
+    device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
+    if cuts and (compiles or wanted):
+        raise ValueError(
+            f"the policy {adaptive.name!r} leaves out nodes of trees that the host has seen, and recorded or compiled "
+            "rounds show none: decode without graphs and compiling, or by table or ema"
+        )
     if compiles:
-        return Graphs(round_, compiling_backend(wanted, round_))
-    if wanted is False or (wanted is None and device.type != "cuda"):
+        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"), adaptive)
+    if wanted is False or (wanted is None and (device.type != "cuda" or cuts)):
         return None
     if why := obstacle(round_.target, round_.drafter):
         if wanted is None:
@@ -128,16 +141,16 @@ def make_graphs(wanted: "bool | Backend | None", round_: Round, compiles: bool =
         raise ValueError(f"{why}; decode without graphs")
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
-    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
+    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted, adaptive)
 
 
-def compiling_backend(wanted: "bool | Backend | None", round_: Round) -> Backend:
+def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: bool) -> Backend:
     """What compiles rounds on the target's device. On a GPU the compiled rounds are captured."""
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(f"{why}; decode without compiling")
     if device.type == "cpu" and not wanted:
-        return CompiledRounds()
+        return CompiledRounds(aside)
     if device.type == "cuda" and wanted in (True, None):
         if set(backends()) != {"torch"}:
             raise ValueError("rounds are compiled of torch's operators only: call specdec.kernels.use('torch') before")
@@ -151,26 +164,26 @@ class Graphs:
     """The batch of an engine whose rounds are recorded. It is kept from call to call, and made anew for another number
     of rows, for longer texts than there was room for, and after weights have changed."""
 
-    def __init__(self, round_: Round, backend: Backend):
-        self.round, self.backend = round_, backend
+    def __init__(self, round_: Round, backend: Backend, adaptive: Policy | None = None):
+        self.round, self.backend, self.adaptive = round_, backend, adaptive
         self.batch: StaticBatch | None = None
 
-    def room_for(self, rows: int, room: int) -> int:
-        """For `rows` rows of up to `room` tokens: the room that the batch has which is kept, or, if there is none that
-        fits, the room to make one for."""
+    def room_for(self, widths: list[int], room: int) -> int:
+        """For rows of up to `room` tokens: the room that the batch has which is kept, or, if there is none that fits,
+        the room to make one for. widths: numbers of rows that rounds are recorded for, ascending."""
         kept = self.batch
         if kept is not None:
-            if kept.rows == rows and kept.room >= room and kept.signature == self._signature():
+            if kept.widths == widths and kept.room >= room and kept.signature == self._signature():
                 return kept.room
             self.batch = None
             self.backend.forget()
         step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
         return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
-    def begin(self, rows: int, room: int, clock: Clock) -> "StaticBatch":
+    def begin(self, widths: list[int], room: int, clock: Clock) -> "StaticBatch":
         """The batch, empty; `room` as `room_for` has told it."""
         if self.batch is None:
-            self.batch = StaticBatch(self.round, rows, room, self.backend, clock)
+            self.batch = StaticBatch(self.round, widths, room, self.backend, clock, self.adaptive)
             self.batch.signature = self._signature()
         self.batch.begin(clock)
         return self.batch

@@ -42,6 +42,28 @@ class Played:
         return Outcome(self.levels, self.nodes, accepted, leaves, self.draft, looked)
 
 
+@dataclass
+class Watch:
+    """Stands in for a `Guide` in rounds that are recorded: it keeps what the guide is told after each replay."""
+
+    holds: bool
+    feats: Tensor | None = None  # of a plain round, as for `Guide.hold`
+    tokens: Tensor | None = None
+    n: Tensor | None = None
+    parents: Tensor | None = None  # of one that drafts
+    path: Tensor | None = None
+
+    def cut(self, tree: DraftTree, state: DraftState) -> DraftTree:
+        return tree
+
+    def verified(self, tree: DraftTree, verdict: Verdict) -> None:
+        self.parents, self.path = tree.parents, verdict.path
+
+    def hold(self, feats: Tensor | None, tokens: Tensor, n: Tensor, state: DraftState) -> DraftState:
+        self.feats, self.tokens, self.n = feats, tokens, n
+        return state
+
+
 class Guide:
     """Asks a policy of the rounds of one batch."""
 
@@ -84,6 +106,12 @@ class Guide:
     def verified(self, tree: DraftTree, verdict: Verdict) -> None:
         """Keep what the policy is told of the round."""
         self.played.parents, self.played.path = tree.parents, verdict.path
+
+    def watched(self, watch: Watch, nodes: int, state: DraftState) -> None:
+        """Take over what a recorded round, of trees of so many nodes, has left."""
+        if watch.tokens is not None:
+            self.hold(watch.feats, watch.tokens, watch.n, state)
+        self.played.nodes, self.played.parents, self.played.path = nodes, watch.parents, watch.path
 
     def learn(self, played: Played, counts: list[int]) -> None:
         if played.rows:
@@ -131,13 +159,13 @@ class Guide:
         self.drafter.cache.admit(row, len(first), 0)
         return self.like.blank(len(first))
 
-    def joined(self, before: int, rows: int) -> None:
-        """The `rows` rows that were admitted last stand behind the `before` others now."""
+    def joined(self, first: int, rows: int) -> None:
+        """The `rows` rows that were admitted last stand in the batch now, from `first` on."""
         joining, self.joining = self.joining, None
         if joining is not None:
-            self.held = self.held or Held(before)
+            self.held = self.held or Held(first)
         if self.held is not None:
-            self.held.join(rows, joining)
+            self.held.join(first, rows, joining)
 
     def compact(self, kept: Survivors) -> None:
         """Go on with these rows only."""

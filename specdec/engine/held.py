@@ -56,28 +56,40 @@ class Held:
             self.parts.append(Part(self.names, [], open=True))
         self.parts[-1].rounds.append((feats, tokens, n))
 
-    def join(self, rows: int, prompts: Kept | None = None) -> None:
-        """So many rows more, below the others, and what their prompts leave."""
+    def join(self, first: int, count: int, prompts: Kept | None = None) -> None:
+        """So many rows from `first` on are others from now on, and what their prompts leave."""
         self._close()
-        new = list(range(self.named, self.named + rows))
-        self.names, self.named = self.names + new, self.named + rows
+        known, new, self.names = len(self.names), self._new(count), self._of(max(first, len(self.names)))
+        self.names[first : first + count] = new
+        if first < known:  # others have left for them
+            self._tidy()
         if prompts is not None:
             self.parts.append(Part(new, [prompts]))
+
+    def _new(self, count: int) -> list[int]:
+        """Names that no row has."""
+        self.named += count
+        return list(range(self.named - count, self.named))
+
+    def _of(self, rows: int) -> list[int]:
+        """The names of so many rows, of which the last may be without a sequence."""
+        return (self.names + self._new(max(rows - len(self.names), 0)))[:rows]
 
     def compact(self, kept: Survivors) -> None:
         """Go on with these rows only."""
         self._close()
         self.names = kept.of(self.names)
-        if len(self.parts) >= self.look:
-            self._tidy()
+        self._tidy()
 
     def _close(self) -> None:
         if self.parts:
             self.parts[-1].open = False
 
     def _tidy(self) -> None:
-        """Forget the parts of which all rows have left, and what rows that left have in the others once these are many:
-        else a server that never drafts would keep it for long."""
+        """Once there are many parts forget those of which all rows have left, and what rows that left have in the
+        others: else a server that never drafts would keep it for long."""
+        if len(self.parts) < self.look:
+            return
         self.parts = self._needed()
         if len(self.parts) > MOST_PARTS:
             self.parts = [Part(self.names, [self.padded()])]
@@ -115,6 +127,7 @@ class Held:
         """The drafter's state behind all of it, HOLD positions at a time. A row's state is that of its last part."""
         if not self.parts:
             return state
+        self.names = self._of(len(state.hidden))
         feats, tokens, n = self.padded()
         for first in range(0, tokens.shape[1], HOLD):
             part = slice(first, first + HOLD)

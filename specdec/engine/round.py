@@ -15,7 +15,7 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.fits import check_chain, check_steps, check_verifier, over_block
-from specdec.engine.guide import Guide, Played
+from specdec.engine.guide import Guide, Played, Watch
 from specdec.engine.held import HOLD
 from specdec.engine.masks import Masks
 from specdec.engine.prefill import Reading
@@ -79,6 +79,8 @@ class RoundOutput:
     experts: Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose
     nodes: int = 1  # of the tree, the root included
     played: Played | None = None  # what an adaptive policy is told of it
+    watch: Watch | None = None  # and, of one that is recorded, the tensors for that
+    provisional: bool = False  # later ones of its kind take another time: as soon as they are compiled, for instance
 
     def to_read(self) -> dict[str, Tensor]:
         """What the host wants to know, by the names of `overlap.ReadRound`."""
@@ -205,7 +207,7 @@ class Round:
         itself: Tensor | None = None,
         levels: Tensor | None = None,
         most: int | None = None,
-        guide: Guide | None = None,
+        guide: Guide | Watch | None = None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One round. root [B]: the last token of each row, which the target has not seen. Rows that are not active [B]
         stand still. itself: ones [B,1,1], for plain rounds where `cache.max_len` is not exact. levels [B]: as
@@ -263,7 +265,7 @@ class Round:
         settings: RoundSettings,
         itself: Tensor | None,
         levels: Tensor | None,
-        guide: Guide | None,
+        guide: Guide | Watch | None,
     ) -> tuple[Tensor, DraftState | None, RoundOutput]:
         """One token per row, which the drafter, if there is one, absorbs, or a guide keeps for it."""
         logits, feats = self.target(root[:, None], cache, ancestors=itself, taps=self.taps)

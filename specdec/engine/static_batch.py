@@ -5,17 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from specdec.contracts import DraftState
-from specdec.engine.batch import Batch, Progress
-from specdec.engine.clock import Clock, SilentClock
-from specdec.engine.masks import Masks
+from specdec.adaptive import Policy
+from specdec.engine.clock import Clock
+from specdec.engine.guide import Watch
 from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import MOST_LIKELY, Sequence
-from specdec.model.cache import KVCache
-from specdec.types import DraftTree, SamplingBatch, Verdict
+from specdec.engine.sequence import Sequence
+from specdec.engine.static_rows import StaticRows
+from specdec.types import DraftTree, Verdict
 
 STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
 EMITTED = ("tokens", "n", "logprobs", "likely", "likely_logprobs")  # of `RoundOutput`, what the host reads of any round
@@ -53,141 +51,123 @@ class Graph:
 
     replay: Callable[[int], RoundOutput]
     bindings: list  # what it reads besides the tensors of the batch, and parameters
+    played: bool = False
 
 
-class StaticBatch(Batch):
-    """A batch whose rounds work on tensors that never move, so that they can be recorded. Rows are never dropped: the
-    row of a sequence that has ended is taken by the next that joins."""
+class StaticBatch(StaticRows):
+    """A batch whose rounds are recorded, each for one width of the batch, and replayed."""
 
     signature: tuple = ()
 
-    def __init__(self, round_: Round, rows: int, room: int, backend: Backend, clock: Clock):
-        super().__init__(round_, rows, room, clock, overlap=True, compact=False)
+    def __init__(
+        self,
+        round_: Round,
+        widths: abc.Sequence[int],
+        room: int,
+        backend: Backend,
+        clock: Clock,
+        adaptive: Policy | None = None,
+    ):
+        """widths: numbers of rows that rounds are recorded for, ascending. adaptive: chooses how many levels are
+        drafted; a policy that does not cut."""
+        super().__init__(round_, widths, room, clock, adaptive)
         self.backend, self.buckets = backend, buckets(room)
-        self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
-        self.root = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self.made = made_of(rows, round_.path, min(MOST_LIKELY, round_.target.vocab), self.device)
-        self.progress = Progress(self._vacant(), self.device)
-        self.eos: dict[int, Tensor] = {}  # by their number, [B,E]
-        self.masks: Masks | None = None
-        self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
-        self.graphs: dict[tuple, Graph] = {}  # by bucket, kind, number of `eos` ids and what is read
-
-    def _vacant(self) -> list[Sequence]:
-        return [Sequence([0], 1, finish="vacant") for _ in range(self.rows)]
-
-    def begin(self, clock: Clock) -> None:
-        """Forget all sequences."""
-        self.clock, self.sequences = clock, self._vacant()
-        self.cache.clear(self.rows)
-        if self.draft_cache is not None:  # another engine may have let the drafter make one of its own
-            self.round.drafter.cache = self.draft_cache.clear(self.rows)
+        self.graphs: dict[tuple, Graph] = {}  # by bucket, kind, number of `eos` ids, what is read, and levels
 
     def admit(self, sequences: list[Sequence]) -> None:
-        free = [b for b, s in enumerate(self.sequences) if s.finish is not None][: len(sequences)]
-        self.sequences, settings = self.sequences[:], None  # rounds that are not read yet hold the list as it was
-        for row, count in runs(free):
-            joining, sequences = sequences[:count], sequences[count:]
-            root, state, settings = self._prefill(joining, row)
-            self.sequences[row : row + count] = joining
-            self.root[row : row + count] = root
-            if state is not None:
-                self._place(state, slice(row, row + count))
-        self._refresh(settings if count == self.rows else self._settings(self.sequences))
-        self.clock.mark("prefill")
-        if self.backend.any_bound:  # which graph comes next is known, and to make it may take long
-            self._graph(self.room)
+        super().admit(sequences)
+        if self.backend.any_bound and self.guide is None:  # which comes next is known, and to make it may take long
+            self._graph(self.room, None)
 
-    def rest(self) -> None:
-        """Rows stay where graphs read them."""
-
-    def _place(self, state: DraftState, rows: slice) -> None:
-        if self.state is None:
-            hidden, readout = (x.new_zeros(self.rows, *x.shape[1:]) for x in (state.hidden, state.readout))
-            self.state = DraftState(hidden, readout)
-        self.state.head = state.head
-        self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
-
-    def _refresh(self, settings: RoundSettings) -> None:
-        """Copy the settings of all rows, and what else follows from the sequences, into the tensors that graphs
-        read."""
-        progress = Progress(self.sequences, self.device)
-        self.progress.active.copy_(progress.active)
-        self.progress.left.copy_(progress.left)
-        width = progress.eos.shape[1]
-        self.progress.eos = self.eos.setdefault(width, progress.eos)
-        self.progress.eos.copy_(progress.eos)
-        self.kind = (
-            _kind(settings.sampling), settings.penalties is not None, settings.logprobs, settings.likely,
-            settings.steps is not None,
-        )  # fmt: skip
-        if self.kind not in self.kinds:
-            self.kinds[self.kind] = replace(settings, clock=SilentClock(), masks=None)
-        else:
-            kept = self.kinds[self.kind]
-            _refill(kept.sampling, settings.sampling)
-            _refill(kept.penalties, settings.penalties)
-            _refill(kept.noise, settings.noise)
-            if settings.steps is not None:
-                kept.steps.copy_(settings.steps)
-        self.settings, self.masks = self.kinds[self.kind], settings.masks
+    def _take(self, settings: RoundSettings) -> None:
+        super()._take(settings)
         self._forget_settings()
 
     def _forget_settings(self) -> None:
         """Drop the settings that are not in force and that no graph reads."""
-        kinds, widths = {key[1] for key in self.graphs}, {key[2] for key in self.graphs}
+        kinds, numbers = {key[1] for key in self.graphs}, {key[2] for key in self.graphs}
         self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds or kind == self.kind}
         present = self.progress.eos.shape[1]
-        self.eos = {width: kept for width, kept in self.eos.items() if width in widths or width == present}
+        self.all_eos = {number: kept for number, kept in self.all_eos.items() if number in numbers | {present}}
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
         bound = min(max_len, self.room)
+        self._bound(bound)
+        if ended:
+            self._narrow(ended)
+        levels = self._plan()
         if self.masks:  # on the host, so such rounds are not recorded
             masked = replace(self.settings, masks=self.masks, clock=self.clock)
-            return self._runner(masked, self.progress.eos)(bound)
-        bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
-        output = self._graph(bucket).replay(bound)
-        output.nodes = self.round.nodes
-        self.clock.mark("round")
-        if self.backend.any_bound:
-            return output
-        # The next round, which is launched before anybody looks at this one, writes over it.
-        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits")}
-        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
+            output = self._runner(masked, self.progress.eos, levels)(bound)
+        else:
+            output = self._replay(bound, levels)
+            self.clock.mark("round")
+        output = replace(output, nodes=self._nodes(levels))
+        if self.guide is not None:
+            self.guide.watched(output.watch, output.nodes, self.state)
+            output.played = self.guide.played
+        return output
 
-    def _graph(self, bucket: int) -> Graph:
-        """The graph for this bound of the committed length, captured if it is not there."""
-        key = bucket, self.kind, self.progress.eos.shape[1], self.reads
+    def _replay(self, bound: int, levels: int | None) -> RoundOutput:
+        bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
+        graph = self._graph(bucket, levels)
+        output, first, graph.played = graph.replay(bound), not graph.played, True
+        changed = {"provisional": output.provisional or first}
+        if not self.backend.any_bound:
+            # The next round, which is launched before anybody looks at this one, writes over it.
+            read = {name: vars(output)[name] for name in ("tree", "verdict", "logits", "watch")}
+            changed |= {name: _copy(value) for name, value in read.items() if value is not None}
+        return replace(output, **changed)
+
+    def _plan(self) -> int | None:
+        before = self.state
+        levels = super()._plan()
+        if self.state is not before:  # the drafter has absorbed what was held for it
+            before.hidden.copy_(self.state.hidden)
+            before.readout.copy_(self.state.readout)
+            self.state = before
+        return levels
+
+    def _nodes(self, levels: int | None) -> int:
+        """Of a tree of so many levels; None: of all."""
+        if levels is None:
+            return self.round.nodes
+        return self.round.rungs[levels - 1].num_draft_tokens if levels else 1
+
+    def _graph(self, bucket: int, levels: int | None) -> Graph:
+        """The graph for this bound of the committed length and so many levels, captured if it is not there."""
+        key = bucket, self.kind, self.progress.eos.shape[1], self.reads, levels
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
                 self._forget_settings()
-            self.graphs[key] = self._capture(bucket)
+            self.graphs[key] = self._capture(bucket, levels)
             self.clock.mark("capture")
         return self.graphs[key]
 
-    def _capture(self, bucket: int) -> Graph:
+    def _capture(self, bucket: int, levels: int | None) -> Graph:
         settings, eos = self.settings, self.progress.eos
         itself = self._itself()
-        replay = self.backend.capture(self._runner(settings, eos, itself), self._static(settings), bucket)
+        replay = self.backend.capture(self._runner(settings, eos, levels, itself), self._static(settings), bucket)
         # Only now, as the warm-up may have made some of it.
         return Graph(replay, [settings, eos, itself, *self._bindings()])
 
     def _runner(
-        self, settings: RoundSettings, eos: Tensor, itself: Tensor | None = None
+        self, settings: RoundSettings, eos: Tensor, levels: int | None, itself: Tensor | None = None
     ) -> Callable[[int], RoundOutput]:
-        """A round of these settings, as a function of a bound of the committed length."""
-        reads = self.reads
+        """A round of these settings, and of so many levels, as a function of a bound of the committed length."""
+        reads, counting = self.reads, settings.steps
         # Without an ancestor mask a single row's only position would take `max_len` for the exact length.
         itself = self._itself() if itself is None else itself
 
         def run(bound: int) -> RoundOutput:
-            self.cache.max_len = bound
-            if self.draft_cache is not None:
-                self.draft_cache.max_len = bound + 1  # that of a draft model holds token 0 too
+            self._bound(bound)
+            watch = self.guide and Watch(self.guide.holds)
+            counted = counting if counting is None or levels is None else counting.clamp(max=levels)
             root, state, output = self.round.play(
-                self.root, self.state, self.cache, self.progress.active, settings, itself, settings.steps
+                self.root, self.state, self.cache, self.progress.active, settings, itself, counted, levels, watch
             )
+            output.watch = watch
             self.progress.eos = eos
             self.progress.settle(output.tokens, output.n)
             self.root.copy_(root)
@@ -197,6 +177,12 @@ class StaticBatch(Batch):
             return self._keep(output.only(reads))
 
         return run
+
+    def _bound(self, bound: int) -> None:
+        """No row that decodes has committed more than so many tokens."""
+        self.cache.max_len = bound
+        if self.draft_cache is not None:
+            self.draft_cache.max_len = bound + 1  # that of a draft model holds token 0 too
 
     def _bindings(self) -> list:
         """What rounds read that is not the batch's: the next cache or `reset` freezes modules anew, and a longer one
@@ -208,9 +194,12 @@ class StaticBatch(Batch):
 
     def _keep(self, output: RoundOutput) -> RoundOutput:
         """What a round made, where it does not move."""
-        kept = {name: getattr(self.made, name) for name in EMITTED if getattr(output, name) is not None}
-        for name, place in kept.items():
-            place.copy_(getattr(output, name))
+        kept = {}
+        for name in EMITTED:
+            if (made := getattr(output, name)) is not None:
+                place = getattr(self.all_made, name)
+                kept[name] = place[: len(made)] if made.ndim == 1 else place[: len(made), : made.shape[1]]
+                kept[name].copy_(made)
         return replace(output, **kept)
 
     def _static(self, settings: RoundSettings) -> list[Tensor]:
@@ -221,37 +210,7 @@ class StaticBatch(Batch):
         return kept + ([settings.penalties.counts] if settings.penalties else [])
 
 
-def made_of(rows: int, path: int, likely: int, device: torch.device) -> RoundOutput:
-    """Places for what a round emits."""
-    tokens, logprobs = torch.zeros(rows, path, dtype=torch.int64, device=device), torch.zeros(rows, path, device=device)
-    own = tokens.new_zeros(rows, path, likely), logprobs.new_zeros(rows, path, likely)
-    return RoundOutput(tokens, tokens.new_zeros(rows), logprobs, *own)
-
-
-def runs(places: abc.Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending places as (first, count) of those that follow each other."""
-    found: list[tuple[int, int]] = []
-    for place in places:
-        if found and sum(found[-1]) == place:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((place, 1))
-    return found
-
-
-def _kind(sampling) -> Any:
-    """What of a sampling is part of the program: a `Sampling`, and of `SamplingBatch` which filters it has."""
-    return sampling.program if isinstance(sampling, SamplingBatch) else sampling
-
-
-def _refill(kept: Any, new: Any) -> None:
-    """Copy the tensors of an object, such as `Penalties`, into those of another of its kind; None has none."""
-    for name, value in vars(new).items() if new is not None else ():
-        if isinstance(value, Tensor):
-            vars(kept)[name].copy_(value)
-
-
-def _copy(value: DraftTree | Verdict | Tensor) -> DraftTree | Verdict | Tensor:
+def _copy(value: DraftTree | Verdict | Watch | Tensor) -> DraftTree | Verdict | Watch | Tensor:
     """The same with copies of its tensors."""
     if isinstance(value, Tensor):
         return value.clone()

@@ -66,6 +66,10 @@ class KVCache:
         self._use(0, batch)
         return self
 
+    def resize(self, batch: int) -> None:
+        """Have the first `batch` rows in use, with what they hold."""
+        self._use(0, batch)
+
     def admit(self, first: int, count: int, longest: int) -> "KVCache":
         """Rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory: the prefill of
         what joins goes there, beside rows that are being decoded. From now on they are in use here, too, and hold up to

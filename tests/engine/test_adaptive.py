@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from policies import Restless
+from tape import Tape
 
 from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
@@ -454,8 +455,9 @@ def test_costs_are_measured_and_policies_are_made_by_name(target, tmp_path, monk
 def test_what_does_not_go_together(target):
     with pytest.raises(ValueError, match="without a drafter"):
         Engine(target, adaptive=Restless(3))
-    with pytest.raises(ValueError, match="launched"):
-        Engine(target, tiny_drafter(target), Chain(3), adaptive=Restless(3), compile=True)
+    for how in ({"compile": True}, {"graphs": Tape()}):
+        with pytest.raises(ValueError, match="without graphs and compiling"):
+            Engine(target, tiny_drafter(target), Chain(3), adaptive=Restless(3), **how)
 
 
 def test_smaller_trees_are_of_their_kind():

@@ -81,7 +81,7 @@ def test_settings_go_with_their_graphs(monkeypatch):
         batch = recorded.graphs.batch
         assert len(batch.graphs) <= 2
         assert set(batch.kinds) <= {key[1] for key in batch.graphs} | {batch.kind}
-        assert set(batch.eos) <= {key[2] for key in batch.graphs} | {step % 5}
+        assert set(batch.all_eos) <= {key[2] for key in batch.graphs} | {step % 5}
         if batch.settings.penalties is not None:
             counts.append(StorageWeakRef(batch.settings.penalties.counts.untyped_storage()))
     assert [ref.expired() for ref in counts] == [True, False]

@@ -110,7 +110,9 @@ def static_tensors(engine: Engine) -> list[torch.Tensor]:
     rounds = engine.graphs.batch
     caches = [rounds.cache, rounds.draft_cache]
     kept = [rounds.root, rounds.state.readout, rounds.state.hidden, rounds.progress.active, rounds.progress.left]
-    return kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + list(rounds.made.to_read().values())
+    return (
+        kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + list(rounds.all_made.to_read().values())
+    )
 
 
 def test_penalties_and_rows_that_differ_are_inputs_too():

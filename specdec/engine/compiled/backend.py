@@ -4,11 +4,14 @@ import sys
 import time
 from collections import abc
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from specdec.engine.compiled import build
+from specdec.engine.compiled.aside import Workshop
 from specdec.engine.compiled.graph import RoundGraph, make_graph
 from specdec.engine.compiled.record import Record, record
 from specdec.model import native
@@ -25,15 +28,40 @@ class CompiledRounds:
     any_bound = True
     late = False
 
-    def __init__(self):
+    def __init__(self, aside: bool = False):
+        """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are launched."""
         native.load()
+        native.compiler()
+        self.workshop = Workshop() if aside else None
 
     def forget(self) -> None:
         pass
 
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         # Half of it tells the most. But of a window between the two only the longer one has a mask.
-        return compiled_run(run, kept, [bound, max(bound // 2, 1), max(bound - 1, 1)], self.compile)
+        bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
+        if self.workshop is None:
+            return compiled_run(run, kept, bounds, self.compile)
+        graph = recorded_graph(run, kept, bounds)
+        library = build.kept_library(graph)
+        if compiled := build.load_if_kept(library):
+            return replay_of(graph, compiled)
+        return self._meanwhile(run, graph, library)
+
+    def _meanwhile(self, run: Callable[[int], Any], graph: RoundGraph, library: Path) -> Callable[[int], Any]:
+        """A round that is launched until it has been compiled."""
+        order, replay = self.workshop.order_of(graph, library), None
+
+        def play(bound: int) -> Any:
+            nonlocal replay
+            if replay is None:
+                compiled = self.workshop.look(order)
+                if compiled is None:
+                    return replace(run(bound), provisional=True)
+                replay = replay_of(graph, compiled)
+            return replay(bound)
+
+        return play
 
     def compile(self, graph: RoundGraph) -> build.Compiled:
         """A compiled graph, told in a line on standard error with the time that it took."""
@@ -59,6 +87,12 @@ def compiled_run(
 ) -> Callable[[int], Any]:
     """What `run` does, compiled, for all bounds up to the first, or for the only one. With the next ones it is tried,
     one after the other, whether what it does depends on the bound as a graph can tell. kept: as for a capture."""
+    graph = recorded_graph(run, kept, bounds)
+    return replay_of(graph, compile(graph))
+
+
+def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
+    """The graph of what `run` does; kept and bounds as for `compiled_run`."""
     before = [x.clone() for x in kept]
 
     def undone(bound: int) -> Record:
@@ -70,8 +104,7 @@ def compiled_run(
 
     undone(bounds[0])  # what is made once and kept is made now
     one, *others = bounds
-    graph = graph_of(undone(one), map(undone, others))
-    return replay_of(graph, compile(graph))
+    return graph_of(undone(one), map(undone, others))
 
 
 def graph_of(one: Record, others: abc.Iterable[Record]) -> RoundGraph:

@@ -1,0 +1,172 @@
+"""Graphs compiled in another process, so that rounds go on meanwhile.
+
+That process has the lowest priority. It outlives the one that asked, so what it makes is kept for the next.
+"""
+
+import operator
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from specdec.cli.errors import one_sentence_errors
+from specdec.engine.compiled import build
+from specdec.engine.compiled.graph import RoundGraph
+from specdec.model import native
+
+
+@dataclass(frozen=True)
+class Place:
+    """Stands for a node of a graph that is written down."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the compiler wants to know of an input."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Shape":
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+
+def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
+    """A graph without its tensors, of objects that can be pickled."""
+    numbers = {node: Place(i) for i, node in enumerate(graph.module.graph.nodes)}
+    nodes = [
+        (node.op, _name(node.target), *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
+        for node in graph.module.graph.nodes
+    ]
+    return nodes, [Shape.of(x) for x in graph.inputs]
+
+
+def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:
+    """The inverse of `written`, of a graph that can be compiled and not run."""
+    graph, made = fx.Graph(), []
+
+    def resolved(value: Any) -> Any:
+        if isinstance(value, Place):
+            return made[value.number]
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(resolved, value))
+        return {key: resolved(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+    for op, name, args, kwargs in nodes:
+        made.append(graph.create_node(op, _target(op, name), resolved(args), resolved(kwargs)))
+    return RoundGraph(fx.GraphModule(torch.nn.Module(), graph), inputs, [], None)
+
+
+def _name(target: Any) -> str:
+    """An operator of torch, such as aten::add.Tensor, a function of `operator`, or the name of an input."""
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target._schema.name}.{target._overloadname}"
+    return target if isinstance(target, str) else target.__name__
+
+
+def _target(op: str, name: str) -> Any:
+    if op != "call_function":
+        return name
+    if "::" not in name:
+        return getattr(operator, name)
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.rpartition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload)
+
+
+@dataclass
+class Order:
+    """A graph that is to be compiled."""
+
+    graph: RoundGraph
+    library: Path
+    wanted: int = 0  # rounds that had to do without it
+    over: bool = False  # it is there, or never will be
+
+
+class Workshop:
+    """Compiles graphs, one at a time, always that which the most rounds were without."""
+
+    def __init__(self):
+        self.orders: list[Order] = []
+        self.process: subprocess.Popen | None = None
+        self.order: Order | None = None  # that which is being made
+        self.begun, self.said = 0.0, None
+
+    def order_of(self, graph: RoundGraph, library: Path) -> Order:
+        self.orders.append(Order(graph, library))
+        return self.orders[-1]
+
+    def look(self, order: Order) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        """The function of the order if it has been made since; else a round goes without it. Never waits."""
+        order.wanted += 1
+        if self.process is not None and self.process.poll() is not None:
+            self._end()
+        if self.process is None and self.orders:
+            self._begin(max(self.orders, key=lambda other: other.wanted))
+        return build.load_if_kept(order.library) if order.over else None
+
+    def _begin(self, order: Order) -> None:
+        with tempfile.NamedTemporaryFile(suffix=".graph", delete=False) as file:
+            pickle.dump((written(order.graph), str(order.library), torch.get_num_threads()), file)
+        self.order, self.begun = order, time.perf_counter()
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would have to be read
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()", file.name],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.DEVNULL,
+            stderr=self.said,
+            process_group=0,  # Ctrl-C is not for it
+        )
+
+    def _end(self) -> None:
+        order, failed = self.order, self.process.returncode
+        self.orders.remove(order)
+        order.over, self.process, self.order = True, None, None
+        if failed:
+            self.said.seek(0)
+            lines = self.said.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"its process ended with {failed}"
+            print(f"note: a round stays launched, as it was not compiled: {reason}", file=sys.stderr)
+        else:
+            left = f"; {len(self.orders)} more are to come" if self.orders else ""
+            seconds = time.perf_counter() - self.begun
+            print(
+                f"note: a round was compiled in {seconds:.0f} s, and is kept for the next time{left}", file=sys.stderr
+            )
+        self.said.close()
+
+
+@one_sentence_errors
+def main() -> None:
+    """Compile the graph in a file, and remove the file."""
+    path = Path(sys.argv[1])
+    (nodes, inputs), library, threads = pickle.loads(path.read_bytes())
+    path.unlink()
+    os.nice(19)
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    torch.set_num_threads(threads)
+    native.load()
+    native.has_rows()
+    build.make_library(read(nodes, inputs), Path(library))

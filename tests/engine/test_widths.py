@@ -1,0 +1,187 @@
+"""Recorded rounds of as many rows as decode, and of as many levels as an adaptive policy wants: the tape stands in for
+a CUDA graph."""
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import DRAFTERS, tiny_drafter, tiny_target
+from policies import Depths
+from tape import Tape
+
+from specdec.adaptive import Fixed
+from specdec.engine.engine import Engine
+from specdec.engine.graphs import widths_up_to
+from specdec.engine.guide import Guide
+from specdec.engine.sequence import Sequence
+from specdec.types import Sampling
+from trees import Chain, DynamicTree, StaticTree
+
+SAMPLED, HEAVY = Sampling(0.9, top_k=9), Sampling(0.7, repetition_penalty=1.7, frequency_penalty=0.9)
+MIXED = Sampling(), SAMPLED, HEAVY, Sampling(repetition_penalty=1.3)
+TREES = {
+    "chain": Chain(3),
+    "dynamic": DynamicTree(3, 3, 9),
+    "static": StaticTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+}
+KINDS = ("eagle3", "mtp-two-heads-pre-norm", "medusa", "draft-model", "dflash")
+ROUNDS = [*((kind, (None,)) for kind in (None, *KINDS)), *((kind, MIXED) for kind in (None, "eagle3", "draft-model"))]
+CASES = [*((kind, "dynamic", (None,)) for kind in KINDS), ("eagle3", "static", MIXED), ("draft-model", "chain", MIXED)]
+
+
+class Watched(Tape):
+    """Also knows how many rows its records are of."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[int] = []
+
+    def capture(self, run, kept, bound):
+        replay, rows = super().capture(run, kept, bound), len(kept[0])
+
+        def watched(bound):
+            self.rows.append(rows)
+            return replay(bound)
+
+        return watched
+
+
+def asked(i: int, samplings: tuple) -> dict:
+    """The i-th of twelve sequences."""
+    how = {"max_new_tokens": [30, 4, 17, 9][i % 4], "sampling": samplings[i % len(samplings)]}
+    return {"prompt": [i % 16 + 1, 3 * i % 16 + 1, 5][: i % 3 + 1]} | how
+
+
+@cache
+def alone(samplings: tuple) -> list[list[int]]:
+    plain, texts = Engine(tiny_target()), []
+    for i in range(12):
+        how = asked(i, samplings)
+        texts.append(plain.generate([how.pop("prompt")], **how, seed=[i]).rows[0].tokens)
+    return texts
+
+
+def crowd(engine: Engine, samplings: tuple = (None,), stop_at: int | None = None) -> list[Sequence]:
+    """Twelve sequences for five rows. They come in waves, so that all numbers of rows decode at some time. Each has the
+    text that it has alone; when number `stop_at` comes the one before it is given up."""
+    engine.reserve(5, 80)
+    sequences, step = [], 0
+    while True:
+        if len(sequences) < 12 and step % 9 in (0, 1, 4):
+            i = len(sequences)
+            sequences.append(engine.add(**asked(i, samplings), seed=i))
+            if i == stop_at:
+                engine.abort(sequences[-2])
+        if engine.step() is None and len(sequences) == 12:
+            break
+        step += 1
+    for sequence, tokens in zip(sequences, alone(samplings), strict=True):
+        assert sequence.tokens == (tokens[: len(sequence.tokens)] if sequence.finish == "abort" else tokens)
+    return sequences
+
+
+def test_numbers_of_rows_that_rounds_are_recorded_for():
+    assert [widths_up_to(rows) for rows in (1, 2, 3, 4, 5, 8)] == [
+        [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "samplings"), ROUNDS)
+def test_rounds_have_the_rows_that_decode(kind, samplings):
+    """Each round is of the least width that holds them, and the text is plain decoding's."""
+    target, tape = tiny_target(), Watched()
+    parts = (DRAFTERS[kind](target), TREES["dynamic"]) if kind else ()
+    engine = Engine(target, *parts, graphs=tape)
+    sequences = crowd(engine, samplings, stop_at=7)
+    assert {s.finish for s in sequences} >= {"length", "abort"}
+    assert set(tape.rows) == {1, 2, 4, 5}
+    assert {before < after for before, after in pairwise(tape.rows) if before != after} == {True, False}
+
+
+def test_without_compact_all_rows_are_carried():
+    target, tape = tiny_target(), Watched()
+    crowd(Engine(target, tiny_drafter(target), Chain(2), graphs=tape, compact=False))
+    assert set(tape.rows) == {5}
+
+
+@pytest.mark.parametrize(("kind", "tree", "samplings"), CASES)
+def test_a_policy_chooses_the_levels_of_recorded_rounds(kind, tree, samplings, monkeypatch):
+    """The text is plain decoding's, and as many tokens are accepted as in launched rounds: what plain rounds have left
+    to the drafter is absorbed."""
+    target, held, admit = tiny_target(), [], Guide.admit
+
+    def watched(self, *given):
+        state = admit(self, *given)
+        held.append(self.joining is not None)
+        return state
+
+    monkeypatch.setattr(Guide, "admit", watched)
+    drafter, traces = DRAFTERS[kind](target), []
+    for graphs in (Watched(), False):
+        policy = Depths(3)
+        engine = Engine(target, drafter, TREES[tree], graphs=graphs, adaptive=policy, overlap=True)
+        sequences = crowd(engine, samplings)
+        assert {outcome.levels for outcome in policy.outcomes} == {0, 1, 2, 3}
+        traces.append([(s.trace.accepted, s.trace.emitted) for s in sequences])
+    assert traces[0] == traces[1]
+    assert sum(sum(accepted) for accepted, _ in traces[0]) > 0
+    assert set(held) == ({True, False} if drafter.cache is not None else {False})
+
+
+def test_what_is_held_does_not_grow_where_rows_only_follow_each_other(monkeypatch):
+    monkeypatch.setattr("specdec.engine.held.FEW_PARTS", 1)
+    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 4)
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape(), adaptive=Fixed(0))
+    engine.reserve(1, 20)
+    most = 0
+    for _ in range(40):
+        engine.add([1, 2, 3], max_new_tokens=3)
+        while engine.waiting or engine.loop.batch.going():
+            engine.step()
+            held = engine.loop.batch.guide.held
+            most = max(most, len(held.parts) if held else 0)
+    assert most > 0
+    assert most <= 8
+    assert engine.step() is None
+    assert engine.loop.batch.guide.held is None
+
+
+def test_a_prompt_that_fails_leaves_the_rows_as_they_were(monkeypatch):
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
+    engine.reserve(4, 60)
+    first = engine.add([1, 2, 3], max_new_tokens=20, eos=frozenset())
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(engine.drafter, "admit", lambda *given: 1 / 0)
+    second = engine.add([4, 5], max_new_tokens=9, eos=frozenset())
+    engine.step()  # reads what runs
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.abort(second)
+    monkeypatch.undo()
+    while engine.step() is not None:
+        pass
+    expected = Engine(target).generate([[1, 2, 3]], max_new_tokens=20, eos=frozenset()).rows[0]
+    assert first.tokens == expected.tokens
+
+
+def test_rows_lie_where_records_found_them():
+    """After each width has been in use, nothing has moved."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
+    crowd(engine)
+    rounds = engine.graphs.batch
+
+    def places() -> list[int]:
+        kept = [rounds.root, rounds.progress.active, rounds.progress.left, rounds.cache.lens]
+        kept += [rounds.state.hidden, rounds.state.readout, *rounds.cache.layers]
+        return [x.data_ptr() for x in kept]
+
+    before, captures = places(), engine.graphs.backend.captures
+    crowd(engine)
+    assert places() == before
+    assert engine.graphs.backend.captures == captures
+    assert torch.equal(rounds.all_active, torch.zeros(5, dtype=torch.bool))

@@ -37,6 +37,7 @@ from specdec.serve.scheduler import Scheduler
 from specdec.text import encode_prompt
 
 TURN = 8  # chats that end
+WARM_UPS = 3  # turns that do not count: compiled rounds are asked for in them
 ASKED = Asked("", max_tokens=64, range_ratio=0.5)
 FIXED = ("plain", "fixed 4/5/16")  # what the others are held against
 
@@ -125,7 +126,9 @@ def main() -> None:
     for load in loads:
         chats = {way: Chats(Scheduler(engines[way], rows=max(loads), room=ROOM), prompts, load) for way in args.ways}
         for way in args.ways:
-            chats[way].play()
+            for _ in range(WARM_UPS):
+                chats[way].play()
+                finish(engines[way])
             chats[way].forget()
         for _ in range(args.turns):
             draw.shuffle(order)
@@ -145,6 +148,13 @@ def main() -> None:
 def engine(args: argparse.Namespace, words: list[str], rows: int, target: Target) -> Engine:
     flags = serve_command.parser().parse_args(serve_flags(args, words, rows))
     return serve_command.make_engine(flags, target)
+
+
+def finish(engine: Engine) -> None:
+    """Wait until what it has compiled in another process is there."""
+    workshop = getattr(engine.graphs and engine.graphs.backend, "workshop", None)
+    if workshop is not None:
+        workshop.finish()
 
 
 def compared(ways: dict[str, dict]) -> str:

@@ -30,8 +30,12 @@ from specdec.cli.files import write_text
 TREE = ["--topk", "4", "--steps", "5", "--num-draft-tokens", "16"]
 CHAIN = ["--topk", "1", "--steps", "5"]
 ROOM = 640
+SHORT = ["--topk", "1", "--steps", "3", "--adaptive", "ema"]  # as a CPU does by default
 WAYS = {
     "plain": ["--no-draft"],
+    "plain, compiled": ["--no-draft", "--compile"],
+    "by default": SHORT,
+    "by default, compiled": [*SHORT, "--compile"],
     "fixed 4/5/16": TREE,
     "fixed chain of 2": ["--topk", "1", "--steps", "2"],
     "table, tree": [*TREE, "--adaptive", "table"],

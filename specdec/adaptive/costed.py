@@ -215,6 +215,11 @@ class Costed(Policy):
         if self.count == STRETCH:
             self._learn_seconds()
 
+    def changed(self, rows: int, levels: int) -> None:
+        if self.curve is not None:
+            self._learn_seconds()
+            self.curve.forget(rows, levels)
+
     def _learn_seconds(self) -> None:
         if self.count:
             self.curve.took(*self.kind, self.seconds / self.count, self.count)

@@ -96,6 +96,13 @@ class Curve:
         served[levels] = min(served[levels] + rounds, max(KEPT, rounds))
         excess[levels] = old + (found - own - old) * rounds / served[levels]
 
+    def forget(self, rows: int, levels: int) -> None:
+        """Of what was learnt, what rounds of so many rows and levels take beyond the measured seconds."""
+        self._lately.clear()
+        knot = self._knot(rows, self.rows)
+        if knot in self.excess:
+            self.excess[knot][levels], self.served[knot][levels] = math.nan, 0.0
+
     def _knot(self, rows: int, among: Iterable[int]) -> int:
         """The nearest number of rows."""
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))

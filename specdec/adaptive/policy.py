@@ -68,6 +68,9 @@ class Policy:
     def took(self, seconds: float) -> None:
         """Is told how long the round that it was told of last took, from the end of the one before. A server tells."""
 
+    def changed(self, rows: int, levels: int) -> None:
+        """Is told that rounds of so many rows and levels take another time from now on, as they have been compiled."""
+
     def joined(self, rows: int, seconds: float | None) -> None:
         """Is told that so many sequences have joined, and how long the drafter took to absorb their prompts; None if
         they are held for it."""

@@ -28,5 +28,5 @@ def conclude(read: ReadRound, clock: Clock, guide: Guide | None) -> RoundReport:
     report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
     report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
     report.levels, report.experts, report.nodes = levels, out.experts, out.nodes
-    report.provisional = out.provisional
+    report.captured = out.captured
     return report

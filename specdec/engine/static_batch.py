@@ -52,6 +52,7 @@ class Graph:
     replay: Callable[[int], RoundOutput]
     bindings: list  # what it reads besides the tensors of the batch, and parameters
     played: bool = False
+    launched: bool = False  # instead, the last time
 
 
 class StaticBatch(StaticRows):
@@ -111,8 +112,10 @@ class StaticBatch(StaticRows):
     def _replay(self, bound: int, levels: int | None) -> RoundOutput:
         bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
         graph = self._graph(bucket, levels)
-        output, first, graph.played = graph.replay(bound), not graph.played, True
-        changed = {"provisional": output.provisional or first}
+        output, changed = graph.replay(bound), {"captured": not graph.played}
+        if self.guide is not None and graph.launched and not output.launched:
+            self.guide.policy.changed(len(self.sequences), levels)
+        graph.played, graph.launched = True, output.launched
         if not self.backend.any_bound:
             # The next round, which is launched before anybody looks at this one, writes over it.
             read = {name: vars(output)[name] for name in ("tree", "verdict", "logits", "watch")}

@@ -154,7 +154,7 @@ class Scheduler:
             if self.observer is not None:
                 self.observer(report)
             self._tell(report)
-        self._clock(report is not None and not (report.prefill or report.provisional))
+        self._clock(report is not None and not (report.prefill or report.captured))
         return True
 
     def _clock(self, is_round: bool) -> None:

@@ -28,7 +28,7 @@ from specdec.serve.speculation import Speculation
 from specdec.verify import VerifierSettings
 from trees.spec import AUTO, TreeSettings, TreeSpec
 
-CHAIN = TreeSpec(topk=1, steps=3)  # where no tree is asked for, on a CPU
+CHAIN, POLICY = TreeSpec(topk=1, steps=3), "ema"  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
 ACCEPTANCE = ("none", "summary", "detailed")
@@ -136,15 +136,16 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         )
     if not args.no_draft:
         models.check_pair(", or --no-draft to decode plainly")
-    if args.adaptive is not None and (args.no_draft or args.compile):
-        raise ValueError(f"--adaptive contradicts --{'no-draft' if args.no_draft else 'compile'}")
+    if args.adaptive is not None and args.no_draft:
+        raise ValueError("--adaptive contradicts --no-draft")
     tree = None if args.no_draft else tree_of(args).build()
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         kernels.use("torch")  # as for `specdec generate`
-    adaptive = args.adaptive and make_policy(args.adaptive, target, drafter, tree, rows=args.batch_size)
-    how = {"graphs": False if args.no_graphs or adaptive else None, "compile": args.compile, "adaptive": adaptive}
+    adaptive = drafter and policy_of(args)
+    how = {"adaptive": adaptive and make_policy(adaptive, target, drafter, tree, rows=args.batch_size)}
+    how |= {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how["prefixes"] = args.prefix_cache << 20
     return Engine(target, drafter, tree, verifier, children=args.children, **how)
 
@@ -153,8 +154,14 @@ def tree_of(args: argparse.Namespace) -> TreeSpec:
     """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
     (docs/results.md)."""
     trees = read_flags(TreeSettings, args)
-    on_cpu = args.device.startswith("cpu")
-    return CHAIN if trees.automatic and args.adaptive is None and on_cpu else trees.spec()
+    return CHAIN if trees.automatic and args.device.startswith("cpu") else trees.spec()
+
+
+def policy_of(args: argparse.Namespace) -> str | None:
+    """The adaptive policy that the flags ask for. Where they ask for no tree either, a CPU drafts as deep as pays at
+    the load, or not at all."""
+    automatic = read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
+    return args.adaptive or (POLICY if automatic else None)
 
 
 def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:

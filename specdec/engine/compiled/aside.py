@@ -122,11 +122,21 @@ class Workshop:
         order.wanted += 1
         if self.process is not None and self.process.poll() is not None:
             self._end()
-        if self.process is None and self.orders:
-            self._begin(max(self.orders, key=lambda other: other.wanted))
+        self._begin()
         return build.load_if_kept(order.library) if order.over else None
 
-    def _begin(self, order: Order) -> None:
+    def finish(self) -> None:
+        """Wait until nothing is left to do."""
+        while self.orders:
+            self._begin()
+            self.process.wait()
+            self._end()
+
+    def _begin(self) -> None:
+        """Go on with the next, if none is being made."""
+        if self.process is not None or not self.orders:
+            return
+        order = max(self.orders, key=lambda other: other.wanted)
         with tempfile.NamedTemporaryFile(suffix=".graph", delete=False) as file:
             pickle.dump((written(order.graph), str(order.library), torch.get_num_threads()), file)
         self.order, self.begun = order, time.perf_counter()

@@ -57,7 +57,7 @@ class CompiledRounds:
             if replay is None:
                 compiled = self.workshop.look(order)
                 if compiled is None:
-                    return replace(run(bound), provisional=True)
+                    return replace(run(bound), launched=True)
                 replay = replay_of(graph, compiled)
             return replay(bound)
 

@@ -28,7 +28,7 @@ class Interpreted(CompiledRounds):
     """Graphs that torch runs."""
 
     def __init__(self):
-        self.made = []
+        self.made, self.workshop = [], None
 
     def compile(self, graph):
         self.made.append(graph)

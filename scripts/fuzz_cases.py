@@ -15,7 +15,7 @@ from fuzz_ends import Automaton, Digits
 sys.path.append(str(checkout.ROOT / "tests"))
 
 from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, tiny_parallel
-from policies import Restless
+from policies import Depths, Restless
 from tape import Tape
 
 from drafters.draft_model import DraftModel
@@ -39,7 +39,17 @@ MAKERS = (
     | {name: partial(tiny_block, **switches) for name, switches in MORE_BLOCKS.items()}
     | {name: partial(tiny_parallel, kind=name) for name in PARALLEL}
 )
-POLICIES = ("restless", "fixed", "ema", "table", "survival", "survival:told", "survival:margin", "survival:calibrated")
+POLICIES = (
+    "restless",
+    "depths",
+    "fixed",
+    "ema",
+    "table",
+    "survival",
+    "survival:told",
+    "survival:margin",
+    "survival:calibrated",
+)
 
 
 @dataclass(frozen=True)
@@ -226,12 +236,12 @@ def draw_options(rng: random.Random, target: Target, drafter: Drafter, tree: Tre
         kinds = ["likeliest", "coupled", "drawn"] if tree.samples else ["likeliest", "coupled"]
         options["children"] = rng.choice(kinds)
         words += f", children {options['children']}"
-    kind = rng.random()
-    if kind < 0.3:
+    if rng.random() < 0.35:
         name = rng.choice(POLICIES)
         options["adaptive"] = draw_policy(rng, name, tree)
         words += f", adaptive {name}"
-    elif kind < 0.45 and drafter.capturable and target.capturable:
+    cuts = "adaptive" in options and options["adaptive"].cuts
+    if rng.random() < 0.35 and drafter.capturable and target.capturable and not cuts:
         options.pop("overlap", None)
         options["graphs"] = Tape()
         words += ", replayed"
@@ -239,8 +249,8 @@ def draw_options(rng: random.Random, target: Target, drafter: Drafter, tree: Tre
 
 
 def draw_policy(rng: random.Random, name: str, tree: TreePolicy) -> Policy:
-    if name == "restless":
-        return Restless(tree.steps)
+    if name in ("restless", "depths"):
+        return (Restless if name == "restless" else Depths)(tree.steps)
     if name == "fixed":
         return Fixed(rng.randint(0, tree.steps))
     rows, nodes = (1, 2, 4), sorted({1, 2, tree.num_draft_tokens})

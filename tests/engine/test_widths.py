@@ -89,12 +89,15 @@ def test_numbers_of_rows_that_rounds_are_recorded_for():
 
 @pytest.mark.parametrize(("kind", "samplings"), ROUNDS)
 def test_rounds_have_the_rows_that_decode(kind, samplings):
-    """Each round is of the least width that holds them, and the text is plain decoding's."""
+    """Each round is of the least width that holds them. The text is plain decoding's, and as many tokens are accepted
+    as in launched rounds: the drafter's state moves with its rows."""
     target, tape = tiny_target(), Watched()
     parts = (DRAFTERS[kind](target), TREES["dynamic"]) if kind else ()
     engine = Engine(target, *parts, graphs=tape)
     sequences = crowd(engine, samplings, stop_at=7)
     assert {s.finish for s in sequences} >= {"length", "abort"}
+    launched = crowd(Engine(target, *parts, overlap=True), samplings, stop_at=7)
+    assert [s.trace.accepted for s in sequences] == [s.trace.accepted for s in launched]
     assert set(tape.rows) == {1, 2, 4, 5}
     assert {before < after for before, after in pairwise(tape.rows) if before != after} == {True, False}
 
@@ -145,6 +148,12 @@ def test_what_is_held_does_not_grow_where_rows_only_follow_each_other(monkeypatc
     assert most > 0
     assert most <= 8
     assert engine.step() is None
+    assert engine.loop.batch.guide.held is None
+    engine.add([1, 2, 3], max_new_tokens=9)
+    for _ in range(3):
+        engine.step()
+    assert engine.loop.batch.guide.held is not None
+    engine.reserve(1, 20)
     assert engine.loop.batch.guide.held is None
 
 

@@ -128,7 +128,8 @@ def main() -> None:
         for way in args.ways:
             for _ in range(WARM_UPS):
                 chats[way].play()
-                finish(engines[way])
+                if engines[way].graphs is not None:
+                    engines[way].graphs.finish()
             chats[way].forget()
         for _ in range(args.turns):
             draw.shuffle(order)
@@ -148,13 +149,6 @@ def main() -> None:
 def engine(args: argparse.Namespace, words: list[str], rows: int, target: Target) -> Engine:
     flags = serve_command.parser().parse_args(serve_flags(args, words, rows))
     return serve_command.make_engine(flags, target)
-
-
-def finish(engine: Engine) -> None:
-    """Wait until what it has compiled in another process is there."""
-    workshop = getattr(engine.graphs and engine.graphs.backend, "workshop", None)
-    if workshop is not None:
-        workshop.finish()
 
 
 def compared(ways: dict[str, dict]) -> str:

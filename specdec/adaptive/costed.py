@@ -154,7 +154,7 @@ class Costed(Policy):
             near = self.near[_load(rows)]
             if self.timed and near.passed(self.rounds - self.thought):
                 levels = self.now + (1 if near.count % 2 else -1)
-                return [levels] * FEW if 0 < levels <= self.curve.levels else []
+                return [levels] * FEW if levels and levels in self.curve.choices else []
         elif self.timed or self.tries_deep:
             if self.spent and self.tried is not None:
                 self.tried.cost(self.spent / self.curve.plain(rows))
@@ -183,7 +183,8 @@ class Costed(Policy):
         if self.timed:
             plain, speed = speed[0], speed / (1 + rows * self.prompts.price() * speed)
             speed[0] = GAIN * plain
-        best, self.promising = int(speed.argmax()), 1 + int(speed[1:].argmax())
+        best = self.curve.fastest(speed)
+        self.promising = self.curve.fastest(np.concatenate([[0.0], speed[1:]]))
         return self.now if self.now is not None and speed[best] < STAY * speed[self.now] else best
 
     def joined(self, rows: int, seconds: float | None) -> None:

@@ -37,6 +37,7 @@ class Curve:
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
+    only: Sequence[int] | None = None  # numbers of levels that may be chosen; None: all
     # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
     # rounds it counts for.
     excess: dict[int, list[float]] = field(default_factory=dict)
@@ -49,6 +50,15 @@ class Curve:
     @property
     def levels(self) -> int:
         return len(self.rest[self.rows[0]]) - 1
+
+    @property
+    def choices(self) -> list[int]:
+        """The numbers of levels that may be chosen, ascending."""
+        return [*range(self.levels + 1)] if self.only is None else [*self.only]
+
+    def fastest(self, speed: np.ndarray) -> int:
+        """The number of levels that may be chosen of the largest speed [D+1]."""
+        return max(self.choices, key=speed.__getitem__)
 
     @property
     def nodes(self) -> int:
@@ -132,14 +142,21 @@ class Curve:
         """As JSON has it."""
         of = {b: {"rest": list(self.rest[b]), "verify": {str(n): s for n, s in self.verify[b].items()}}
               for b in self.rows}  # fmt: skip
-        return {"simulated": self.simulated, "rows": {str(b): values for b, values in of.items()}}
+        rows = {str(b): values for b, values in of.items()}
+        return {"simulated": self.simulated, "only": self.only, "rows": rows}
 
     @classmethod
     def of(cls, entries: Mapping) -> "Curve":
         """The inverse of `entries`."""
         rows = {int(b): values for b, values in entries["rows"].items()}
         verify = {b: {int(n): s for n, s in values["verify"].items()} for b, values in rows.items()}
-        return cls(sorted(rows), {b: values["rest"] for b, values in rows.items()}, verify, entries["simulated"])
+        return cls(
+            sorted(rows),
+            {b: values["rest"] for b, values in rows.items()},
+            verify,
+            entries["simulated"],
+            entries.get("only"),
+        )
 
 
 def _between(knots: Sequence[int], values: Sequence, x: float):

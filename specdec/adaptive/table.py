@@ -42,7 +42,7 @@ class Table(Costed):
         as for `Rates`."""
         found = cls(dict.fromkeys(curve.rows, 0))
         found.curve, found.sizes, found.rates = curve, np.asarray(sizes), Rates(prior)
-        found.depths = [int(found._speed(rows).argmax()) for rows in found.starts]
+        found.depths = [curve.fastest(found._speed(rows)) for rows in found.starts]
         return found
 
     def _best(self, rows: int) -> int:

@@ -284,7 +284,7 @@ class Engine:
         else:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
-            batch = self.graphs.begin(widths, room, clock)
+            batch = self.graphs.begin(widths, room, clock, self.adaptive)
         batch.reads, batch.reading = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
             batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)

@@ -132,7 +132,7 @@ def make_graphs(
             "rounds show none: decode without graphs and compiling, or by table or ema"
         )
     if compiles:
-        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"), adaptive)
+        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"))
     if wanted is False or (wanted is None and (device.type != "cuda" or cuts)):
         return None
     if why := obstacle(round_.target, round_.drafter):
@@ -141,7 +141,7 @@ def make_graphs(
         raise ValueError(f"{why}; decode without graphs")
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
-    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted, adaptive)
+    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
 
 
 def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: bool) -> Backend:
@@ -164,8 +164,8 @@ class Graphs:
     """The batch of an engine whose rounds are recorded. It is kept from call to call, and made anew for another number
     of rows, for longer texts than there was room for, and after weights have changed."""
 
-    def __init__(self, round_: Round, backend: Backend, adaptive: Policy | None = None):
-        self.round, self.backend, self.adaptive = round_, backend, adaptive
+    def __init__(self, round_: Round, backend: Backend):
+        self.round, self.backend = round_, backend
         self.batch: StaticBatch | None = None
 
     def room_for(self, widths: list[int], room: int) -> int:
@@ -180,13 +180,19 @@ class Graphs:
         step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
         return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
-    def begin(self, widths: list[int], room: int, clock: Clock) -> "StaticBatch":
-        """The batch, empty; `room` as `room_for` has told it."""
+    def begin(self, widths: list[int], room: int, clock: Clock, adaptive: Policy | None = None) -> "StaticBatch":
+        """The batch, empty; `room` as `room_for` has told it. adaptive: chooses the levels of its rounds."""
         if self.batch is None:
-            self.batch = StaticBatch(self.round, widths, room, self.backend, clock, self.adaptive)
+            self.batch = StaticBatch(self.round, widths, room, self.backend, clock)
             self.batch.signature = self._signature()
-        self.batch.begin(clock)
+        self.batch.begin(clock, adaptive)
         return self.batch
+
+    def finish(self) -> None:
+        """Wait until what is compiled in other processes is there."""
+        workshop = getattr(self.backend, "workshop", None)
+        if workshop is not None:
+            workshop.finish()
 
     def _signature(self) -> tuple:
         """Changes when a tensor moves that a graph reads, or its values do, from which others may have been made."""

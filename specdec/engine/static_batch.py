@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from specdec.adaptive import Policy
 from specdec.engine.clock import Clock
 from specdec.engine.guide import Watch
 from specdec.engine.round import Round, RoundOutput, RoundSettings
@@ -60,18 +59,9 @@ class StaticBatch(StaticRows):
 
     signature: tuple = ()
 
-    def __init__(
-        self,
-        round_: Round,
-        widths: abc.Sequence[int],
-        room: int,
-        backend: Backend,
-        clock: Clock,
-        adaptive: Policy | None = None,
-    ):
-        """widths: numbers of rows that rounds are recorded for, ascending. adaptive: chooses how many levels are
-        drafted; a policy that does not cut."""
-        super().__init__(round_, widths, room, clock, adaptive)
+    def __init__(self, round_: Round, widths: abc.Sequence[int], room: int, backend: Backend, clock: Clock):
+        """widths: numbers of rows that rounds are recorded for, ascending."""
+        super().__init__(round_, widths, room, clock)
         self.backend, self.buckets = backend, buckets(room)
         self.graphs: dict[tuple, Graph] = {}  # by bucket, kind, number of `eos` ids, what is read, and levels
 

@@ -25,10 +25,10 @@ class StaticRows(Batch):
     Rows of sequences that have ended are carried along until a smaller width holds the others, or are taken by those
     that join. All tensors of rows are views of the first W of those for all R rows."""
 
-    def __init__(self, round_: Round, widths: abc.Sequence[int], room: int, clock: Clock, adaptive: Policy | None):
-        """widths: ascending; the last is R. adaptive: as for `Batch`."""
+    def __init__(self, round_: Round, widths: abc.Sequence[int], room: int, clock: Clock):
+        """widths: ascending; the last is R."""
         rows = widths[-1]
-        super().__init__(round_, rows, room, clock, overlap=True, compact=False, adaptive=adaptive)
+        super().__init__(round_, rows, room, clock, overlap=True, compact=False)
         self.widths = [*widths]
         self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
         self.all_made = made_of(rows, round_.path, min(MOST_LIKELY, round_.target.vocab), self.device)
@@ -40,11 +40,10 @@ class StaticRows(Batch):
         self.masks: Masks | None = None
         self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
 
-    def begin(self, clock: Clock) -> None:
-        """Forget all sequences."""
+    def begin(self, clock: Clock, adaptive: Policy | None = None) -> None:
+        """Forget all sequences. adaptive: chooses how many levels are drafted; a policy that does not cut."""
         self.clock, width = clock, self.widths[0]
-        if self.guide is not None:
-            self.guide = Guide(self.guide.policy, self.guide.drafter)
+        self.guide = Guide(adaptive, self.round.drafter) if adaptive is not None else None
         self.cache.clear(width)
         if self.draft_cache is not None:  # another engine may have let the drafter make one of its own
             self.round.drafter.cache = self.draft_cache.clear(width)
@@ -143,11 +142,12 @@ class StaticRows(Batch):
     def _take(self, settings: RoundSettings) -> None:
         """Copy the settings of all rows into the tensors that graphs read."""
         eos = Progress(self.sequences, self.device).eos
-        width, number = eos.shape
+        width, number = len(eos), max(eos.shape[1], len(self.round.target.eos))  # who goes on behind them has none
         if number not in self.all_eos:
             self.all_eos[number] = eos.new_full((self.rows, number), -1)
         self.progress.eos = self.all_eos[number][:width]
-        self.progress.eos.copy_(eos)
+        self.progress.eos.fill_(-1)
+        self.progress.eos[:, : eos.shape[1]] = eos
         self.kind = (
             width, _kind(settings.sampling), settings.penalties is not None, settings.logprobs, settings.likely,
             settings.steps is not None,

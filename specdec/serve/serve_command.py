@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from specdec import kernels
-from specdec.calibrate import HELP, make_policy
+from specdec.calibrate import HELP, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.engine.engine import Engine
@@ -143,11 +143,14 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         kernels.use("torch")  # as for `specdec generate`
-    adaptive = drafter and policy_of(args)
-    how = {"adaptive": adaptive and make_policy(adaptive, target, drafter, tree, rows=args.batch_size)}
-    how |= {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
-    how["prefixes"] = args.prefix_cache << 20
-    return Engine(target, drafter, tree, verifier, children=args.children, **how)
+    how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
+    how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
+    parts, size = (target, drafter, tree, verifier), {"rows": args.batch_size, "room": room_of(args, target)}
+    if drafter is not None and (adaptive := policy_of(args)) is not None:
+        return adaptive_engine(adaptive, *parts, **size, **how)
+    engine = Engine(*parts, **how)
+    prepare(engine, **size)
+    return engine
 
 
 def tree_of(args: argparse.Namespace) -> TreeSpec:
@@ -162,6 +165,11 @@ def policy_of(args: argparse.Namespace) -> str | None:
     the load, or not at all."""
     automatic = read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
     return args.adaptive or (POLICY if automatic else None)
+
+
+def room_of(args: argparse.Namespace, target: Target) -> int:
+    """Tokens of the longest text."""
+    return args.room or min(target.config.context, ROOM)
 
 
 def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:
@@ -181,7 +189,7 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
     scheduler = Scheduler(
         engine,
         rows=args.batch_size,
-        room=args.room or min(target.config.context, ROOM),
+        room=room_of(args, target),
         queue=args.queue,
         prefill_chunk=args.prefill_chunk,
         max_seconds=args.max_seconds,

@@ -94,7 +94,7 @@ def _target(op: str, name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
 
 
-@dataclass
+@dataclass(eq=False)
 class Order:
     """A graph that is to be compiled."""
 
@@ -104,39 +104,10 @@ class Order:
     over: bool = False  # it is there, or never will be
 
 
-class Workshop:
-    """Compiles graphs, one at a time, always that which the most rounds were without."""
+class Work:
+    """A process that compiles."""
 
-    def __init__(self):
-        self.orders: list[Order] = []
-        self.process: subprocess.Popen | None = None
-        self.order: Order | None = None  # that which is being made
-        self.begun, self.said = 0.0, None
-
-    def order_of(self, graph: RoundGraph, library: Path) -> Order:
-        self.orders.append(Order(graph, library))
-        return self.orders[-1]
-
-    def look(self, order: Order) -> Callable[[list[Tensor]], list[Tensor]] | None:
-        """The function of the order if it has been made since; else a round goes without it. Never waits."""
-        order.wanted += 1
-        if self.process is not None and self.process.poll() is not None:
-            self._end()
-        self._begin()
-        return build.load_if_kept(order.library) if order.over else None
-
-    def finish(self) -> None:
-        """Wait until nothing is left to do."""
-        while self.orders:
-            self._begin()
-            self.process.wait()
-            self._end()
-
-    def _begin(self) -> None:
-        """Go on with the next, if none is being made."""
-        if self.process is not None or not self.orders:
-            return
-        order = max(self.orders, key=lambda other: other.wanted)
+    def __init__(self, order: Order):
         with tempfile.NamedTemporaryFile(suffix=".graph", delete=False) as file:
             pickle.dump((written(order.graph), str(order.library), torch.get_num_threads()), file)
         self.order, self.begun = order, time.perf_counter()
@@ -149,22 +120,56 @@ class Workshop:
             process_group=0,  # Ctrl-C is not for it
         )
 
-    def _end(self) -> None:
-        order, failed = self.order, self.process.returncode
-        self.orders.remove(order)
-        order.over, self.process, self.order = True, None, None
-        if failed:
+    def end(self, left: int) -> None:
+        """It has ended, and so many graphs are to come: say how it went."""
+        if failed := self.process.returncode:
             self.said.seek(0)
             lines = self.said.read().decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"its process ended with {failed}"
             print(f"note: a round stays launched, as it was not compiled: {reason}", file=sys.stderr)
         else:
-            left = f"; {len(self.orders)} more are to come" if self.orders else ""
-            seconds = time.perf_counter() - self.begun
+            seconds, more = time.perf_counter() - self.begun, f"; {left} more are to come" if left else ""
             print(
-                f"note: a round was compiled in {seconds:.0f} s, and is kept for the next time{left}", file=sys.stderr
+                f"note: a round was compiled in {seconds:.0f} s, and is kept for the next time{more}", file=sys.stderr
             )
         self.said.close()
+
+
+class Workshop:
+    """Compiles graphs, always that which the most rounds were without."""
+
+    def __init__(self):
+        self.orders: list[Order] = []
+        self.works: list[Work] = []
+
+    def order_of(self, graph: RoundGraph, library: Path) -> Order:
+        self.orders.append(Order(graph, library))
+        return self.orders[-1]
+
+    def look(self, order: Order) -> Callable[[list[Tensor]], list[Tensor]] | None:
+        """The function of the order if it has been made since; else a round goes without it. Never waits."""
+        order.wanted += 1
+        self._go_on(1)
+        return build.load_if_kept(order.library) if order.over else None
+
+    def finish(self) -> None:
+        """Wait until nothing is left to do. Meanwhile there is a process for each thread that torch computes with."""
+        while self.orders:
+            self._go_on(torch.get_num_threads())
+            time.sleep(0.05)
+
+    def _go_on(self, most: int) -> None:
+        """Take note of what has ended, and begin what is to come, so many at a time."""
+        for work in [work for work in self.works if work.process.poll() is not None]:
+            self.works.remove(work)
+            self.orders.remove(work.order)
+            work.order.over = True
+            work.end(len(self.orders))
+        waiting = set(self.orders) - {work.order for work in self.works}
+        while waiting and len(self.works) < most:
+            order = max(waiting, key=lambda other: other.wanted)
+            waiting.remove(order)
+            self.works.append(Work(order))
 
 
 @one_sentence_errors

@@ -29,6 +29,8 @@ DEEP = 128  # one of so many rounds drafts as deep as can be, as nothing else te
 FEW, SOON, SELDOM, SHARE = 10, 128, 16384, 0.005
 FEW_DEEP = 4  # deep drafts in such a try: they are to tell what is accepted, and every row of them does
 GAIN = 1.03  # drafts that are expected to be faster than plain rounds by less than this are not worth a change of mind
+# The same at a load at which no drafts were served yet: longer rounds suffer more from what else a server does.
+FIRST_GAIN = 1.1
 STAY = 1.02  # another depth is taken only if it is expected to be faster than this
 LATELY = 256  # sequences that are counted in full; then all counts are halved
 
@@ -182,7 +184,7 @@ class Costed(Policy):
         [D+1]: of a row by levels, without what prompts take."""
         if self.timed:
             plain, speed = speed[0], speed / (1 + rows * self.prompts.price() * speed)
-            speed[0] = GAIN * plain
+            speed[0] = (GAIN if self.curve.drafts_served(rows) else FIRST_GAIN) * plain
         best = self.curve.fastest(speed)
         self.promising = self.curve.fastest(np.concatenate([[0.0], speed[1:]]))
         return self.now if self.now is not None and speed[best] < STAY * speed[self.now] else best

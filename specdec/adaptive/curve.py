@@ -113,6 +113,10 @@ class Curve:
         if knot in self.excess:
             self.excess[knot][levels], self.served[knot][levels] = math.nan, 0.0
 
+    def drafts_served(self, rows: int) -> bool:
+        """Whether it was learnt what rounds that draft take with about so many rows."""
+        return any(self.served.get(self._knot(rows, self.rows), ())[1:])
+
     def _knot(self, rows: int, among: Iterable[int]) -> int:
         """The nearest number of rows."""
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))

@@ -93,6 +93,7 @@ class NGram(Drafter):
     """
 
     capturable = False  # what it remembers of a position grows with the text
+    abstains = True
 
     def __init__(
         self,

@@ -128,6 +128,7 @@ class Drafter(nn.Module):
     cache: KVCache | None = None
     keeps_first: bool = False  # that cache holds token 0 of a row too, which `admit` alone brings
     confident: bool = False  # has a confidence head: `confidences`
+    abstains: bool = False  # proposes nothing where it knows nothing, and says so in `DraftState.levels`
     learns: bool = False  # has an `unroll`
     chains_only: bool = False  # a node's children cannot be told apart by what it keeps: trees of topk 1
     # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.

@@ -272,9 +272,8 @@ class Engine:
         self._clear()  # before memory is taken
         if self.prefixes is not None:
             request = replace(request, prefixes=self.prefixes.budget)
-        if self.graphs is not None:
-            levels = 1 if self.adaptive is None else 1 + self.policy.steps
-            request = replace(request, records=len(widths) * levels)
+        levels = 1 if self.adaptive is None else 1 + self.policy.steps
+        request = replace(request, records=len(widths) * levels)
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:

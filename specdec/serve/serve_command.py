@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from specdec import kernels
+from specdec.adaptive import Survival
 from specdec.calibrate import HELP, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.trace_files import check_trace_folder, write_trace
@@ -146,7 +148,7 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
     parts, size = (target, drafter, tree, verifier), {"rows": args.batch_size, "room": room_of(args, target)}
-    if drafter is not None and (adaptive := policy_of(args)) is not None:
+    if drafter is not None and (adaptive := policy_of(args, drafter)) is not None:
         return adaptive_engine(adaptive, *parts, **size, **how)
     engine = Engine(*parts, **how)
     prepare(engine, **size)
@@ -155,16 +157,16 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
 
 def tree_of(args: argparse.Namespace) -> TreeSpec:
     """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
-    (docs/results.md)."""
-    trees = read_flags(TreeSettings, args)
-    return CHAIN if trees.automatic and args.device.startswith("cpu") else trees.spec()
+    (docs/results.md). `survival` chooses among all nodes of a tree."""
+    trees, chooses = read_flags(TreeSettings, args), (args.adaptive or "").startswith(Survival.name)
+    return CHAIN if trees.automatic and args.device.startswith("cpu") and not chooses else trees.spec()
 
 
-def policy_of(args: argparse.Namespace) -> str | None:
+def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:
     """The adaptive policy that the flags ask for. Where they ask for no tree either, a CPU drafts as deep as pays at
-    the load, or not at all."""
+    the load, or not at all, except by who abstains where it knows nothing."""
     automatic = read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
-    return args.adaptive or (POLICY if automatic else None)
+    return args.adaptive or (POLICY if automatic and not drafter.abstains else None)
 
 
 def room_of(args: argparse.Namespace, target: Target) -> int:

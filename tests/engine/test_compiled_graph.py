@@ -213,7 +213,7 @@ def test_rooms_are_few():
     target = tiny_target(context=10_000)
     backend = SimpleNamespace(any_bound=True, forget=lambda: None)
     kept = graphs.Graphs(SimpleNamespace(target=target), backend)
-    assert [kept.room_for(1, room) for room in (1, 1024, 1025, 4096, 5000)] == [1024, 1024, 4096, 4096, 10_000]
+    assert [kept.room_for([1], room) for room in (1, 1024, 1025, 4096, 5000)] == [1024, 1024, 4096, 4096, 10_000]
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch):

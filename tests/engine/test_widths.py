@@ -9,12 +9,16 @@ import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 from policies import Depths
 from tape import Tape
+from test_compiled_graph import Interpreted
 
-from specdec.adaptive import Fixed
+from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
+from specdec.calibrate import adaptive_engine
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.guide import Guide
+from specdec.engine.report import Reads
 from specdec.engine.sequence import Sequence
+from specdec.model import cpu_linear
 from specdec.types import Sampling
 from trees import Chain, DynamicTree, StaticTree
 
@@ -194,3 +198,56 @@ def test_rows_lie_where_records_found_them():
     assert places() == before
     assert engine.graphs.backend.captures == captures
     assert torch.equal(rounds.all_active, torch.zeros(5, dtype=torch.bool))
+
+
+def measured_engine(name: str, eos: frozenset[int] = frozenset(), **how) -> Engine:
+    target = tiny_target()
+    target.eos = eos
+    return adaptive_engine(name, target, tiny_drafter(target), Chain(3), rows=5, room=80, **how)
+
+
+@pytest.mark.parametrize("name", ["ema", "table"])
+def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_path, monkeypatch):
+    """Of each number of rows plain rounds, and those of the whole tree: what is compiled drafts all levels or none.
+    Behind that nothing more is recorded for greedy texts, whatever ends them. The next engine finds the costs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("specdec.calibrate.BUSY", 1e9)
+    monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)  # as an interpreted graph takes weights
+    engine = measured_engine(name, frozenset({7}), graphs=Interpreted())
+    assert (engine.adaptive.name, engine.adaptive.curve.choices) == (name, [0, 3])
+    assert sorted(engine.adaptive.curve.rest) == [1, 2, 4, 5]
+    made, levels = engine.graphs.backend.made, set()
+    assert len(made) == 8
+    for eos in (None, frozenset(), frozenset({4})):
+        engine.reserve(5, 80, reads=Reads.TOKENS)
+        for i in range(4):
+            engine.add([1 + i, 2], max_new_tokens=20 + 5 * i, eos=eos)
+        while (report := engine.step()) is not None:
+            levels.add(report.nodes - 1)
+    assert levels <= {0, 3}
+    assert len(made) == 8
+    monkeypatch.setattr("specdec.calibrate.measure_recorded_curve", None)
+    again = measured_engine(name, frozenset({7}), graphs=Interpreted())
+    assert again.adaptive.curve.rest == engine.adaptive.curve.rest
+
+
+def test_captured_rounds_may_draft_any_number_of_levels():
+    engine = measured_engine("ema", graphs=Tape())
+    assert engine.adaptive.curve.choices == [0, 1, 2, 3]
+    crowd(engine)
+    assert measured_engine("table:1=2,3=0", graphs=Tape()).adaptive.curve is None
+    assert measured_engine("survival").graphs is None
+    with pytest.raises(ValueError, match="'survival' leaves out nodes"):
+        measured_engine("survival", graphs=Tape())
+
+
+def test_a_level_that_may_not_be_chosen_is_not():
+    curve = Curve([1], {1: [1.0, 0.1, 0.1, 1.0]}, {1: dict.fromkeys((1, 2, 3, 4), 0.0)}, only=[0, 3])
+    assert Curve.of(curve.entries()).choices == [0, 3]
+    for policy in (Ema(curve, [1, 2, 3, 4], [0.9] * 3), Table.measured(curve, [1, 2, 3, 4], [0.9] * 3)):
+        chosen = set()
+        for _ in range(3000):
+            chosen.add(levels := policy.plan(1))
+            policy.learn(Outcome(levels, levels + 1, [levels], [True]))
+            policy.took(1.0 if levels in (0, 3) else 0.1)
+        assert chosen == {0, 3}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_here
+from helpers import DRAFTERS, run_here, tiny_drafter, tiny_target
 
 pytest.importorskip("fastapi")
 
@@ -22,7 +22,7 @@ from clients import TEXT
 
 from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
-from specdec.serve.serve_command import apart, listen, main, parser, tree_of
+from specdec.serve.serve_command import apart, listen, main, parser, policy_of, tree_of
 
 
 def refused(*words: str) -> str:
@@ -38,7 +38,8 @@ def refused(*words: str) -> str:
         ("", "1/3/4"),
         ("--children likeliest", "1/3/4"),
         ("--device cuda", "4/5/16"),
-        ("--adaptive survival", "4/5/16"),
+        ("--adaptive survival:told", "4/5/16"),
+        ("--adaptive table", "1/3/4"),
         ("--steps 4", "4/4/16"),
         ("--topk 1 --steps 2", "1/2/3"),
         ("--tree static", "static"),
@@ -46,6 +47,28 @@ def refused(*words: str) -> str:
 )
 def test_a_chain_is_drafted_where_no_tree_is_asked_for_on_a_cpu(words, tree):
     assert str(tree_of(parser().parse_args(words.split()))) == tree
+
+
+@pytest.mark.parametrize(
+    ("words", "policy", "policy_of_ngrams"),
+    [
+        ("", "ema", None),
+        ("--compile", "ema", None),
+        ("--topk 1 --steps 2", None, None),
+        ("--device cuda", None, None),
+        ("--adaptive table", "table", "table"),
+    ],
+)
+def test_a_cpu_drafts_as_deep_as_pays_where_nothing_is_asked_for(words, policy, policy_of_ngrams):
+    """N-grams cost nothing where they propose nothing."""
+    args, target = parser().parse_args(words.split()), tiny_target()
+    assert policy_of(args, tiny_drafter(target)) == policy
+    assert policy_of(args, DRAFTERS["suffix"](target)) == policy_of_ngrams
+
+
+def test_cuts_do_not_go_with_compiled_rounds(target_path, drafter_path):
+    words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--compile"]
+    assert "the policy 'survival' leaves out nodes" in refused(*words, "--adaptive", "survival")
 
 
 def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path, tmp_path):

@@ -16,7 +16,7 @@ from specdec.types import DraftTree, Verdict
 
 STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
 EMITTED = ("tokens", "n", "logprobs", "likely", "likely_logprobs")  # of `RoundOutput`, what the host reads of any round
-MOST = 64  # graphs of one engine; the oldest goes first
+MOST = 256  # graphs of one engine; the oldest goes first
 
 
 class Backend(Protocol):

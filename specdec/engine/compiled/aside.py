@@ -152,6 +152,10 @@ class Workshop:
         self._go_on(1)
         return build.load_if_kept(order.library) if order.over else None
 
+    def forget(self) -> None:
+        """Begin nothing of what was asked for so far."""
+        self.orders = [work.order for work in self.works]
+
     def finish(self) -> None:
         """Wait until nothing is left to do. Meanwhile there is a process for each thread that torch computes with."""
         while self.orders:

@@ -35,7 +35,8 @@ class CompiledRounds:
         self.workshop = Workshop() if aside else None
 
     def forget(self) -> None:
-        pass
+        if self.workshop is not None:
+            self.workshop.forget()
 
     def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         # Half of it tells the most. But of a window between the two only the longer one has a mask.

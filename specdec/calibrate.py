@@ -5,9 +5,7 @@ cache folder. How often drafts are right says the drafter's acceptance.json, or 
 """
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,7 +19,6 @@ from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
 from specdec.engine.fits import over_block
-from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
 from specdec.types import Sampling
 from trees.optimal import most_nodes, optimal_paths
@@ -31,7 +28,6 @@ GUESS = 0.6  # how often a level is accepted where the one before was, if nobody
 CONTEXT = 128  # tokens before the rounds that are timed
 ROUNDS = 3  # timed in a row, of which the first does not count
 REPEATS = 3
-SETTLE, STEPS = 2, 8  # recorded rounds of a kind in a row: so many do not count, and so many do
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -97,20 +93,25 @@ def first_rates(acceptance: Acceptance | None, tree: TreePolicy, temperature: fl
 # What rounds cost
 
 
-class Probe(Policy):
-    """Plays the rounds that it is told to."""
+class DepthProbe(Policy):
+    """Drafts as many levels as it is told to."""
 
-    levels, width = 0, 0
+    levels = 0
 
-    def __init__(self, sizes: Sequence[int], cuts: bool = True):
-        """cuts: leaves out nodes, and not only levels."""
-        self.sizes, self.cuts = sizes, cuts
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = sizes
 
     def plan(self, rows: int) -> int:
         return self.levels
 
+
+class Probe(DepthProbe):
+    """Also verifies as many nodes as it is told to."""
+
+    width = 0
+
     def looks(self) -> bool:
-        return self.cuts and self.width < self.sizes[self.levels]
+        return self.width < self.sizes[self.levels]
 
     def keep(self, draft: Draft) -> np.ndarray | None:
         paths = (draft.ancestors * draft.edges[:, None]).sum(-1)
@@ -184,110 +185,4 @@ def _time(engine: Engine, probe: Probe, rows: int, turns: Sequence[tuple[int, in
         if len(seconds) < 2:
             raise ValueError(f"a context of {engine.target.config.context} tokens is too short to time rounds in")
         found.append(tuple(np.min(seconds[1:], 0)))
-    return found
-
-
-# Recorded rounds
-
-
-def adaptive_engine(
-    name: str, target, drafter: Drafter, tree: TreePolicy, *given, rows: int, room: int, **how
-) -> Engine:
-    """An engine whose rounds follow the policy of this name, for `Engine.reserve(rows, room)`. given, how: as for
-    `Engine`. Where rounds are recorded what they cost is measured with the engine itself."""
-    kind = name.partition(":")[0]
-    probe = Probe(sizes_of(over_block(drafter, tree)), cuts=kind == Survival.name)
-    probe.name = kind
-    engine = Engine(target, drafter, tree, *given, adaptive=probe, **how)
-    costs = None if engine.graphs is None else partial(kept_recorded_curve, engine, rows, room)
-    policy = make_policy(name, target, drafter, tree, rows=rows, costs=costs)
-    prepare(engine, rows, room)
-    engine.adaptive = policy
-    return engine
-
-
-def prepare(engine: Engine, rows: int, room: int) -> None:
-    """Compile what `rows` sequences of up to `room` tokens are decoded with at temperature 0, whatever number of them,
-    if the engine compiles. Other rounds are compiled as soon as they are played. An adaptive policy is a `Probe`."""
-    if engine.graphs is None or not engine.graphs.backend.any_bound:
-        return
-    with crowd(engine, rows, room):
-        for number in widths_up_to(rows):
-            _time_steps(engine, number, 1)
-    engine.graphs.finish()
-
-
-@contextmanager
-def crowd(engine: Engine, rows: int, room: int) -> Iterator[None]:
-    """Room for so many sequences, of which nothing is kept."""
-    prefixes, engine.prefixes = engine.prefixes, None
-    engine.reserve(rows, room, reads=Reads.TOKENS)
-    yield
-    engine.prefixes = prefixes
-
-
-def levels_of(engine: Engine) -> list[int]:
-    """The numbers of levels that recorded rounds may draft. Compiled ones draft all or none, as each takes long to
-    compile."""
-    steps = engine.policy.steps
-    return [0, steps] if engine.graphs.backend.any_bound else list(range(steps + 1))
-
-
-def kept_recorded_curve(engine: Engine, rows: int, room: int) -> Curve:
-    """The costs of rounds as this engine records them on this machine: read where they are kept, else measured and
-    kept."""
-    tree, sizes = engine.policy, engine.adaptive.sizes
-    who = identity(engine.target, engine.drafter, engine.drafter.acceptance) | {"of": "recorded load"}
-    who |= {"tree": [type(tree).__name__, tree.topk, sizes], "rows": rows, "room": room}
-    measured = Kept("loads", who)
-    if (kept := measured.read(lambda entries: Curve.of(entries["curve"]))) is not None:
-        return kept
-    curve, busy = measure_recorded_curve(engine, rows, room)
-    if busy:
-        print("note: the machine was busy, so the costs of rounds are rough, and not kept", file=sys.stderr)
-        return curve
-    measured.write({"curve": curve.entries()})
-    return curve
-
-
-def measure_recorded_curve(engine: Engine, rows: int, room: int, repeats: int = REPEATS) -> tuple[Curve, bool]:
-    """Times recorded rounds of 1, 2, 4, ... `rows` rows and of the levels that they may draft, with all that the host
-    does for them. It is told as seconds beside the target's forward. Also returns whether the machine was busy, by
-    plain rounds."""
-    prepare(engine, rows, room)
-    rest, busy, choices, numbers = {}, False, levels_of(engine), widths_up_to(rows)
-    with crowd(engine, rows, room):
-        for number in numbers:
-            found = [_time_steps(engine, number, STEPS) for _ in range(repeats)]
-            plain = [turn[0] for turn in found]
-            busy = busy or max(plain) > BUSY * min(plain)
-            rest[number] = np.interp(range(engine.policy.steps + 1), choices, np.min(found, 0)).tolist()
-    verify = {number: dict.fromkeys(engine.adaptive.sizes, 0.0) for number in numbers}
-    return Curve(numbers, rest, verify, only=choices), busy
-
-
-def _time_steps(engine: Engine, rows: int, steps: int) -> list[float]:
-    """Seconds of a round of so many rows, of so many rounds the one in the middle. With a `Probe` for each number of
-    levels that rounds may draft."""
-    choices = [0] if engine.adaptive is None else levels_of(engine)
-    new = min((SETTLE + steps) * len(choices) * engine.round.path + 1, engine.room - 2)
-    length, added, found = max(1, min(CONTEXT, engine.room - new - 1)), [], []
-    for row in range(rows):
-        prompt = [(7 * i + 3 + row) % engine.target.vocab for i in range(length)]
-        added.append(engine.add(prompt, max_new_tokens=new, sampling=Sampling(), eos=frozenset()))
-    for number in choices:
-        if engine.adaptive is not None:
-            engine.adaptive.levels = number
-        seconds = []
-        while len(seconds) < SETTLE + steps:
-            begun = time.perf_counter()
-            report = engine.step()
-            if report is None:
-                raise ValueError(f"a room of {engine.room} tokens is too short to time rounds in")
-            seconds += [] if report.prefill else [time.perf_counter() - begun]
-        found.append(float(np.median(seconds[SETTLE:])))
-    for sequence in added:
-        engine.abort(sequence)
-    while engine.step() is not None:
-        pass
     return found

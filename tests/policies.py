@@ -8,8 +8,6 @@ from specdec.adaptive import Policy
 class Restless(Policy):
     """Every depth and every width in turn, plain rounds among them."""
 
-    cuts = True
-
     def __init__(self, steps: int):
         self.depths, self.rounds, self.outcomes = [steps, 0, 0, 0, 1, min(2, steps), 0], 0, []
 

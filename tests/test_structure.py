@@ -42,6 +42,7 @@ ROOMS = [
     ["trees", "drafters"],
     ["specdec.auto"],
     ["specdec.calibrate", "specdec.model_settings"],
+    ["specdec.crowd"],
     ["specdec.api"],
     ["training", "specdec.serve"],
     ["lab"],

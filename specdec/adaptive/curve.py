@@ -38,6 +38,7 @@ class Curve:
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
     simulated: bool = False  # by formulas, and not by measurement
     only: Sequence[int] | None = None  # numbers of levels that may be chosen; None: all
+    padded: bool = False  # a round of fewer rows is one of the next number of rows that was measured
     # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
     # rounds it counts for.
     excess: dict[int, list[float]] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Curve:
 
     def _measured(self, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """What `at` returns before anything was served: the engine's own seconds."""
+        rows = self._played(rows)
         if rows not in self._known:
             rest = _between(self.rows, [np.asarray(self.rest[b]) for b in self.rows], rows)
             of_nodes = [[_between(*zip(*sorted(self.verify[b].items()), strict=True), n)
@@ -119,7 +121,12 @@ class Curve:
 
     def _knot(self, rows: int, among: Iterable[int]) -> int:
         """The nearest number of rows."""
+        rows = self._played(rows)
         return rows if rows in among else min(among, key=lambda known: abs(known - rows))
+
+    def _played(self, rows: int) -> int:
+        """The rows of a round in which so many decode."""
+        return next((known for known in self.rows if known >= rows), self.rows[-1]) if self.padded else rows
 
     def _excess(self, rows: int) -> np.ndarray:
         """[D+1] With about so many rows. As a share of the measured seconds, what all drafts take counts as LIKE rounds
@@ -147,19 +154,19 @@ class Curve:
         of = {b: {"rest": list(self.rest[b]), "verify": {str(n): s for n, s in self.verify[b].items()}}
               for b in self.rows}  # fmt: skip
         rows = {str(b): values for b, values in of.items()}
-        return {"simulated": self.simulated, "only": self.only, "rows": rows}
+        return {"simulated": self.simulated, "only": self.only, "padded": self.padded, "rows": rows}
 
     @classmethod
     def of(cls, entries: Mapping) -> "Curve":
         """The inverse of `entries`."""
         rows = {int(b): values for b, values in entries["rows"].items()}
         verify = {b: {int(n): s for n, s in values["verify"].items()} for b, values in rows.items()}
+        settings = {name: entries[name] for name in ("simulated", "only", "padded") if name in entries}
         return cls(
             sorted(rows),
             {b: values["rest"] for b, values in rows.items()},
             verify,
-            entries["simulated"],
-            entries.get("only"),
+            **settings,
         )
 
 

@@ -48,7 +48,11 @@ class Policy:
     """
 
     name = "policy"
-    cuts = False  # may leave out nodes of a draft, which the host must see for that: such rounds are launched
+
+    @property
+    def cuts(self) -> bool:
+        """May leave out nodes of a draft, which the host must see for that: such rounds are launched."""
+        return type(self).keep is not Policy.keep
 
     def plan(self, rows: int) -> int:
         """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""

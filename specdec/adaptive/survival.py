@@ -31,7 +31,6 @@ class Survival(Costed):
     """
 
     name = "survival"
-    cuts = True
 
     def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float], estimator: Estimator):
         """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: how often a level is accepted where the one

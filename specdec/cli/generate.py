@@ -85,6 +85,8 @@ def check_flags(args: argparse.Namespace) -> None:
         read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
     if args.compile and args.no_graphs:
         raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
+    if args.adaptive is not None and args.compile:
+        raise ValueError("--adaptive contradicts --compile but in `specdec serve`: its rounds are launched")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
     if args.tp_plan is not None:

@@ -72,7 +72,7 @@ class Session:
         self.choice = None
         if self.drafter is not None and trees.automatic and args.adaptive is None:
             self._choose_tree(asked=trees.tree is not None)
-        how = {"graphs": False if args.no_graphs else None, "compile": args.compile}
+        how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
         how |= {"children": args.children, "adaptive": self._policy()}
         how["prefixes"] = KEPT if args.chat else 0

@@ -99,6 +99,7 @@ class Batch:
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
         self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
         self.reads = Reads.LOGITS  # what is read of rounds
+        self.captured = False  # a round was recorded in this step
         self.reading: Reading | None = None  # reads long prompts in parts
 
     @property

@@ -6,8 +6,8 @@ from specdec.engine.overlap import ReadRound
 from specdec.engine.report import RoundReport
 
 
-def conclude(read: ReadRound, clock: Clock, guide: Guide | None) -> RoundReport:
-    """Add what a round emitted to its sequences, and tell of it."""
+def conclude(read: ReadRound, clock: Clock, guide: Guide | None, captured: bool = False) -> RoundReport:
+    """Add what a round emitted to its sequences, and tell of it. captured: a round was recorded in this step."""
     emitted, accepted, levels = [], [], read.levels
     for i, (row, count) in enumerate(zip(read.sequences, read.counts, strict=True)):
         if row.finish is not None:
@@ -28,5 +28,5 @@ def conclude(read: ReadRound, clock: Clock, guide: Guide | None) -> RoundReport:
     report = RoundReport(read.sequences, emitted, accepted, read.sampling, clock)
     report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, read.logprobs
     report.levels, report.experts, report.nodes = levels, out.experts, out.nodes
-    report.captured = out.captured
+    report.captured = captured
     return report

@@ -108,7 +108,7 @@ class Engine:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
         request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
-        self._reserve(request, widths_up_to(rows) if self.compact else [rows])
+        self._reserve(request, widths_up_to(rows) if self.compact else [rows], crowd=True)
         self.seed, self.added = seed, 0
 
     def add(
@@ -187,9 +187,9 @@ class Engine:
         if self.waiting and batch.free() and not (self.read_part and batch.going()):
             read = loop.drain()
             return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
-        self.read_part = False
+        self.read_part = batch.captured = False
         read = loop.next()
-        return None if read is None else conclude(read, batch.clock, batch.guide)
+        return None if read is None else conclude(read, batch.clock, batch.guide, batch.captured)
 
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading
@@ -267,8 +267,8 @@ class Engine:
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
-    def _reserve(self, request: Request, widths: list[int]) -> None:
-        """widths: numbers of rows that rounds are recorded for, if they are."""
+    def _reserve(self, request: Request, widths: list[int], crowd: bool = False) -> None:
+        """widths: numbers of rows that rounds are recorded for, if they are. crowd: sequences will come and go."""
         self._clear()  # before memory is taken
         if self.prefixes is not None:
             request = replace(request, prefixes=self.prefixes.budget)
@@ -283,7 +283,7 @@ class Engine:
         else:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
-            batch = self.graphs.begin(widths, room, clock, self.adaptive)
+            batch = self.graphs.begin(widths, room, clock, self.adaptive, crowd)
         batch.reads, batch.reading = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
             batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)

@@ -180,12 +180,14 @@ class Graphs:
         step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
         return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
-    def begin(self, widths: list[int], room: int, clock: Clock, adaptive: Policy | None = None) -> "StaticBatch":
-        """The batch, empty; `room` as `room_for` has told it. adaptive: chooses the levels of its rounds."""
+    def begin(
+        self, widths: list[int], room: int, clock: Clock, adaptive: Policy | None = None, crowd: bool = False
+    ) -> "StaticBatch":
+        """The batch, empty; `room` as `room_for` has told it, adaptive and crowd as for `StaticRows.begin`."""
         if self.batch is None:
             self.batch = StaticBatch(self.round, widths, room, self.backend, clock)
             self.batch.signature = self._signature()
-        self.batch.begin(clock, adaptive)
+        self.batch.begin(clock, adaptive, crowd)
         return self.batch
 
     def finish(self) -> None:

@@ -42,7 +42,7 @@ class RoundReport:
     logprobs: list[list[float]] | None = None  # of what a round emitted before any cut; None if not asked for
     experts: abc.Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose; empty for a dense target
     logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, penalties taken off: what was verified
-    captured: bool = False  # the round was recorded at this step, which took its time
+    captured: bool = False  # a round was recorded in this step, which took its time
 
 
 class Observer:

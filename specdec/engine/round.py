@@ -80,7 +80,6 @@ class RoundOutput:
     nodes: int = 1  # of the tree, the root included
     played: Played | None = None  # what an adaptive policy is told of it
     watch: Watch | None = None  # and, of one that is recorded, the tensors for that
-    captured: bool = False  # it was recorded for this
     launched: bool = False  # in the place of a replay, as what was recorded cannot be run yet
 
     def to_read(self) -> dict[str, Tensor]:

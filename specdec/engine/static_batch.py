@@ -50,7 +50,6 @@ class Graph:
 
     replay: Callable[[int], RoundOutput]
     bindings: list  # what it reads besides the tensors of the batch, and parameters
-    played: bool = False
     launched: bool = False  # instead, the last time
 
 
@@ -67,7 +66,8 @@ class StaticBatch(StaticRows):
 
     def admit(self, sequences: list[Sequence]) -> None:
         super().admit(sequences)
-        if self.backend.any_bound and self.guide is None:  # which comes next is known, and to make it may take long
+        # Which comes next is known, and to make it may take long.
+        if self.backend.any_bound and self.guide is None and not self.masks:
             self._graph(self.room, None)
 
     def _take(self, settings: RoundSettings) -> None:
@@ -85,7 +85,7 @@ class StaticBatch(StaticRows):
         bound = min(max_len, self.room)
         self._bound(bound)
         if ended:
-            self._narrow(ended)
+            self._shed(ended)
         levels = self._plan()
         if self.masks:  # on the host, so such rounds are not recorded
             masked = replace(self.settings, masks=self.masks, clock=self.clock)
@@ -102,15 +102,15 @@ class StaticBatch(StaticRows):
     def _replay(self, bound: int, levels: int | None) -> RoundOutput:
         bucket = self.room if self.backend.any_bound else next(size for size in self.buckets if size >= bound)
         graph = self._graph(bucket, levels)
-        output, changed = graph.replay(bound), {"captured": not graph.played}
+        output = graph.replay(bound)
         if self.guide is not None and graph.launched and not output.launched:
             self.guide.policy.changed(len(self.sequences), levels)
-        graph.played, graph.launched = True, output.launched
-        if not self.backend.any_bound:
-            # The next round, which is launched before anybody looks at this one, writes over it.
-            read = {name: vars(output)[name] for name in ("tree", "verdict", "logits", "watch")}
-            changed |= {name: _copy(value) for name, value in read.items() if value is not None}
-        return replace(output, **changed)
+        graph.launched = output.launched
+        if self.backend.any_bound:
+            return output
+        # The next round, which is launched before anybody looks at this one, writes over it.
+        read = {name: vars(output)[name] for name in ("tree", "verdict", "logits", "watch")}
+        return replace(output, **{name: _copy(value) for name, value in read.items() if value is not None})
 
     def _plan(self) -> int | None:
         before = self.state
@@ -134,7 +134,7 @@ class StaticBatch(StaticRows):
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
                 self._forget_settings()
-            self.graphs[key] = self._capture(bucket, levels)
+            self.graphs[key], self.captured = self._capture(bucket, levels), True
             self.clock.mark("capture")
         return self.graphs[key]
 

@@ -18,6 +18,8 @@ from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.model.cache import KVCache
 from specdec.types import Sampling, SamplingBatch, Survivors
 
+VACANT = "vacant"
+
 
 class StaticRows(Batch):
     """A batch of which the first W rows are in use, where W is one of `widths`: the least that holds all that decode.
@@ -29,7 +31,7 @@ class StaticRows(Batch):
         """widths: ascending; the last is R."""
         rows = widths[-1]
         super().__init__(round_, rows, room, clock, overlap=True, compact=False)
-        self.widths = [*widths]
+        self.widths, self.crowd = [*widths], False
         self.draft_cache: KVCache | None = round_.drafter and round_.drafter.cache
         self.all_made = made_of(rows, round_.path, min(MOST_LIKELY, round_.target.vocab), self.device)
         self.all_roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
@@ -40,9 +42,10 @@ class StaticRows(Batch):
         self.masks: Masks | None = None
         self.kinds: dict[tuple, RoundSettings] = {}  # what rounds are played with: tensors that graphs read
 
-    def begin(self, clock: Clock, adaptive: Policy | None = None) -> None:
-        """Forget all sequences. adaptive: chooses how many levels are drafted; a policy that does not cut."""
-        self.clock, width = clock, self.widths[0]
+    def begin(self, clock: Clock, adaptive: Policy | None = None, crowd: bool = False) -> None:
+        """Forget all sequences. adaptive: chooses how many levels are drafted; a policy that does not cut. crowd:
+        sequences will come and go."""
+        self.clock, self.crowd, width = clock, crowd, self.widths[0]
         self.guide = Guide(adaptive, self.round.drafter) if adaptive is not None else None
         self.cache.clear(width)
         if self.draft_cache is not None:  # another engine may have let the drafter make one of its own
@@ -66,7 +69,9 @@ class StaticRows(Batch):
         return next(width for width in self.widths if width >= rows)
 
     def admit(self, sequences: list[Sequence]) -> None:
-        before, width = self.sequences, self._width(len(self.going()) + len(sequences))
+        width = self._width(len(self.going()) + len(sequences))
+        self._narrow([s.finish is not None for s in self.sequences], width)
+        before = self.sequences
         self._use(before + vacant(width - len(before)))
         try:
             settings = self._join(sequences)
@@ -91,7 +96,9 @@ class StaticRows(Batch):
         return settings if count == len(self.sequences) else None
 
     def rest(self) -> None:
-        """Rows stay where graphs read them."""
+        """Hold no sequence. The rows stay where graphs read them."""
+        self.all_active.fill_(False)
+        self._use(vacant(self.widths[0]))
         if self.guide is not None:
             self.guide.forget()
 
@@ -102,11 +109,14 @@ class StaticRows(Batch):
         self.state.head = self.all_states.head = state.head
         self.state.hidden[rows], self.state.readout[rows] = state.hidden, state.readout
 
-    def _narrow(self, ended: abc.Collection[Sequence]) -> None:
+    def _shed(self, ended: abc.Collection[Sequence]) -> None:
         """Leave out rows that have ended, if a smaller width holds the others."""
-        over = [s in ended for s in self.sequences]
-        width = self._width(max(len(over) - sum(over), 1))
-        if width == len(over):
+        over = [s in ended or s.finish == VACANT for s in self.sequences]
+        self._narrow(over, self._width(max(len(over) - sum(over), 1)))
+
+    def _narrow(self, over: list[bool], width: int) -> None:
+        """Go on with so many rows, among them those that are not over, if there are more."""
+        if width >= len(over):
             return
         kept, penalties = Survivors(over, self.device), self.settings.penalties
         here, counts = slice(kept.count), penalties and penalties.counts[kept.index]
@@ -126,7 +136,7 @@ class StaticRows(Batch):
 
     def _sampling(self, sequences: abc.Sequence[Sequence]) -> Sampling | SamplingBatch:
         """Where sequences come and go there are two programs at least, and not one for each temperature."""
-        if len(self.widths) == 1:
+        if not self.crowd:
             return super()._sampling(sequences)
         samplings = [s.sampling for s in sequences]
         return Sampling() if all(own.greedy for own in samplings) else SamplingBatch(samplings, self.device)
@@ -166,7 +176,7 @@ class StaticRows(Batch):
 
 def vacant(rows: int) -> list[Sequence]:
     """What rows hold that no sequence has taken."""
-    return [Sequence([0], 1, finish="vacant") for _ in range(rows)]
+    return [Sequence([0], 1, finish=VACANT) for _ in range(rows)]
 
 
 def made_of(rows: int, path: int, likely: int, device: torch.device) -> RoundOutput:

@@ -5,20 +5,23 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
 from specdec import kernels
 from specdec.adaptive import Survival
-from specdec.calibrate import HELP, adaptive_engine, prepare
+from specdec.calibrate import HELP
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.contracts import Drafter
+from specdec.crowd import Crowd, adaptive_engine, prepare
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
+from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.model_settings import ONE_PROCESS, ModelSettings
@@ -107,8 +110,19 @@ def apart(make: Callable[..., Made], *args) -> Made:
     Each thread that computes has workers of its own. As soon as all of them are more than there are cores, libgomp lets
     them sleep between two operators, and waking them makes a round of a small target twice as long. So the engine's
     thread must be the only one that has any."""
-    with ThreadPoolExecutor(1) as executor:
-        return executor.submit(make, *args).result()
+    future = Future[Made]()
+
+    def run() -> None:
+        try:
+            future.set_result(make(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)  # so that Ctrl-C need not wait for it
+    thread.start()
+    made = future.result()
+    thread.join()
+    return made
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -147,11 +161,12 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         kernels.use("torch")  # as for `specdec generate`
     how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
-    parts, size = (target, drafter, tree, verifier), {"rows": args.batch_size, "room": room_of(args, target)}
+    reads = Reads.TOKENS if args.trace is None else Recorder.reads
+    parts, crowd = (target, drafter, tree, verifier), Crowd(args.batch_size, room_of(args, target), reads)
     if drafter is not None and (adaptive := policy_of(args, drafter)) is not None:
-        return adaptive_engine(adaptive, *parts, **size, **how)
+        return adaptive_engine(adaptive, crowd, *parts, **how)
     engine = Engine(*parts, **how)
-    prepare(engine, **size)
+    prepare(engine, crowd)
     return engine
 
 

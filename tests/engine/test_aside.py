@@ -77,6 +77,21 @@ def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
     assert graph.launched
 
 
+def test_a_library_is_made_once_and_an_order_holds_no_tensor(tmp_path):
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    native.load()
+    engine = Engine(*parts("eagle3"), graphs=Interpreted())
+    engine.generate(**SHORT)
+    (graph,), workshop = graphs_of(engine), aside.Workshop()
+    order = workshop.order_of(graph, tmp_path)
+    assert workshop.order_of(graph, tmp_path) is order
+    assert workshop.order_of(graph, tmp_path / "other") is not order
+    assert not any(isinstance(x, torch.Tensor) for x in order.graph[1])
+    workshop.forget()
+    assert workshop.orders == []
+
+
 class Slow(Interpreted):
     """Each graph is there from its third round on."""
 

@@ -12,7 +12,7 @@ from tape import Tape
 from test_compiled_graph import Interpreted
 
 from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
-from specdec.calibrate import adaptive_engine
+from specdec.crowd import Crowd, adaptive_engine
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.guide import Guide
@@ -203,7 +203,7 @@ def test_rows_lie_where_records_found_them():
 def measured_engine(name: str, eos: frozenset[int] = frozenset(), **how) -> Engine:
     target = tiny_target()
     target.eos = eos
-    return adaptive_engine(name, target, tiny_drafter(target), Chain(3), rows=5, room=80, **how)
+    return adaptive_engine(name, Crowd(5, 200), target, tiny_drafter(target), Chain(3), **how)
 
 
 @pytest.mark.parametrize("name", ["ema", "table"])
@@ -211,7 +211,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
     """Of each number of rows plain rounds, and those of the whole tree: what is compiled drafts all levels or none.
     Behind that nothing more is recorded for greedy texts, whatever ends them. The next engine finds the costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("specdec.calibrate.BUSY", 1e9)
+    monkeypatch.setattr("specdec.crowd.BUSY", 1e9)
     monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)  # as an interpreted graph takes weights
     engine = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert (engine.adaptive.name, engine.adaptive.curve.choices) == (name, [0, 3])
@@ -219,14 +219,14 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
     made, levels = engine.graphs.backend.made, set()
     assert len(made) == 8
     for eos in (None, frozenset(), frozenset({4})):
-        engine.reserve(5, 80, reads=Reads.TOKENS)
+        engine.reserve(5, 200, reads=Reads.TOKENS)
         for i in range(4):
             engine.add([1 + i, 2], max_new_tokens=20 + 5 * i, eos=eos)
         while (report := engine.step()) is not None:
             levels.add(report.nodes - 1)
     assert levels <= {0, 3}
     assert len(made) == 8
-    monkeypatch.setattr("specdec.calibrate.measure_recorded_curve", None)
+    monkeypatch.setattr("specdec.crowd.measure_recorded_curve", None)
     again = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert again.adaptive.curve.rest == engine.adaptive.curve.rest
 
@@ -251,3 +251,73 @@ def test_a_level_that_may_not_be_chosen_is_not():
             policy.learn(Outcome(levels, levels + 1, [levels], [True]))
             policy.took(1.0 if levels in (0, 3) else 0.1)
         assert chosen == {0, 3}
+
+
+@pytest.mark.parametrize("backend", [Tape, Interpreted])
+def test_many_rows_that_end_at_once_while_plain_rounds_are_held(backend, monkeypatch):
+    """What rounds hold for the drafter knows fewer rows than the batch has: those behind them hold no sequence."""
+    monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=backend(), adaptive=Fixed(0))
+    engine.reserve(8, 60)
+    limits = [6, 6, 30, 5, 5, 5, 5, 5]
+    rows = [engine.add([1 + i, 2], max_new_tokens=n, eos=frozenset()) for i, n in enumerate(limits)]
+    while engine.step() is not None:
+        pass
+    assert [len(row.tokens) for row in rows] == limits
+
+
+def test_only_what_is_played_is_recorded(monkeypatch):
+    """After a full batch a single row, of another kind; and texts that obey nothing but a temperature of their own,
+    one row at a time."""
+    monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
+    engine = Engine(tiny_target(), graphs=Interpreted())
+    engine.reserve(4, 60)
+    for i in range(4):
+        engine.add([1 + i], max_new_tokens=5)
+    while engine.step() is not None:
+        pass
+    assert all(s.finish == "vacant" for s in engine.loop.batch.sequences)
+    engine.add([3, 4], max_new_tokens=5, logprobs=True)
+    while engine.step() is not None:
+        pass
+    assert [(key[1][0], key[1][3]) for key in engine.graphs.batch.graphs] == [(4, False), (1, True)]
+    engine.reserve(1, 60)
+    for temperature in (0.3, 0.6, 0.9):
+        engine.add([3, 4], max_new_tokens=5, sampling=Sampling(temperature))
+        while engine.step() is not None:
+            pass
+    assert len(engine.graphs.batch.graphs) == 1
+
+
+def test_the_step_that_records_says_so():
+    """Also where rounds are read late."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=(tape := Tape()), adaptive=Depths(2))
+    engine.reserve(1, 60)
+    engine.add([1, 2, 3], max_new_tokens=30, eos=frozenset())
+    told, known = [], 0
+    while (report := engine.step()) is not None:
+        told.append((report.captured, tape.captures > known))
+        known = tape.captures
+    assert [said for said, _ in told] == [true for _, true in told]
+    assert sum(said for said, _ in told) == 3
+
+
+def test_costs_of_rounds_that_are_padded():
+    """Three rows play the round of four, and what it takes is learnt of that."""
+    rest = {1: [1.0, 2.0], 2: [1.0, 2.0], 4: [3.0, 4.0], 8: [5.0, 6.0]}
+    curve = Curve([*rest], rest, {b: {1: 0.0, 2: 0.0} for b in rest}, padded=True)
+    assert Curve.of(curve.entries()).padded
+    assert [curve.plain(rows) for rows in (1, 2, 3, 5, 8, 9)] == [1.0, 1.0, 3.0, 5.0, 5.0, 5.0]
+    curve.took(3, 0, 1, 3.5)
+    assert (set(curve.excess), curve.excess[4][0]) == ({4}, 0.5)
+    curve.forget(4, 0)
+    assert curve.served[4][0] == 0
+
+
+def test_a_room_that_is_too_short_to_time_rounds_in():
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match="a text may have 20 tokens, and to record and time rounds takes"):
+        adaptive_engine("ema", Crowd(2, 20), target, drafter, Chain(3), graphs=Tape())

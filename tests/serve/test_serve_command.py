@@ -105,6 +105,16 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     assert "secret-key" not in json.dumps(trace.settings)
 
 
+def test_ctrl_c_need_not_wait_for_what_is_made_apart(monkeypatch):
+    """Such as rounds that are compiled for minutes."""
+    ended, interrupt = threading.Event(), threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        apart(ended.wait, 60)
+    assert not ended.is_set()
+    ended.set()
+
+
 def test_a_port_that_is_in_use():
     with listen("127.0.0.1", 0) as first:
         first.listen()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def _target(op: str, name: str) -> Any:
 class Order:
     """A graph that is to be compiled."""
 
-    graph: RoundGraph
+    graph: tuple  # as `written`
     library: Path
     wanted: int = 0  # rounds that had to do without it
     over: bool = False  # it is there, or never will be
@@ -108,17 +109,19 @@ class Work:
     """A process that compiles."""
 
     def __init__(self, order: Order):
-        with tempfile.NamedTemporaryFile(suffix=".graph", delete=False) as file:
-            pickle.dump((written(order.graph), str(order.library), torch.get_num_threads()), file)
         self.order, self.begun = order, time.perf_counter()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would have to be read
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main()", file.name],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.DEVNULL,
-            stderr=self.said,
-            process_group=0,  # Ctrl-C is not for it
-        )
+        with tempfile.TemporaryFile() as asked:  # a pipe would wait for the reader
+            pickle.dump((order.graph, str(order.library), torch.get_num_threads()), asked)
+            asked.seek(0)
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import main; main()"],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=asked,
+                stdout=subprocess.DEVNULL,
+                stderr=self.said,
+                process_group=0,  # Ctrl-C is not for it
+            )
 
     def end(self, left: int) -> None:
         """It has ended, and so many graphs are to come: say how it went."""
@@ -143,8 +146,11 @@ class Workshop:
         self.works: list[Work] = []
 
     def order_of(self, graph: RoundGraph, library: Path) -> Order:
-        self.orders.append(Order(graph, library))
-        return self.orders[-1]
+        """That of this library, which may have been given before."""
+        known = next((order for order in self.orders if order.library == library), None)
+        if known is None:
+            self.orders.append(known := Order(written(graph), library))
+        return known
 
     def look(self, order: Order) -> Callable[[list[Tensor]], list[Tensor]] | None:
         """The function of the order if it has been made since; else a round goes without it. Never waits."""
@@ -178,13 +184,12 @@ class Workshop:
 
 @one_sentence_errors
 def main() -> None:
-    """Compile the graph in a file, and remove the file."""
-    path = Path(sys.argv[1])
-    (nodes, inputs), library, threads = pickle.loads(path.read_bytes())
-    path.unlink()
-    os.nice(19)
-    if hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    """Compile the graph that standard input tells."""
+    (nodes, inputs), library, threads = pickle.load(sys.stdin.buffer)
+    with suppress(OSError):  # where a sandbox forbids it
+        os.nice(19)
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(threads)
     native.load()
     native.has_rows()

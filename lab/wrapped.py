@@ -45,6 +45,10 @@ class WrappedDrafter(Drafter):
         return self.drafter.confident
 
     @property
+    def abstains(self) -> bool:
+        return self.drafter.abstains
+
+    @property
     def tap_width(self) -> int | None:
         return self.drafter.tap_width
 

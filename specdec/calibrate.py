@@ -55,10 +55,8 @@ def make_policy(
 def assembled(name: str, costs: Callable[[], Curve], sizes: Sequence[int], prior: Sequence[float]) -> Policy:
     """The policy of a text, with numbers of nodes by levels and rates to begin with. costs: what rounds cost, asked for
     only if the policy goes by that."""
-    kind, _, detail = name.partition(":")
+    kind, detail = parts_of(name)
     levels = len(sizes) - 1
-    if kind not in NAMES or (detail and kind not in ("table", "survival")):
-        raise ValueError(f"there is no adaptive policy {name!r}; there are {', '.join(NAMES)}")
     if kind == "fixed":
         return Fixed(levels)
     if kind == "table":
@@ -67,6 +65,14 @@ def assembled(name: str, costs: Callable[[], Curve], sizes: Sequence[int], prior
         return Ema(costs(), sizes, prior)
     estimator = make_estimator(detail or "calibrated", levels)
     return Survival(costs(), sizes, prior, estimator)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """A policy's kind, and what stands behind the colon. ValueError, one sentence, for one that there is not."""
+    kind, _, detail = name.partition(":")
+    if kind not in NAMES or (detail and kind not in ("table", "survival")):
+        raise ValueError(f"there is no adaptive policy {name!r}; there are {', '.join(NAMES)}")
+    return kind, detail
 
 
 def sizes_of(tree: TreePolicy) -> list[int]:

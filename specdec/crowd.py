@@ -16,7 +16,7 @@ import numpy as np
 from specdec import kernels
 from specdec.adaptive import Curve, Survival
 from specdec.auto import BUSY, identity
-from specdec.calibrate import CONTEXT, REPEATS, DepthProbe, Probe, make_policy, sizes_of
+from specdec.calibrate import CONTEXT, REPEATS, DepthProbe, Probe, make_policy, parts_of, sizes_of
 from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
@@ -50,14 +50,13 @@ class Crowd:
 def adaptive_engine(name: str, crowd: Crowd, target, drafter: Drafter, tree: TreePolicy, *given, **how) -> Engine:
     """An engine whose rounds follow the policy of this name. given, how: as for `Engine`. Where rounds are recorded
     what they cost is measured with the engine itself."""
-    kind = name.partition(":")[0]
+    kind, _ = parts_of(name)
     probe = (Probe if kind == Survival.name else DepthProbe)(sizes_of(over_block(drafter, tree)))
     probe.name = kind
     engine = Engine(target, drafter, tree, *given, adaptive=probe, **how)
     costs = None if engine.graphs is None else partial(kept_recorded_curve, engine, crowd)
-    policy = make_policy(name, target, drafter, tree, rows=crowd.rows, costs=costs)
     prepare(engine, crowd)
-    engine.adaptive = policy
+    engine.adaptive = make_policy(name, target, drafter, tree, rows=crowd.rows, costs=costs)
     return engine
 
 
@@ -101,8 +100,7 @@ def kept_recorded_curve(engine: Engine, crowd: Crowd) -> Curve:
 def measure_recorded_curve(engine: Engine, crowd: Crowd, repeats: int = REPEATS) -> tuple[Curve, bool]:
     """Times recorded rounds of 1, 2, 4, ... rows and of the levels that they may draft, with all that the host
     does for them. It is told as seconds beside the target's forward. Also returns whether the machine was busy, by
-    plain rounds."""
-    prepare(engine, crowd)
+    plain rounds. The engine was prepared."""
     rest, busy, choices, numbers = {}, False, levels_of(engine), widths_up_to(crowd.rows)
     with crowd.begun(engine):
         for number in numbers:

@@ -31,13 +31,18 @@ from specdec.types import Sampling, SamplingBatch, Survivors
 PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.2 to 0.07 of a plain round of 4 to 32 rows.
 
 
+def eos_of(sequences: abc.Sequence[Sequence], device: torch.device) -> Tensor:
+    """[B,E] the `eos` ids of these rows; who has fewer than another has -1, which is no token, in the other places."""
+    width = max((len(s.eos) for s in sequences), default=0)
+    eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
+    return torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width)
+
+
 class Progress:
     """How far the rows are, on the device. It ends a row by the rule of `Sequence.add`."""
 
     def __init__(self, sequences: abc.Sequence[Sequence], device: torch.device):
-        width = max((len(s.eos) for s in sequences), default=0)
-        eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]  # no token is -1
-        self.eos = torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width)  # [B,E]
+        self.eos = eos_of(sequences, device)
         self.active = torch.tensor([s.finish is None for s in sequences], device=device)  # [B] which still decode
         self.left = torch.tensor([s.left for s in sequences], device=device)  # [B] how many tokens each may add
 

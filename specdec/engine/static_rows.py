@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.adaptive import Policy
 from specdec.contracts import DraftState
-from specdec.engine.batch import Batch, Progress
+from specdec.engine.batch import Batch, Progress, eos_of
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.guide import Guide
 from specdec.engine.masks import Masks
@@ -151,7 +151,7 @@ class StaticRows(Batch):
 
     def _take(self, settings: RoundSettings) -> None:
         """Copy the settings of all rows into the tensors that graphs read."""
-        eos = Progress(self.sequences, self.device).eos
+        eos = eos_of(self.sequences, self.device)
         width, number = len(eos), max(eos.shape[1], len(self.round.target.eos))  # who goes on behind them has none
         if number not in self.all_eos:
             self.all_eos[number] = eos.new_full((self.rows, number), -1)

@@ -173,15 +173,19 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
 def tree_of(args: argparse.Namespace) -> TreeSpec:
     """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
     (docs/results.md). `survival` chooses among all nodes of a tree."""
-    trees, chooses = read_flags(TreeSettings, args), (args.adaptive or "").startswith(Survival.name)
-    return CHAIN if trees.automatic and args.device.startswith("cpu") and not chooses else trees.spec()
+    chooses = (args.adaptive or "").startswith(Survival.name)
+    return CHAIN if left_to_cpu(args) and not chooses else read_flags(TreeSettings, args).spec()
 
 
 def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:
     """The adaptive policy that the flags ask for. Where they ask for no tree either, a CPU drafts as deep as pays at
     the load, or not at all, except by who abstains where it knows nothing."""
-    automatic = read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
-    return args.adaptive or (POLICY if automatic and not drafter.abstains else None)
+    return args.adaptive or (POLICY if left_to_cpu(args) and not drafter.abstains else None)
+
+
+def left_to_cpu(args: argparse.Namespace) -> bool:
+    """The flags ask for no tree, and this is a CPU."""
+    return read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
 
 
 def room_of(args: argparse.Namespace, target: Target) -> int:

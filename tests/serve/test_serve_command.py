@@ -105,10 +105,10 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     assert "secret-key" not in json.dumps(trace.settings)
 
 
-def test_ctrl_c_need_not_wait_for_what_is_made_apart(monkeypatch):
+def test_ctrl_c_need_not_wait_for_what_is_made_apart():
     """Such as rounds that are compiled for minutes."""
-    ended, interrupt = threading.Event(), threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
-    interrupt.start()
+    ended, main_thread = threading.Event(), threading.main_thread().ident
+    threading.Timer(0.2, signal.pthread_kill, [main_thread, signal.SIGINT]).start()  # which wakes it
     with pytest.raises(KeyboardInterrupt):
         apart(ended.wait, 60)
     assert not ended.is_set()

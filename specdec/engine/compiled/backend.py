@@ -31,7 +31,6 @@ class CompiledRounds:
     def __init__(self, aside: bool = False):
         """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are launched."""
         native.load()
-        native.compiler()
         self.workshop = Workshop() if aside else None
 
     def forget(self) -> None:

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.block_forward import BlockForward
-from drafters.layers import Attend, DraftAttention, DraftShape
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.layers import Attend, DraftAttention, DraftShape
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
 from specdec.model.rope import rotate
 

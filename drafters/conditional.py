@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.layers import SumHead
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import SumHead
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear, LinearMap, RMSNorm
 
 

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.block_forward import BlockForward
-from drafters.block_layers import BlockLayer, SlotConvolution
-from drafters.conditional import ConditionalHead, Confidence, HiddenCorrection, head_of
-from drafters.eagle3 import spread_taps
-from drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
-from drafters.unroll_block import Blocks, blocks_behind
-from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockLayer, SlotConvolution
+from specdec.drafters.conditional import ConditionalHead, Confidence, HiddenCorrection, head_of
+from specdec.drafters.eagle3 import spread_taps
+from specdec.drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.unroll_block import Blocks, blocks_behind
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import Linear, LinearMap, RMSNorm, freeze, unfreeze

@@ -8,8 +8,8 @@ import os
 import torch
 from torch import Tensor
 
-from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
 from specdec.model.names import resolve

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
-from drafters.recurrent import RecurrentDrafter
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.recurrent import RecurrentDrafter
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 

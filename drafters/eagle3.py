@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
-from drafters.recurrent import RecurrentDrafter
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
+from specdec.drafters.recurrent import RecurrentDrafter
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.ends import state_sizes
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
 from specdec.model.target import check_taps

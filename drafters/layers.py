@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
+from specdec.drafters.vocab import DraftVocab
 from specdec.kernels import kernel_for
 from specdec.model import native
 from specdec.model.attention import CacheView, bind_add, bind_write

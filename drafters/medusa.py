@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.layers import SharedHead, start
-from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.layers import SharedHead, start
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear, LinearMap
 
 

@@ -11,9 +11,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, bind_pair, shape_like, side_by_side, start
-from drafters.recurrent import RecurrentDrafter
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import (
+    Attend,
+    DraftAttention,
+    DraftShape,
+    SharedHead,
+    bind_pair,
+    shape_like,
+    side_by_side,
+    start,
+)
+from specdec.drafters.recurrent import RecurrentDrafter
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Freezable, GatedMLP, Linear, RMSNorm
 
 Function = Callable[..., Tensor]

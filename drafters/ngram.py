@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.ngram_host import Voting, match_lengths
-from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
+from specdec.drafters.ngram_host import Voting, match_lengths
+from specdec.drafters.vocab import DraftVocab
 from specdec.sampling.likely import largest, top
-from specdec.types import Survivors
+from specdec.structs import Survivors
 
 MODES = ("lookup", "suffix")
 LONGEST = 16  # how many committed tokens of a match count

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.layers import Attend
-from drafters.unroll_chains import chains_behind
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.layers import Attend
+from specdec.drafters.unroll_chains import chains_behind
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap

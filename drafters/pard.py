@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drafters.dflash import default_taps
-from drafters.draft_model import load_model
-from drafters.layers import SharedHead, shape_like
-from drafters.parallel import ParallelDrafter
-from drafters.peagle import mask_row
-from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
+from specdec.drafters.dflash import default_taps
+from specdec.drafters.draft_model import load_model
+from specdec.drafters.layers import SharedHead, shape_like
+from specdec.drafters.parallel import ParallelDrafter
+from specdec.drafters.peagle import mask_row
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config, rope_fields
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache

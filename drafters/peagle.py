@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
-from drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
-from drafters.parallel import ParallelDrafter, attend_by
-from drafters.vocab import DraftVocab
+from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
+from specdec.drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.parallel import ParallelDrafter, attend_by
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.layers import GatedMLP, RMSNorm

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.layers import Attend, CachedAttention, DraftShape
-from drafters.unroll import Rows, UnrolledAttention, recomputed
-from drafters.vocab import DraftVocab
 from specdec.contracts import Children, Drafter, DraftState
+from specdec.drafters.layers import Attend, CachedAttention, DraftShape
+from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import LinearMap, freeze, unfreeze

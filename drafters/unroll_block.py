@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drafters.block_forward import BlockForward
-from drafters.conditional import ConditionalHead
-from drafters.layers import SumHead
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.conditional import ConditionalHead
+from specdec.drafters.layers import SumHead
 from specdec.model.attention import document_positions
 from specdec.model.layers import LinearMap
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from drafters.unroll_block import PIECE, BlockAttend
+from specdec.drafters.unroll_block import PIECE, BlockAttend
 from specdec.model.attention import NoCache, document_mask, document_positions
 from specdec.model.layers import unfreeze
 

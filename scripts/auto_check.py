@@ -17,17 +17,17 @@ import checkout  # noqa: F401
 from rich.table import Table
 from tune_check import TREES
 
-from lab.cost.tune import measure_rates
-from lab.machine import machine
-from lab.models import add_model_flags, check_counts, load_models, read_encoded
-from lab.output import progress_bar, write_json
 from specdec.auto import Choice, choose_tree
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
 from specdec.engine.fits import most_steps
 from specdec.engine.recorder import versions
-from specdec.types import Sampling
-from trees.spec import TreeSpec
+from specdec.lab.cost.tune import measure_rates
+from specdec.lab.machine import machine
+from specdec.lab.models import add_model_flags, check_counts, load_models, read_encoded
+from specdec.lab.output import progress_bar, write_json
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 
 SLOWER_THAN_PLAIN, SLOWER_THAN_BEST = 0.97, 0.95
 

@@ -17,16 +17,16 @@ from matplotlib import rc_context
 from rich.table import Table
 from tqdm import tqdm
 
-from lab.figure_style import COLOURS, STYLE, subplots
-from lab.machine import machine_in_short
-from lab.models import add_model_flags, load_models, read_encoded
-from lab.output import write_figure
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
-from trees.spec import TreeSpec
+from specdec.lab.figure_style import COLOURS, STYLE, subplots
+from specdec.lab.machine import machine_in_short
+from specdec.lab.models import add_model_flags, load_models, read_encoded
+from specdec.lab.output import write_figure
+from specdec.trees.spec import TreeSpec
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 

@@ -23,18 +23,18 @@ import checkout
 import torch
 from demo_card import card
 
-from drafters.formats import save_drafter
-from lab.bench.from_scratch import SEED, draw_questions, split
-from lab.output import write_json
 from specdec.api import generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
+from specdec.drafters.formats import save_drafter
 from specdec.engine.fits import most_steps
+from specdec.lab.bench.from_scratch import SEED, draw_questions, split
+from specdec.lab.output import write_json
+from specdec.structs import Sampling
 from specdec.text import read_prompts
-from specdec.types import Sampling
-from training.data import Message
-from training.regenerate import encode, regenerate
-from trees.spec import TreeSpec
+from specdec.training.data import Message
+from specdec.training.regenerate import encode, regenerate
+from specdec.trees.spec import TreeSpec
 
 LENGTH = 1024  # the target's context
 LIMIT_MIB = 50
@@ -124,7 +124,7 @@ def train_drafters(work: Path) -> None:
             "+experiment": experiment,
             "resume": "auto",
         }
-        command = [sys.executable, "-m", "training.train", *(f"{k}={v}" for k, v in settings.items())]
+        command = [sys.executable, "-m", "specdec.training.train", *(f"{k}={v}" for k, v in settings.items())]
         trained = subprocess.run(command, check=False)
         if trained.returncode:
             sys.exit(trained.returncode)
@@ -134,7 +134,7 @@ def count_map(work: Path, out: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "training.count",
+        "specdec.training.count",
         "--target",
         str(work / "target"),
         "--size",

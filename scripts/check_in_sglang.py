@@ -31,14 +31,14 @@ import checkout
 import sglang_variants
 from check_in_vllm import Case, as_table, beside, chosen, differences, here, parser_of, run
 
-from drafters.formats.convert import export
-from drafters.formats.starting import command
-from lab.machine import provenance
-from lab.models import check_counts, read_encoded
-from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
+from specdec.drafters.formats.convert import export
+from specdec.drafters.formats.starting import command
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts, read_encoded
+from specdec.lab.output import write_json
 from specdec.model.target import Target
 
 SGLANG, TORCH = "sglang==0.5.23", "torch==2.13.0"

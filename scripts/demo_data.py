@@ -24,12 +24,12 @@ import checkout  # noqa: F401
 import numpy as np
 from transformers import AutoTokenizer
 
-from lab.bench.from_scratch import held_out
-from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
+from specdec.lab.bench.from_scratch import held_out
+from specdec.lab.output import write_json
 from specdec.text import clean
-from training.data import Message
+from specdec.training.data import Message
 
 LENGTH = 1024
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}

@@ -33,8 +33,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_whole
 from specdec.cli.signals import StopSignals
-from training.loop.checkpoint import save_state
-from training.pretrain import save_target
+from specdec.training.loop.checkpoint import save_state
+from specdec.training.pretrain import save_target
 
 MICRO, PER_STEP = 4, 8  # rows of a forward, and of a step
 PIECE = 512  # tokens that attend to each other at the constant rate

@@ -23,19 +23,25 @@ import checkout  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from lab.bench.drift import DriftCase, MemoryGrowth, decode_all, different
-from lab.cost.memory import resident_bytes
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
+from specdec.lab.bench.drift import DriftCase, MemoryGrowth, decode_all, different
+from specdec.lab.cost.memory import resident_bytes
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
 from specdec.model.target import Target
-from trees.spec import TreeSpec
+from specdec.trees.spec import TreeSpec
 
 MIB = 2**20
-IMPORTED = "tqdm", "specdec.api", "lab.bench.drift", "lab.cost.memory", "lab.machine"  # and with them the rest
+IMPORTED = (
+    "tqdm",
+    "specdec.api",
+    "specdec.lab.bench.drift",
+    "specdec.lab.cost.memory",
+    "specdec.lab.machine",
+)  # and with them the rest
 
 
 def arguments() -> argparse.Namespace:

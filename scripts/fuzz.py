@@ -22,10 +22,10 @@ import checkout  # noqa: F401
 import torch
 from fuzz_cases import Case, Row, draw
 
-from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
+from specdec.lab.output import write_json
 from specdec.model.target import Target
 
 MOST_STEPS = 5000  # of one case: more, and it does not end

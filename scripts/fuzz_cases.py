@@ -18,11 +18,11 @@ from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, t
 from policies import Depths, Restless
 from tape import Tape
 
-from drafters.draft_model import DraftModel
-from drafters.layers import restrict
 from specdec.adaptive import Curve, Fixed, Policy
 from specdec.calibrate import assembled, sizes_of
 from specdec.contracts import Drafter, TreePolicy
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
 from specdec.engine.fits import most_steps, over_block
 from specdec.engine.sequence import Sequence
@@ -30,9 +30,9 @@ from specdec.model.archs import ModelConfig
 from specdec.model.layers import round_weights
 from specdec.model.rope import Rope
 from specdec.model.target import Target
-from specdec.types import Sampling
-from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
-from trees.block import most_nodes
+from specdec.structs import Sampling
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees.block import most_nodes
 
 MAKERS = (
     DRAFTERS

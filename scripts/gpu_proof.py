@@ -26,14 +26,14 @@ import torch
 from checkout import ROOT
 from rich.table import Table
 
-from lab.bench.archive import Archive
-from lab.bench.gpu_stages import TINY, Place, Sizes, parts
-from lab.bench.stages import Stage, run_stages
-from lab.machine import provenance
-from lab.output import write_json
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.terminal import console
+from specdec.lab.bench.archive import Archive
+from specdec.lab.bench.gpu_stages import TINY, Place, Sizes, parts
+from specdec.lab.bench.stages import Stage, run_stages
+from specdec.lab.machine import provenance
+from specdec.lab.output import write_json
 from specdec.model.checkpoint import check_device
 
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, replace_folder
-from training.pretrain import save_target
+from specdec.training.pretrain import save_target
 
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 WRITERS = ("o_proj", "down_proj", "fc", "input_proj", "linear")  # of the state that the layers add to

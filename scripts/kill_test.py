@@ -23,12 +23,12 @@ import torch
 import torch._dynamo  # this and matplotlib are needed by each run: so kills do not fall into their imports
 from hydra import compose, initialize_config_dir
 
-import training.train
+import specdec.training.train
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import CONF
-from training.loop.checkpoint import read_newest
-from training.loop.log import read_log
+from specdec.training.loop.checkpoint import read_newest
+from specdec.training.loop.log import read_log
 
 TIMES = ("seconds", "rollout_seconds")
 SMALL = ["drafter.draft_vocab_size=200", "objective.steps=2", "data.heldout=8", "data.limit=200", "data.max_length=128",
@@ -44,7 +44,7 @@ def attempt(overrides: list[str], out: Path, seconds: float | None = None, share
         sys.stdout = sys.stderr = (out.parent / f"{out.name}.txt").open("a")
         if share is not None:
             die_while_saving(share)
-        training.train.run(compose("train", [*SMALL, *overrides, f"out={out}", "resume=auto"]))
+        specdec.training.train.run(compose("train", [*SMALL, *overrides, f"out={out}", "resume=auto"]))
         sys.stderr.flush()
         os._exit(0)
     if seconds is not None:
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--target", default=DEMO_TARGET)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("overrides", nargs="*", help="settings of python -m training.train")
+    parser.add_argument("overrides", nargs="*", help="settings of python -m specdec.training.train")
     args = parser.parse_args()
     if args.work.exists():
         raise ValueError(f"{args.work} exists; give a folder that does not")

@@ -18,13 +18,13 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
-from trees import DynamicTree
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
+from specdec.trees import DynamicTree
 
 
 def arguments() -> argparse.Namespace:

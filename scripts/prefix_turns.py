@@ -16,16 +16,16 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.text import decode_row, encode_chat
-from trees import Chain
+from specdec.trees import Chain
 
 ROOM = 4096
 WAYS = {"read again": 0, "kept": 256 << 20}

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 
-from lab.bench.from_scratch import SEED, draw_questions, llama_config, split
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
+from specdec.lab.bench.from_scratch import SEED, draw_questions, llama_config, split
 from specdec.model.checkpoint import check_device
-from training.data import Message
-from training.pretrain import pack, pretrain, save_target, train_tokenizer
+from specdec.training.data import Message
+from specdec.training.pretrain import pack, pretrain, save_target, train_tokenizer
 
 HEAD = 64  # head size
 TRAINED_BY = 0.85  # of the time; the rest is for measuring and saving

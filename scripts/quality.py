@@ -21,16 +21,16 @@ from hydra import compose, initialize_config_dir
 from matplotlib import rc_context
 from omegaconf import DictConfig, OmegaConf
 
-import training.train
-from lab.figure_style import COLOURS, STYLE, WIDTH, looks_of, subplots
-from lab.output import write_csv, write_figure
+import specdec.training.train
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import CONF, settings_errors
-from training.loop.checkpoint import checkpoints
-from training.loop.log import read_log
-from training.loop.same_run import check_same_run
+from specdec.lab.figure_style import COLOURS, STYLE, WIDTH, looks_of, subplots
+from specdec.lab.output import write_csv, write_figure
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.log import read_log
+from specdec.training.loop.same_run import check_same_run
 
 TERMS = {
     "ce": "the target's distribution",
@@ -172,7 +172,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, help="held-out prompts, as of trainer.prompts")
     parser.add_argument("--target", default=DEMO_TARGET)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--set", nargs="+", default=[], metavar="SETTING=VALUE", help="of python -m training.train")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="SETTING=VALUE", help="of python -m specdec.training.train"
+    )
     parser.add_argument("--dry", action="store_true", help="train nothing: draw what the runs have measured so far")
     args = parser.parse_args(argv)
     runs: list[TrainingRun] = []
@@ -183,7 +185,9 @@ def main(argv: list[str] | None = None) -> None:
             runs += [experiment(name, seed, args) for seed in args.seeds]
     for run in runs:
         if run.config is not None and not finished(run):
-            training.train.run(run.config)  # ends the process if a signal asks it to stop; the same command goes on
+            specdec.training.train.run(
+                run.config
+            )  # ends the process if a signal asks it to stop; the same command goes on
     measured = [measurements(run) for run in runs]
     output_folder(args.out)
     write_csv(args.out / "quality.csv", [row for rows in measured for row in rows])

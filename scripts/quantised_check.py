@@ -20,17 +20,17 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from lab.machine import provenance
-from lab.models import check_counts, read_encoded
-from lab.output import write_json
-from lab.proof.equality import EqualityProver
-from lab.proof.rollback import prove_rollback
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau_interval
-from trees import Chain
+from specdec.engine.traces import tau_interval
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts, read_encoded
+from specdec.lab.output import write_json
+from specdec.lab.proof.equality import EqualityProver
+from specdec.lab.proof.rollback import prove_rollback
+from specdec.trees import Chain
 
 HEADS = ("demo/eagle3", "demo/mtp")
 

@@ -30,20 +30,20 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import training.train
-from drafters.formats import load_drafter
-from lab.output import write_json
+import specdec.training.train
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import CONF, settings_errors
 from specdec.cli.revision import revision
+from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
+from specdec.lab.output import write_json
 from specdec.model.target import Target
-from training.data import Batches, Sample, hold_out, load_samples
-from training.loop.evaluate import beginnings, measured_tau
-from training.loop.log import read_log
-from trees.spec import TreeSpec
+from specdec.training.data import Batches, Sample, hold_out, load_samples
+from specdec.training.loop.evaluate import beginnings, measured_tau
+from specdec.training.loop.log import read_log
+from specdec.trees.spec import TreeSpec
 
 TREES = (TreeSpec(1, 5, 6), TreeSpec(4, 5, 16), TreeSpec(10, 8, 60))
 EAGLE = ("+experiment=preset_eagle", "trainer.warmup=0.015")  # 12,000 of 800,000 steps
@@ -141,7 +141,7 @@ def run(job: Job, ground: Ground) -> dict:
     steps = steps_for(job.tokens, ground.train, config)
     config = settings(job, ground.args, steps)
     folder = Path(config.out)
-    training.train.run(config)
+    specdec.training.train.run(config)
     rows = read_log(folder / "log.jsonl")
     heldout, trained = ([row for row in rows if row["split"] == split][-1] for split in ("heldout", "train"))
     return {

@@ -22,17 +22,17 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 
-from lab.models import add_model_flags, load_models, read_encoded
-from lab.replay import Superset, record
-from lab.replay.superset import Replayed
 from specdec.cli.errors import one_sentence_errors
 from specdec.contracts import TreePolicy
 from specdec.engine.engine import Engine
-from specdec.engine.trace import RowTrace, tau
-from specdec.types import Sampling
+from specdec.engine.traces import RowTrace, tau
+from specdec.lab.models import add_model_flags, load_models, read_encoded
+from specdec.lab.replay import Superset, record
+from specdec.lab.replay.superset import Replayed
+from specdec.structs import Sampling
+from specdec.trees import BlockTree, DynamicTree, SampledTree
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees import BlockTree, DynamicTree, SampledTree
-from trees.spec import TreeSpec
 
 BLOCK_TREES = (  # topk, steps, num_draft_tokens
     (1, 6, 7), (2, 3, 6), (2, 6, 16), (4, 2, 8), (4, 5, 16), (4, 6, 32), (8, 3, 16), (8, 5, 32), (8, 6, 24), (8, 6, 64),

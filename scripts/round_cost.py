@@ -26,21 +26,21 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 from tqdm import tqdm
 
-from lab.bench.bench import random_prompts
-from lab.bench.shapes import random_head, random_target
-from lab.cost.memory import bandwidth, read_bytes
-from lab.cost.rounds import NEW_TOKENS, TIMED, RoundCost, time_in_turn
-from lab.cost.simulated_tau import MARK, SimulatedTau
-from lab.figure_style import PART_COLOURS, STYLE, subplots
-from lab.machine import provenance
-from lab.output import progress_bar, write_figure, write_json
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
+from specdec.lab.bench.bench import random_prompts
+from specdec.lab.bench.shapes import random_head, random_target
+from specdec.lab.cost.memory import bandwidth, read_bytes
+from specdec.lab.cost.rounds import NEW_TOKENS, TIMED, RoundCost, time_in_turn
+from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.lab.figure_style import PART_COLOURS, STYLE, subplots
+from specdec.lab.machine import provenance
+from specdec.lab.output import progress_bar, write_figure, write_json
 from specdec.model.checkpoint import check_device, choose_dtype
-from specdec.types import Sampling
-from trees.spec import TreeSpec
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 
 COUNTS = ("steps", "context", "repeats", "trials", "new_tokens")
 REST = "rest"

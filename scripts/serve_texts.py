@@ -18,17 +18,17 @@ import checkout  # noqa: F401
 import torch
 from tqdm import tqdm
 
-from lab.load.crowd import Alone, Sizes
-from lab.load.crowd_run import Crowd, run
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
-from lab.sweep.benchmarks import load_benchmark
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.calibrate import make_policy
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
-from trees import Chain, DynamicTree
+from specdec.lab.load.crowd import Alone, Sizes
+from specdec.lab.load.crowd_run import Crowd, run
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
+from specdec.lab.sweep.benchmarks import load_benchmark
+from specdec.trees import Chain, DynamicTree
 
 WARM_UP = 24
 

@@ -13,9 +13,9 @@ import torch
 import vllm_variants
 from vllm_variants import TAPS, changed, saved, without_norms
 
-from drafters.formats import Checkpoint, open_checkpoint
-from drafters.formats.token_map import read_token_map
 from specdec.api import DEMO_TARGET
+from specdec.drafters.formats import Checkpoint, open_checkpoint
+from specdec.drafters.formats.token_map import read_token_map
 
 TOKENS = DEMO_TARGET.parent / "frspec_4096.json"
 

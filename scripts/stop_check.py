@@ -26,13 +26,13 @@ from pathlib import Path
 
 import checkout  # noqa: F401
 
-from lab.output import write_json
 from specdec.__main__ import COMMANDS
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.reading import read_text
 from specdec.engine.trace_files import read_trace
+from specdec.lab.output import write_json
 from specdec.model.checkpoint import read_json
-from training.loop.log import read_log
+from specdec.training.loop.log import read_log
 
 SIGNALS = {"SIGINT": (130,), "SIGTERM": (143,), "SIGKILL": (-9,)}
 STOPS = (*SIGNALS, "reader", "disk")

@@ -17,18 +17,18 @@ from pathlib import Path
 import checkout  # noqa: F401
 from rich.table import Table
 
-from lab.cost.kept import measured_costs
-from lab.cost.rounds import NODES, WIDTHS, useful_trees
-from lab.cost.tune import measure_rates, predict_all, tune
-from lab.machine import machine
-from lab.models import add_model_flags, load_models, read_encoded
-from lab.output import progress_bar, write_json
-from lab.replay import record
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
-from specdec.types import Sampling
-from trees.spec import TreeSpec
+from specdec.lab.cost.kept import measured_costs
+from specdec.lab.cost.rounds import NODES, WIDTHS, useful_trees
+from specdec.lab.cost.tune import measure_rates, predict_all, tune
+from specdec.lab.machine import machine
+from specdec.lab.models import add_model_flags, load_models, read_encoded
+from specdec.lab.output import progress_bar, write_json
+from specdec.lab.replay import record
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 
 STEPS = 6
 TREES = [TreeSpec(1, steps, steps + 1) for steps in range(1, 7)] + [

@@ -26,14 +26,14 @@ from torch import Tensor
 from tqdm import trange
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from lab.bench.from_scratch import draw_questions, split
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.engine.engine import Engine
+from specdec.lab.bench.from_scratch import draw_questions, split
 from specdec.model.loader import load_target
+from specdec.structs import Sampling
 from specdec.text import encode_chat
-from specdec.types import Sampling
-from training.pretrain import save_target
+from specdec.training.pretrain import save_target
 
 RUN = 4  # tokens
 ANSWERS, EVERY, ROWS = 32, 10, 2  # answers a step, steps between rounds of answers, rows of data a step

@@ -30,15 +30,15 @@ import transformers
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from lab.cost.memory import bandwidth, read_bytes
-from lab.machine import machine_in_short
-from lab.models import check_counts
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.terminal import console
+from specdec.lab.cost.memory import bandwidth, read_bytes
+from specdec.lab.machine import machine_in_short
+from specdec.lab.models import check_counts
 from specdec.model.checkpoint import DRAFT_DTYPES, DTYPES
 from specdec.text import encode_prompt, read_prompts
-from trees.spec import TreeSpec
+from specdec.trees.spec import TreeSpec
 
 SETTINGS = ("sdpa dynamic", "eager dynamic", "sdpa static", "sdpa static compiled")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

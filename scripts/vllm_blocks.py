@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from drafters import dflash, pard, peagle
-from drafters.formats import save_drafter
-from drafters.formats.convert import export
-from drafters.vocab import DraftVocab
 from specdec.api import DEMO_TARGET
 from specdec.contracts import Drafter
+from specdec.drafters import dflash, pard, peagle
+from specdec.drafters.formats import save_drafter
+from specdec.drafters.formats.convert import export
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
-from training.objectives.block import BlockObjective
-from training.objectives.parallel import ParallelObjective
+from specdec.training.objectives.block import BlockObjective
+from specdec.training.objectives.parallel import ParallelObjective
 
 STEPS, RATE = 60, 4e-3
 TAPS = (2, 4, 6)

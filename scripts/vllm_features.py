@@ -27,15 +27,15 @@ from check_in_vllm import python_of
 from safetensors.torch import load_file
 from vllm_server_check import prompts_to_answer, vllm_server
 
-from lab.machine import provenance
-from lab.models import check_counts
-from lab.output import write_json
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
 from specdec.remote import Remote
-from specdec.types import Sampling
-from training.loop.log import read_log
-from training.regenerate import regenerate, regenerate_remotely
+from specdec.structs import Sampling
+from specdec.training.loop.log import read_log
+from specdec.training.regenerate import regenerate, regenerate_remotely
 
 PORT = 8651
 FEW = 20  # conversations of what is only tried

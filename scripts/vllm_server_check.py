@@ -26,17 +26,17 @@ import torch
 from check_in_vllm import python_of
 from vllm_side import SETTINGS
 
-from drafters.formats.convert import export
-from lab.machine import provenance
-from lab.models import check_counts, read_encoded
-from lab.output import write_json
-from lab.proof.servers import against_engine, against_server, as_json
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
+from specdec.drafters.formats.convert import export
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts, read_encoded
+from specdec.lab.output import write_json
+from specdec.lab.proof.servers import against_engine, against_server, as_json
 from specdec.remote import Remote
+from specdec.structs import Sampling
 from specdec.text import read_prompts
-from specdec.types import Sampling
-from training.regenerate import Prompt, encode, regenerate, regenerate_remotely
+from specdec.training.regenerate import Prompt, encode, regenerate, regenerate_remotely
 
 PORT = 8631
 STARTS = 600  # seconds that a server may take to start

@@ -11,10 +11,10 @@ import checkout  # noqa: F401
 import torch
 from torch import Tensor
 
-from drafters.formats import Checkpoint, find_layout, open_checkpoint
-from drafters.formats.convert import convert, export
-from drafters.formats.eagle3 import PROJECTIONS
 from specdec.api import DEMO_TARGET
+from specdec.drafters.formats import Checkpoint, find_layout, open_checkpoint
+from specdec.drafters.formats.convert import convert, export
+from specdec.drafters.formats.eagle3 import PROJECTIONS
 from specdec.model.checkpoint import write_folder
 from specdec.model.rope import Rope
 

@@ -19,8 +19,8 @@ _API = (
 INTERFACE = dict.fromkeys(_API, "specdec.api") | {
     "Engine": "specdec.engine.engine",
     "Recorder": "specdec.engine.recorder",
-    "Comparison": "lab.sweep.comparison",
-    "compare": "lab.sweep.comparison",
+    "Comparison": "specdec.lab.sweep.comparison",
+    "compare": "specdec.lab.sweep.comparison",
 }
 __all__ = sorted([*INTERFACE, "__version__"])
 

@@ -6,25 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from drafters.formats import load_drafter
 from specdec.adaptive import Policy
 from specdec.calibrate import make_policy
 from specdec.contracts import Drafter, TreePolicy
+from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.fits import most_steps
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
-from specdec.engine.trace import acceptance_by_depth, tau
+from specdec.engine.traces import acceptance_by_depth, tau
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.model_settings import DEMO_DRAFTER, DEMO_TARGET, ModelSettings
 from specdec.sampling.json_grammar import grammars_of
 from specdec.sampling.noise import Seed
 from specdec.schema import check_value
+from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
-from specdec.types import Sampling, Verifier
+from specdec.trees.spec import STEPS, TreeSpec, load_tree
 from specdec.verify import make_verifier
-from trees.spec import STEPS, TreeSpec, load_tree
 
 REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
 
@@ -58,7 +58,7 @@ class Generation:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per round; see `specdec.engine.trace.tau`."""
+        """Emitted tokens per round; see `specdec.engine.traces.tau`."""
         return tau([row.trace for row in self.rows])
 
     @property

@@ -34,9 +34,9 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
 from specdec.machine import machine
-from specdec.types import Sampling
-from trees.optimal import most_nodes, optimal_paths
-from trees.spec import TreeSpec, shape_of
+from specdec.structs import Sampling
+from specdec.trees.optimal import most_nodes, optimal_paths
+from specdec.trees.spec import TreeSpec, shape_of
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first

@@ -20,8 +20,8 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
 from specdec.engine.fits import over_block
 from specdec.engine.report import Reads
-from specdec.types import Sampling
-from trees.optimal import most_nodes, optimal_paths
+from specdec.structs import Sampling
+from specdec.trees.optimal import most_nodes, optimal_paths
 
 HELP = "draft by the load: table, ema, survival"
 GUESS = 0.6  # how often a level is accepted where the one before was, if nobody has measured it

@@ -14,7 +14,7 @@ from specdec.sampling.draws import perturbed
 from specdec.sampling.filters import filtered_probs, warmed
 from specdec.sampling.likely import top
 from specdec.sampling.noise import RoundNoise
-from specdec.types import Sampling, SamplingBatch, Verifier
+from specdec.structs import Sampling, SamplingBatch, Verifier
 
 KINDS = ("likeliest", "coupled", "drawn")
 

@@ -1,6 +1,6 @@
 """What the pieces ask of each other: `DraftState`, and what a drafter and a tree policy must offer.
 
-Shapes are named in `specdec/types.py`.
+Shapes are named in `specdec/structs.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
 from specdec.sampling.likely import top_logprobs
-from specdec.types import DraftTree, Survivors
+from specdec.structs import DraftTree, Survivors
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Drafter(nn.Module):
     switches: object = ""  # in which drafters of one class differ; `str` tells two apart
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
-    recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`drafters.formats.recipe`)
+    recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`specdec.drafters.formats.recipe`)
 
     def deepest(self, steps: int) -> int:
         """`steps`, or how many tokens it can guess ahead if those are fewer."""

@@ -23,7 +23,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.fits import over_block
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 SETTLE, STEPS = 2, 8  # rounds of a kind in a row: so many do not count, and so many do
 

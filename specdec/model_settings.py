@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from drafters.formats import load_drafter
 from specdec.contracts import Drafter
+from specdec.drafters.formats import load_drafter
 from specdec.machine import PRECISIONS, set_matmul_precision
 from specdec.model.checkpoint import DRAFT_DTYPES
 from specdec.model.loader import load_target

@@ -13,7 +13,7 @@ from yaml import YAMLError
 
 from specdec.cli.reading import check_yaml, read_text
 
-CONF = Path(__file__).parents[1] / "conf"  # beside specdec in a checkout and where pip installs both
+CONF = Path(__file__).parent / "conf"
 
 
 def names(group: str) -> list[str]:

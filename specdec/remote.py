@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 PAUSE = 0.5  # seconds before the first retry; each further one waits twice as long

@@ -12,7 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads
 
 import torch
 
-from lab.bench.interpreter import use_interpreter
+from specdec.lab.bench.interpreter import use_interpreter
 
 if not torch.cuda.is_available():  # kernels run on CPU tensors; to be said before anything imports Triton
     use_interpreter()
@@ -37,7 +37,7 @@ def matmul_precision():
 def target_path(tmp_path_factory):
     from helpers import save_hf
 
-    from training.pretrain import train_tokenizer
+    from specdec.training.pretrain import train_tokenizer
 
     path = tmp_path_factory.mktemp("checkpoints") / "target"
     tokenizer = train_tokenizer(iter(TEXTS * 20), 320)
@@ -48,9 +48,9 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def drafter_path(target_path):
-    from drafters import eagle3
-    from drafters.formats import save_drafter
-    from drafters.vocab import DraftVocab
+    from specdec.drafters import eagle3
+    from specdec.drafters.formats import save_drafter
+    from specdec.drafters.vocab import DraftVocab
     from specdec.model.loader import load_target
 
     target = load_target(target_path)

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from drafters.dflash import BlockDrafter
-from drafters.formats import recognise
-from drafters.parallel import ParallelDrafter
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats import recognise
+from specdec.drafters.parallel import ParallelDrafter
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target

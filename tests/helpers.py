@@ -10,16 +10,16 @@ import torch
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, peagle
-from drafters.draft_model import DraftModel
-from drafters.vocab import DraftVocab
+from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, peagle
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.sampling.filters import filtered_probs
-from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 
 SMALL = {
     "vocab_size": 99,

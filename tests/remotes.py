@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import torch
 
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 
 class SmallServer(ThreadingHTTPServer):

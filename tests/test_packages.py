@@ -9,12 +9,15 @@ from pathlib import Path
 from specdec.cli.jobs import LAUNCHERS
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts")
+ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra != "test" for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
-PLUGIN = {"pytest", "vllm"}  # import lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
+PLUGIN = {
+    "pytest",
+    "vllm",
+}  # import specdec/lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
 LOADED = set(LAUNCHERS.values())  # by Hydra, where a launcher is named
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
 

@@ -4,12 +4,14 @@ python tests/test_structure.py prints the counts.
 """
 
 import ast
+import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("specdec", "drafters", "trees", "training", "lab")
+LINKED = ("drafters", "trees", "training", "conf")  # folders that `specdec` links to: their modules are specdec.NAME
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
@@ -17,7 +19,7 @@ ROOMS = [
     ["specdec.schema", "specdec.cli.reading", "specdec.cli.signals"],
     ["specdec.cli.limits"],
     [
-        "specdec.types",
+        "specdec.structs",
         "specdec.acceptance",
         "specdec.machine",
         "specdec.registry",
@@ -39,31 +41,36 @@ ROOMS = [
     ["specdec.text", "specdec.remote"],
     ["specdec.adaptive"],
     ["specdec.engine"],
-    ["trees", "drafters"],
+    ["specdec.trees", "specdec.drafters"],
     ["specdec.auto"],
     ["specdec.calibrate", "specdec.model_settings"],
     ["specdec.crowd"],
     ["specdec.api"],
-    ["training", "specdec.serve"],
-    ["lab"],
+    ["specdec.training", "specdec.serve"],
+    ["specdec.lab"],
 ]
 # Commands put the pieces together: these may import from every room, and nobody imports from them but the lab.
-COMPOSITION = ("specdec", "specdec.generate", "specdec.cli", "drafters.formats.__main__")
+COMPOSITION = ("specdec", "specdec.generate", "specdec.train", "specdec.cli", "specdec.drafters.formats.__main__")
 
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(("specdec", *parts) if parts[0] in LINKED else parts)
 
 
 def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{a.name}" for a in node.names} if node.module in PACKAGES else {node.module}
+            found |= (
+                {f"{node.module}.{a.name}" for a in node.names}
+                if node.module in ("specdec", *(f"specdec.{name}" for name in LINKED))
+                else {node.module}
+            )
         elif isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
-    return {name for name in found if name.split(".")[0] in PACKAGES}
+    return {name for name in found if name.split(".")[0] == "specdec"}
 
 
 def room_of(module: str) -> tuple[int, str] | None:
@@ -80,15 +87,14 @@ def room_of(module: str) -> tuple[int, str] | None:
 
 def upward_edges() -> list[str]:
     wrong = []
-    for package in PACKAGES:
-        for path in (ROOT / package).rglob("*.py"):
-            room = room_of(module_name(path))
-            for name in imports(path) if room else ():
-                other = room_of(name)
-                if other is None and name != "specdec.__version__" and room[1] != "lab":
-                    wrong.append(f"{module_name(path)} must not import {name}, which composes")
-                elif other is not None and other != room and other[0] >= room[0]:
-                    wrong.append(f"{module_name(path)} must not import {name}")
+    for path in modules():
+        room = room_of(module_name(path))
+        for name in imports(path) if room else ():
+            other = room_of(name)
+            if other is None and name != "specdec.__version__" and room[1] != "specdec.lab":
+                wrong.append(f"{module_name(path)} must not import {name}, which composes")
+            elif other is not None and other != room and other[0] >= room[0]:
+                wrong.append(f"{module_name(path)} must not import {name}")
     return wrong
 
 
@@ -96,8 +102,25 @@ def test_arrows_run_one_way():
     assert upward_edges() == []
 
 
+def modules() -> list[Path]:
+    return sorted(path for folder in ("specdec", *LINKED) for path in (ROOT / folder).rglob("*.py"))
+
+
 def files() -> list[Path]:
-    return sorted(path for package in (*PACKAGES, "scripts") for path in (ROOT / package).rglob("*.py"))
+    return [*modules(), *sorted((ROOT / "scripts").rglob("*.py"))]
+
+
+def test_no_module_has_the_name_of_a_standard_one():
+    """Python puts the folder of a script first on its path: there, such a module takes the standard one's place."""
+    names = {part for path in modules() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert names & set(sys.stdlib_module_names) == set()
+
+
+def test_linked_folders_are_imported_below_specdec_only():
+    """`import drafters` in a checkout would load every module a second time."""
+    wrong = re.compile(rf"^\s*(from|import) ({'|'.join(LINKED)})\b", re.MULTILINE)
+    files = [*modules(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
+    assert [str(path) for path in files if wrong.search(path.read_text(encoding="utf-8"))] == []
 
 
 def lines_of(path: Path) -> int:

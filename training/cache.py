@@ -30,8 +30,8 @@ from specdec.cli.lock import only_writer
 from specdec.model.checkpoint import read_json
 from specdec.model.target import Target
 from specdec.remote import Remote
-from training.data import Batches, Sample, hold_out, load_samples
-from training.features.feature_cache import (
+from specdec.training.data import Batches, Sample, hold_out, load_samples
+from specdec.training.features.feature_cache import (
     MANIFEST,
     Form,
     check_same,
@@ -43,11 +43,11 @@ from training.features.feature_cache import (
     shard_path,
     wanted,
 )
-from training.features.online import online_features
-from training.features.vllm_files import VllmStates
-from training.objectives.losses import pieces
-from training.objectives.teacher import read_teacher
-from training.train import all_settings, build_drafter, load_some
+from specdec.training.features.online import online_features
+from specdec.training.features.vllm_files import VllmStates
+from specdec.training.objectives.losses import pieces
+from specdec.training.objectives.teacher import read_teacher
+from specdec.training.train import all_settings, build_drafter, load_some
 
 FLAG = "--from-vllm"
 

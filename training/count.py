@@ -21,8 +21,8 @@ from specdec.cli.files import check_writable, write_whole
 from specdec.cli.flags import command_parser
 from specdec.cli.reading import read_text
 from specdec.model.loader import load_texts
-from training.data import count_tokens, read_conversations, tokenise
-from training.loop.checkpoint import save_state
+from specdec.training.data import count_tokens, read_conversations, tokenise
+from specdec.training.loop.checkpoint import save_state
 
 
 def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:

@@ -18,13 +18,13 @@ from specdec import ranks
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.terminal import console
-from training.data import Batches
-from training.features.feature_cache import STORES, Form, shard_bounds
-from training.loop.footprint import shared_target, spread_target, step_bytes
-from training.loop.measure import STEPS, free_disk, free_memory, measure, process_memory
-from training.loop.parallel import join_processes
-from training.loop.trainer import Trainer
-from training.train import assemble
+from specdec.training.data import Batches
+from specdec.training.features.feature_cache import STORES, Form, shard_bounds
+from specdec.training.loop.footprint import shared_target, spread_target, step_bytes
+from specdec.training.loop.measure import STEPS, free_disk, free_memory, measure, process_memory
+from specdec.training.loop.parallel import join_processes
+from specdec.training.loop.trainer import Trainer
+from specdec.training.train import assemble
 
 SHARD_TOKENS = 65536  # as in conf/cache.yaml
 KEEPS = (None, 8, 64)

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.cli.files import replace_folder, write_whole
-from training.loop.checkpoint import save_state
-from training.loop.optim import Optimizers
+from specdec.training.loop.checkpoint import save_state
+from specdec.training.loop.optim import Optimizers
 
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 END = "<|end|>"

@@ -29,10 +29,10 @@ from specdec.engine.engine import Engine
 from specdec.model.loader import load_texts
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order, seed_of
+from specdec.structs import Sampling
 from specdec.text import encode_chat, read_prompts
-from specdec.types import Sampling
-from training.data import Message, Record, Tally, preset, read_messages, read_records
-from training.data.shards import Shards
+from specdec.training.data import Message, Record, Tally, preset, read_messages, read_records
+from specdec.training.data.shards import Shards
 
 
 @dataclass

@@ -18,7 +18,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.cli.terminal import console
 from specdec.model.loader import load_texts
-from training.data import Sample, Tally, preset, read_records, read_samples
+from specdec.training.data import Sample, Tally, preset, read_records, read_samples
 
 LEARNT = "black on bright_green"
 

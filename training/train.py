@@ -16,9 +16,6 @@ import transformers
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from drafters.formats import open_checkpoint
-from drafters.formats.convert import SERVERS, without_a_form
-from drafters.vocab import DraftVocab, most_frequent
 from specdec import ranks
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
@@ -26,21 +23,24 @@ from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
+from specdec.drafters.formats import open_checkpoint
+from specdec.drafters.formats.convert import SERVERS, without_a_form
+from specdec.drafters.vocab import DraftVocab, most_frequent
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
-from training.data import Batches, Sample, count_tokens, hold_out, load_samples
-from training.features.feature_cache import FeatureCache
-from training.features.online import online_features
-from training.features.signature import data_signature
-from training.loop.checkpoint import checkpoints
-from training.loop.evaluate import HELDOUT
-from training.loop.parallel import Processes, join_processes
-from training.loop.same_run import check_same_run
-from training.loop.settings import MANY, OnPolicy, TrainerConfig
-from training.loop.state import meaning
-from training.loop.trainer import Trainer
+from specdec.training.data import Batches, Sample, count_tokens, hold_out, load_samples
+from specdec.training.features.feature_cache import FeatureCache
+from specdec.training.features.online import online_features
+from specdec.training.features.signature import data_signature
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.evaluate import HELDOUT
+from specdec.training.loop.parallel import Processes, join_processes
+from specdec.training.loop.same_run import check_same_run
+from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
+from specdec.training.loop.state import meaning
+from specdec.training.loop.trainer import Trainer
 
 
 def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:

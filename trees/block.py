@@ -5,8 +5,8 @@ from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
-from specdec.types import DraftTree
-from trees.dynamic import Pool, select
+from specdec.structs import DraftTree
+from specdec.trees.dynamic import Pool, select
 
 MANY = 1 << 30  # nodes are not counted any further
 

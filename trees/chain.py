@@ -5,8 +5,8 @@ from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
-from specdec.types import DraftTree
-from trees.bounds import check_size
+from specdec.structs import DraftTree
+from specdec.trees.bounds import check_size
 
 
 class Chain:

@@ -10,9 +10,9 @@ from torch import Tensor
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.kernels import kernel_for
-from specdec.types import DraftTree
-from trees.ancestors import ancestors_of
-from trees.bounds import check_size
+from specdec.structs import DraftTree
+from specdec.trees.ancestors import ancestors_of
+from specdec.trees.bounds import check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes

@@ -12,8 +12,8 @@ from specdec.children import LIKELIEST, Coupled
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.sampling.noise import Noise, Seed, hashes_of
-from specdec.types import Sampling
-from trees.static import RankPath
+from specdec.structs import Sampling
+from specdec.trees.static import RankPath
 
 KEPT = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
 

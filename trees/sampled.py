@@ -9,9 +9,9 @@ from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
-from specdec.types import DraftTree
-from trees.ancestors import ancestors_of
-from trees.bounds import check_size
+from specdec.structs import DraftTree
+from specdec.trees.ancestors import ancestors_of
+from specdec.trees.bounds import check_size
 
 
 class SampledTree:

@@ -21,11 +21,11 @@ from pathlib import Path
 from specdec import registry
 from specdec.children import KINDS
 from specdec.contracts import TreePolicy
-from trees.block import MANY, BlockTree, most_nodes
-from trees.chain import Chain
-from trees.dynamic import DynamicTree
-from trees.sampled import SampledTree
-from trees.static import StaticTree
+from specdec.trees.block import MANY, BlockTree, most_nodes
+from specdec.trees.chain import Chain
+from specdec.trees.dynamic import DynamicTree
+from specdec.trees.sampled import SampledTree
+from specdec.trees.static import StaticTree
 
 TOPK, STEPS, NODES = 4, 5, 16  # where nothing else is said
 WORDS = ("topk", "steps", "num_draft_tokens")
@@ -49,7 +49,7 @@ class TreeSpec:
     file: str | None = None  # a name of conf/tree, or a file with `paths`
     expansion: tuple[int, ...] = ()  # of a drawn tree: children of each node, level by level
     paths: tuple[tuple[int, ...], ...] = ()  # of a static tree without a file
-    block: bool = False  # it is the best tree over a block (`trees.BlockTree`)
+    block: bool = False  # it is the best tree over a block (`specdec.trees.BlockTree`)
 
     def __post_init__(self) -> None:
         if min(self.topk, self.steps) < 1:
@@ -85,13 +85,13 @@ class TreeSpec:
 
     @classmethod
     def drawn(cls, expansion: Iterable[int]) -> "TreeSpec":
-        """Children drawn from the drafter, so many of each node, level by level (`trees.SampledTree`)."""
+        """Children drawn from the drafter, so many of each node, level by level (`specdec.trees.SampledTree`)."""
         policy = SampledTree(tuple(expansion))
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, None, policy.expansion)
 
     @classmethod
     def static(cls, paths: Iterable[Iterable[int]]) -> "TreeSpec":
-        """The tree of these paths of child ranks (`trees.StaticTree`); a chain, if it is one."""
+        """The tree of these paths of child ranks (`specdec.trees.StaticTree`); a chain, if it is one."""
         paths = tuple(sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)))
         policy = StaticTree(paths)
         if policy.num_draft_tokens == policy.steps + 1 and policy.topk == 1:
@@ -257,7 +257,7 @@ def describe(tree: TreePolicy) -> str:
 
 
 def load_tree(file: str | os.PathLike) -> StaticTree:
-    """The static tree of a YAML or JSON file with a list `paths`, such as lab/replay/optimal_tree.py writes.
+    """The static tree of a YAML or JSON file with a list `paths`, such as specdec/lab/replay/optimal_tree.py writes.
 
     Raises ValueError, one sentence, for anything else."""
     content = registry.read_yaml(file, "tree")

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 
-from drafters import draft_model, ngram
-from drafters.formats import (
+from specdec.acceptance import read_acceptance
+from specdec.contracts import Drafter
+from specdec.drafters import draft_model, ngram
+from specdec.drafters.formats import (
     dflash_layout,
     eagle,
     eagle3,
@@ -29,12 +31,10 @@ from drafters.formats import (
     vllm,
     vllm_blocks,
 )
-from drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
-from drafters.formats.maps import map_doubts
-from drafters.formats.token_map import read_token_map
-from drafters.layers import restrict
-from specdec.acceptance import read_acceptance
-from specdec.contracts import Drafter
+from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
+from specdec.drafters.formats.maps import map_doubts
+from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import DRAFT_DTYPES, read_headers, read_json, read_pickle, read_tensors, write_folder

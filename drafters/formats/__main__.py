@@ -1,7 +1,7 @@
 """The checkpoint doctor: draft checkpoints say less than they mean.
 
 It reads them strictly, says every convention in force, tries other readings, and writes other layouts bit for bit.
-`specdec doctor COMMAND --help` says more of one; `python -m drafters.formats` is the same.
+`specdec doctor COMMAND --help` says more of one; `python -m specdec.drafters.formats` is the same.
 """
 
 import argparse
@@ -9,13 +9,13 @@ import json
 import sys
 from pathlib import Path
 
-from drafters.formats import FAMILIES, Checkpoint, check, inspect, verdict, vllm
-from drafters.formats.convert import SERVERS, convert, export
-from drafters.formats.prompts import PROMPTS
-from drafters.formats.starting import command
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
+from specdec.drafters.formats import FAMILIES, Checkpoint, check, description, verdict, vllm
+from specdec.drafters.formats.convert import SERVERS, convert, export
+from specdec.drafters.formats.prompts import PROMPTS
+from specdec.drafters.formats.starting import command
 from specdec.model.checkpoint import read_json
 from specdec.model.names import bundled
 from specdec.text import read_prompts
@@ -60,8 +60,8 @@ def _paths(command: argparse.ArgumentParser) -> None:
 def main(arguments: list[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     if args.command == "inspect":
-        report = inspect.inspect(args.path)
-        print(json.dumps(report) if args.json else inspect.as_text(report))
+        report = description.inspect(args.path)
+        print(json.dumps(report) if args.json else description.as_text(report))
     elif args.command == "check":
         report = _check(args)
         print(json.dumps(verdict.as_json(report)) if args.json else verdict.as_text(report))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from drafters.layers import DraftShape
-from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 

@@ -6,7 +6,7 @@ are not read. Both servers gather taps in ascending order.
 
 import itertools
 
-from drafters.formats.dflash import BlockMeaning
+from specdec.drafters.formats.dflash import BlockMeaning
 
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 HEADS = {"vllm": (None, "markov"), "sglang": (None, "markov", "domino")}  # conditional heads that they know

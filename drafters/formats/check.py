@@ -13,13 +13,13 @@ from math import erfc, sqrt
 import torch
 from torch import Tensor
 
-from drafters.formats import Checkpoint, open_checkpoint
-from drafters.formats.base import Reading, Tensors
-from drafters.formats.evidence import Answer, Followed, batches, follow
-from drafters.formats.taps import Taps, search_taps
 from specdec.contracts import Drafter
+from specdec.drafters.formats import Checkpoint, open_checkpoint
+from specdec.drafters.formats.base import Reading, Tensors
+from specdec.drafters.formats.evidence import Answer, Followed, batches, follow
+from specdec.drafters.formats.taps import Taps, search_taps
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau_interval
+from specdec.engine.traces import tau_interval
 from specdec.text import encode_prompt
 
 LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
-from drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
-from drafters.formats.maps import read_vocab
-from drafters.layers import SharedHead
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
+from specdec.drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
+from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
+from specdec.drafters.formats.maps import read_vocab
+from specdec.drafters.layers import SharedHead
 from specdec.model.archs import read_config
 from specdec.model.archs.wrapped import inner_name, text_config
 from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder

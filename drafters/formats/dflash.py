@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drafters.block_forward import BlockForward
-from drafters.conditional import HEADS, Confidence, head_of
-from drafters.dflash import BlockDrafter
-from drafters.formats.base import (
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.conditional import HEADS, Confidence, head_of
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats.base import (
     Meaning,
     Reading,
     Tensors,
@@ -24,11 +24,11 @@ from drafters.formats.base import (
     rope_readings,
     shape_faults,
 )
-from drafters.formats.dflash_names import CONVOLUTIONS, parameters
-from drafters.formats.fields import fill, read_shape, rows_of, shape_fields
-from drafters.formats.maps import describe_vocab, map_fault, read_vocab
-from drafters.layers import DraftShape
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.dflash_names import CONVOLUTIONS, parameters
+from specdec.drafters.formats.fields import fill, read_shape, rows_of, shape_fields
+from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.vocab import DraftVocab
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen

@@ -5,11 +5,11 @@ Traps: a window ends at the slot that looks in z-lab's and SpecForge's code, and
 DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own loop reads its last slots.
 """
 
-from drafters.block_forward import BlockForward
-from drafters.dflash import BlockDrafter
-from drafters.formats.base import Family, Layout, TargetFacts, Tensors
-from drafters.formats.block_servers import refuse
-from drafters.formats.dflash import (
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors
+from specdec.drafters.formats.block_servers import refuse
+from specdec.drafters.formats.dflash import (
     ALREADY,
     MARKOV,
     BlockMeaning,
@@ -26,10 +26,10 @@ from drafters.formats.dflash import (
     retap,
     streams,
 )
-from drafters.formats.eagle3_layout import check_list
-from drafters.formats.fields import dtype_name
-from drafters.formats.maps import membership
-from drafters.formats.speculators import kind_of, nested_config, speculators_fields
+from specdec.drafters.formats.eagle3_layout import check_list
+from specdec.drafters.formats.fields import dtype_name
+from specdec.drafters.formats.maps import membership
+from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}

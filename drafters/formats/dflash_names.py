@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from drafters.conditional import HEADS
-from drafters.dflash import BlockDrafter
-from drafters.formats.fields import layer_parameters
+from specdec.drafters.conditional import HEADS
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats.fields import layer_parameters
 from specdec.model.checkpoint import fused, whole
 
 PARTS = {  # of a conditional head

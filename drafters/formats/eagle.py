@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.eagle import Eagle
-from drafters.formats.base import (
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.formats.base import (
     Family,
     Layout,
     Meaning,
@@ -32,7 +32,7 @@ from drafters.formats.base import (
     rope_readings,
     shape_faults,
 )
-from drafters.formats.fields import (
+from specdec.drafters.formats.fields import (
     dtype_name,
     fill,
     held,
@@ -42,9 +42,9 @@ from drafters.formats.fields import (
     shape_fields,
     shapes_of,
 )
-from drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
-from drafters.layers import DraftShape
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 
 TITLE = "EAGLE-1/2"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drafters.eagle3 import Eagle3, Eagle3Forward
-from drafters.formats.base import (
+from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
+from specdec.drafters.formats.base import (
     Family,
     Meaning,
     Reading,
@@ -24,10 +24,10 @@ from drafters.formats.base import (
     rope_readings,
     shape_faults,
 )
-from drafters.formats.fields import fill, layer_parameters, rows_of
-from drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
-from drafters.layers import DraftShape, SharedHead
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.fields import fill, layer_parameters, rows_of
+from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
+from specdec.drafters.layers import DraftShape, SharedHead
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 from specdec.model.target import check_taps
 

@@ -6,9 +6,9 @@ Names of tensors map to (parameter, first row, number of rows): fused parameters
 import torch
 from torch import Tensor, nn
 
-from drafters.layers import DraftShape
-from drafters.moe import MoE
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.moe import MoE
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_rope, rope_fields
 from specdec.model.checkpoint import StrictFill, fused, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape

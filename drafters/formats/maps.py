@@ -7,8 +7,8 @@ A drafter with a wrong map drafts nothing that is accepted.
 import torch
 from torch import Tensor
 
-from drafters.formats.base import Reading, Tensors
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.base import Reading, Tensors
+from specdec.drafters.vocab import DraftVocab
 
 
 def ids_of(d2t: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.formats.base import (
+from specdec.drafters.formats.base import (
     Family,
     Layout,
     Meaning,
@@ -20,9 +20,9 @@ from drafters.formats.base import (
     ids_faults,
     one_tap,
 )
-from drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
-from drafters.medusa import Medusa, MedusaShape
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
+from specdec.drafters.medusa import Medusa, MedusaShape
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 
 

@@ -11,10 +11,10 @@ vocabulary. q, k and v have biases if the config says so, which the tensors show
 
 import dataclasses
 
-from drafters.formats import eagle3_layout
-from drafters.formats.base import Layout, TargetFacts, Tensors
-from drafters.formats.eagle3 import Eagle3Meaning
-from drafters.formats.speculators import kind_of, renamed
+from specdec.drafters.formats import eagle3_layout
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.eagle3 import Eagle3Meaning
+from specdec.drafters.formats.speculators import kind_of, renamed
 
 PREFIX = "eagle_module."
 TRAINING_NAMES = {

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from drafters.formats.base import (
+from specdec.drafters.formats.base import (
     Family,
     Layout,
     Meaning,
@@ -25,7 +25,7 @@ from drafters.formats.base import (
     rope_readings,
     shape_faults,
 )
-from drafters.formats.fields import (
+from specdec.drafters.formats.fields import (
     dtype_name,
     fill,
     held,
@@ -35,9 +35,9 @@ from drafters.formats.fields import (
     shape_fields,
     shapes_of,
 )
-from drafters.layers import DraftShape
-from drafters.mtp import Mtp, MtpForward
-from drafters.vocab import DraftVocab
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.mtp import Mtp, MtpForward
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 from specdec.schema import check
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from drafters.formats.base import (
+from specdec.drafters.formats.base import (
     Family,
     Layout,
     Meaning,
@@ -24,11 +24,11 @@ from drafters.formats.base import (
     describe_shape,
     shape_faults,
 )
-from drafters.formats.fields import fill, layer_parameters, read_shape, shapes_of
-from drafters.layers import DraftShape
-from drafters.moe import Experts, MoE
-from drafters.mtp import Mtp, MtpForward, MtpLayer
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.fields import fill, layer_parameters, read_shape, shapes_of
+from specdec.drafters.layers import DraftShape
+from specdec.drafters.moe import Experts, MoE
+from specdec.drafters.mtp import Mtp, MtpForward, MtpLayer
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 
 MIMO, QWEN = "model.mtp_layers.", "mtp."

@@ -12,10 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_faults, describe_rope
-from drafters.formats.fields import dtype_name, fill, rows_of
-from drafters.pard import Pard, PardForward
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.base import (
+    Family,
+    Layout,
+    Meaning,
+    Reading,
+    TargetFacts,
+    Tensors,
+    check_faults,
+    describe_rope,
+)
+from specdec.drafters.formats.fields import dtype_name, fill, rows_of
+from specdec.drafters.pard import Pard, PardForward
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
 from specdec.model.checkpoint import check_shapes
 from specdec.model.loader import target_parameters

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drafters.formats import eagle3, eagle3_layout, speculators
-from drafters.formats.base import Family, Layout, Reading, TargetFacts, Tensors, check_faults, check_target
-from drafters.formats.eagle3 import Eagle3Meaning
-from drafters.formats.fields import fill, layer_parameters, rows_of
-from drafters.formats.maps import read_vocab
-from drafters.layers import SharedHead
-from drafters.peagle import PEagle
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats import eagle3, eagle3_layout, speculators
+from specdec.drafters.formats.base import Family, Layout, Reading, TargetFacts, Tensors, check_faults, check_target
+from specdec.drafters.formats.eagle3 import Eagle3Meaning
+from specdec.drafters.formats.fields import fill, layer_parameters, rows_of
+from specdec.drafters.formats.maps import read_vocab
+from specdec.drafters.layers import SharedHead
+from specdec.drafters.peagle import PEagle
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes, whole
 from specdec.model.target import check_taps
 

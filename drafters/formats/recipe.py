@@ -1,8 +1,8 @@
 """The layout of drafters that nobody has published yet: the YAML that made them, and their parameters by name.
 
-config.json holds `recipe`: the `_target_` of conf/drafter/NAME.yaml, which is a `create` function under `drafters`, and
-its settings. Loading calls that function again and fills every parameter. A new drafter needs no layout of its own
-until other programs read it.
+config.json holds `recipe`: the `_target_` of conf/drafter/NAME.yaml, which is a `create` function under
+`specdec.drafters`, and its settings. Loading calls that function again and fills every parameter. A new drafter needs
+no layout of its own until other programs read it.
 """
 
 import pkgutil
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target
-from drafters.formats.fields import fill, read_ids
-from drafters.vocab import DraftVocab
 from specdec.contracts import Drafter
+from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target
+from specdec.drafters.formats.fields import fill, read_ids
+from specdec.drafters.vocab import DraftVocab
 
 IDS = "draft_ids"
 
@@ -30,9 +30,13 @@ def construct(meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Dr
     config = meaning.config
     recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
     check_target(config.get("hidden_size"), vocab, target, name)
-    module, _, function = str(recipe.pop("_target_", "")).rpartition(".")
-    if not module.startswith("drafters."):  # a checkpoint must not choose what code runs
-        raise ValueError(f"{name}: the recipe's _target_ must be a function under `drafters`, got {module}.{function}")
+    named = str(recipe.pop("_target_", ""))
+    # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
+    module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
+    if not module.startswith("specdec.drafters."):  # a checkpoint must not choose what code runs
+        raise ValueError(
+            f"{name}: the recipe's _target_ must be a function under `specdec.drafters`, got {module}.{function}"
+        )
     try:
         create = pkgutil.resolve_name(f"{module}:{function}")
     except (ImportError, AttributeError):

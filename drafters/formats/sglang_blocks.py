@@ -4,9 +4,9 @@ Traps: the class is chosen by `architectures` alone, and DSpark's reads `markov_
 gives the inputs of its layers, so it has no last hidden state; that is an error at the first prompt.
 """
 
-from drafters.formats import dflash_layout
-from drafters.formats.base import Layout, TargetFacts, Tensors
-from drafters.formats.dflash import BlockMeaning
+from specdec.drafters.formats import dflash_layout
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.dflash import BlockMeaning
 
 
 def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

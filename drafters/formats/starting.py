@@ -4,9 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
-from drafters.formats import Checkpoint
-from drafters.formats.eagle import TOKEN_MAP
-from drafters.formats.speculators import SPECULATIVE_TOKENS
+from specdec.drafters.formats import Checkpoint
+from specdec.drafters.formats.eagle import TOKEN_MAP
+from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
 
 
 def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:

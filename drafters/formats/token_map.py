@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafters.vocab import DraftVocab
 from specdec.cli.reading import parse_json, read_text
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import read_pickle
 
 

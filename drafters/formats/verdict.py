@@ -2,8 +2,8 @@
 
 import textwrap
 
-from drafters.formats.check import HARDLY, LEVEL, Outcome, Report
 from specdec.cli.flags import help_width
+from specdec.drafters.formats.check import HARDLY, LEVEL, Outcome, Report
 
 COLUMNS = "{:>5}  {:13} {:17} {:9}{}"
 

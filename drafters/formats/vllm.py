@@ -16,11 +16,11 @@ import dataclasses
 
 import torch
 
-from drafters.formats import eagle, medusa, speculators
-from drafters.formats.base import Layout, TargetFacts, Tensors
-from drafters.formats.eagle import EMBEDDING, EagleMeaning
-from drafters.formats.eagle3 import Eagle3Meaning
-from drafters.formats.medusa import MedusaMeaning
+from specdec.drafters.formats import eagle, medusa, speculators
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.eagle import EMBEDDING, EagleMeaning
+from specdec.drafters.formats.eagle3 import Eagle3Meaning
+from specdec.drafters.formats.medusa import MedusaMeaning
 
 INPUT_NORM = "input_norm.weight"
 FINAL_NORM = {"input_norm_means": "final_norm"}  # ours, so that the file is read as what it was written from

@@ -5,10 +5,10 @@ Traps: a `speculators` config whose `sliding_window_non_causal` is false makes e
 window too. z-lab's `is_causal` speaks of all layers as well. The last hidden state is the one before the final norm.
 """
 
-from drafters.formats import dflash_layout
-from drafters.formats.base import Layout, TargetFacts, Tensors
-from drafters.formats.dflash import BlockMeaning
-from drafters.formats.vllm import needed
+from specdec.drafters.formats import dflash_layout
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.dflash import BlockMeaning
+from specdec.drafters.formats.vllm import needed
 
 
 def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from specdec.types import DraftTree
+from specdec.structs import DraftTree
 
 
 def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:

@@ -18,8 +18,8 @@ from specdec.cli.session import Session
 from specdec.cli.settings import DRAFTING, NOT_A_TREE, parse_with_settings
 from specdec.cli.summary import print_summary, summarise
 from specdec.text import read_prompts
+from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings
-from trees.spec import TreeSettings
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,7 +22,10 @@ AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
 # Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
-READ_BY = {"trainer": "training.loop.settings.TrainerConfig", "data.on_policy": "training.loop.settings.OnPolicy"}
+READ_BY = {
+    "trainer": "specdec.training.loop.settings.TrainerConfig",
+    "data.on_policy": "specdec.training.loop.settings.OnPolicy",
+}
 # Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
 FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
 

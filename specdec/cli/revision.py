@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NOTE = ROOT / "build" / "wheels" / "REVISION"
-ROOMS = ("specdec", "drafters", "trees", "training", "lab", "conf", "scripts", "tests")
+ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts", "tests")  # rglob follows no links
 
 
 def revision() -> str | None:

@@ -20,8 +20,8 @@ from specdec.engine.sequence import check_prompt
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.text import check_stops, clean, encode_prompt
+from specdec.trees.spec import TreeSettings
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
-from trees.spec import TreeSettings
 
 KEPT = 256 << 20  # bytes for the turns of a chat, which each turn sends again
 

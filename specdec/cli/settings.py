@@ -12,9 +12,9 @@ from dataclasses import fields
 from specdec.api import ModelSettings
 from specdec.cli.flags import kind_of
 from specdec.registry import read_yaml
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees.spec import WORDS, TreeSettings
 from specdec.verify import VerifierSettings
-from trees.spec import WORDS, TreeSettings
 
 REPORT = "report"
 # Every key and its type. A path is a text here.

@@ -5,8 +5,8 @@ import re
 from specdec.cli.decoding import Decoded, merged
 from specdec.cli.session import Session
 from specdec.machine import matmul_precision
+from specdec.trees.spec import describe, shape_of
 from specdec.verify import in_words
-from trees.spec import describe, shape_of
 
 READ = (("feedback", "feeds back"), ("token map", "token map"))
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice

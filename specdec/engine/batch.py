@@ -26,7 +26,7 @@ from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.sampling.filters import settings_of
 from specdec.sampling.penalties import Penalties
-from specdec.types import Sampling, SamplingBatch, Survivors
+from specdec.structs import Sampling, SamplingBatch, Survivors
 
 PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.2 to 0.07 of a plain round of 4 to 32 rows.
 

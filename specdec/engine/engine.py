@@ -24,7 +24,7 @@ from specdec.model.target import Target
 from specdec.sampling.filters import settings_of
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
-from specdec.types import Sampling, Verifier
+from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match
 
 

@@ -2,7 +2,7 @@
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
-from specdec.types import Verifier
+from specdec.structs import Verifier
 
 
 def check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:

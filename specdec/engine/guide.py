@@ -15,7 +15,7 @@ from specdec.adaptive import Draft, Outcome, Policy
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.held import Held
 from specdec.engine.sequence import Sequence
-from specdec.types import DraftTree, Survivors, Verdict
+from specdec.structs import DraftTree, Survivors, Verdict
 
 NEVER = -30.0  # what policies are told in the place of the log-probability of nothing, by which none can reckon
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
-from specdec.types import Survivors
+from specdec.structs import Survivors
 
 HOLD = 32  # positions that the drafter absorbs at once
 MOST_PARTS = 256  # beyond these they are made one

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specdec.engine.sequence import Sequence
 from specdec.sampling.grammar import masked
-from specdec.types import DraftTree
+from specdec.structs import DraftTree
 
 
 class Masks:

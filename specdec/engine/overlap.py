@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.engine.batch import Batch
 from specdec.engine.round import RoundOutput
 from specdec.engine.sequence import Sequence
-from specdec.types import Sampling, SamplingBatch
+from specdec.structs import Sampling, SamplingBatch
 
 
 @dataclass

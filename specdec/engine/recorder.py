@@ -14,11 +14,11 @@ from specdec import __version__
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence
-from specdec.engine.trace import RowTrace
+from specdec.engine.traces import RowTrace
 from specdec.machine import matmul_precision
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Seed
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verifier
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verifier
 from specdec.verify.walk import of_parent
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.engine.clock import Clock
 from specdec.engine.sequence import Sequence
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
 
 
 class Reads(IntEnum):

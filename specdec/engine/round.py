@@ -26,7 +26,7 @@ from specdec.sampling.draws import sample
 from specdec.sampling.likely import logprobs_of, top
 from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 
 
 @dataclass

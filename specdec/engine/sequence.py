@@ -4,10 +4,10 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specdec.engine.trace import RowTrace
+from specdec.engine.traces import RowTrace
 from specdec.sampling.grammar import Grammar, Matcher
 from specdec.sampling.noise import Seed
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 MOST_LIKELY = 20  # as OpenAI's interface has it
 

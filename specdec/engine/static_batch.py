@@ -12,7 +12,7 @@ from specdec.engine.guide import Watch
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.engine.static_rows import StaticRows
-from specdec.types import DraftTree, Verdict
+from specdec.structs import DraftTree, Verdict
 
 STEP = 256  # slots: the least bucket, and what the room of caches is a multiple of
 EMITTED = ("tokens", "n", "logprobs", "likely", "likely_logprobs")  # of `RoundOutput`, what the host reads of any round

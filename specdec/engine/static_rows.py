@@ -16,7 +16,7 @@ from specdec.engine.masks import Masks
 from specdec.engine.round import Round, RoundOutput, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Sequence
 from specdec.model.cache import KVCache
-from specdec.types import Sampling, SamplingBatch, Survivors
+from specdec.structs import Sampling, SamplingBatch, Survivors
 
 VACANT = "vacant"
 

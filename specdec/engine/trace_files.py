@@ -16,7 +16,7 @@ from specdec.cli.files import check_makeable, check_replaceable, replace_folder
 from specdec.cli.reading import parse_json
 from specdec.engine.recorder import NODE_FIELDS, Trace, TracedRound, TracedRow, TracedTree
 from specdec.model.checkpoint import read_json
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 FORMAT, VERSION = "specdec trace", 1
 HEADER = "trace.json"

@@ -4,7 +4,7 @@ Code that can use a kernel asks `kernel_for` for it, once per decoding where tha
 torch. Triton is not imported before a kernel is chosen.
 
 A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
-`launches`, in tests/kernels; and its case in lab/bench/formulas.py.
+`launches`, in tests/kernels; and its case in specdec/lab/bench/formulas.py.
 
     name                 computes                                          in place of
     tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
@@ -14,9 +14,9 @@ A new kernel is its file, with the formula, `reference` and `launch`; its name i
     gated                act(gate) * up                                    the middle of layers.GatedMLP
     head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
     filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.draws.sample
-    norm_pair            two RMSNorms side by side                         drafters.layers.side_by_side
-    tree_level           a level of a dynamic tree: scores and the best    trees.dynamic.next_level
-    tree_select          the tree of a pool's best candidates              trees.dynamic.best_tree
+    norm_pair            two RMSNorms side by side                         specdec.drafters.layers.side_by_side
+    tree_level           a level of a dynamic tree: scores and the best    specdec.trees.dynamic.next_level
+    tree_select          the tree of a pool's best candidates              specdec.trees.dynamic.best_tree
 """
 
 import functools

@@ -262,7 +262,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32, in units of the logits.
 
-    temperature must be above 0; the filters are those of `types.Sampling`. keys [R,2] int32: as `RoundNoise.keys_at`
+    temperature must be above 0; the filters are those of `structs.Sampling`. keys [R,2] int32: as `RoundNoise.keys_at`
     gives them. parts: of a row, a power of two; None for so
     many that RESIDENT programs run on each multiprocessor."""
     rows, vocab = logits.shape

@@ -5,7 +5,7 @@
     best = the candidates of the W largest scores, best first, of equal ones the first
     of each best one: its score, its token, its parent w, its place first + c, and what it sees: what w sees, and itself
 
-In torch: `trees.dynamic.next_level`. A row of the batch is one program.
+In torch: `specdec.trees.dynamic.next_level`. A row of the batch is one program.
 """
 
 from typing import NamedTuple

@@ -5,7 +5,7 @@ ones the first. With the root as node 0 they are the nodes of the tree, in the s
 
     depth[i] = depth[parents[i]] + 1        ancestors[i,j] = (j == i) or ancestors[parents[i],j]
 
-In torch: `trees.dynamic.best_tree`. A row of the batch is one program. It finds the (N-1)th largest score by
+In torch: `specdec.trees.dynamic.best_tree`. A row of the batch is one program. It finds the (N-1)th largest score by
 bisection over the order of floats. Running counts of what is kept are the nodes' numbers. Then it walks up from all
 nodes at once, as many steps as the tree is deep.
 """

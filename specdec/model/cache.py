@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec.kernels import kernel_for
 from specdec.model import native
-from specdec.types import Survivors
+from specdec.structs import Survivors
 
 
 def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:

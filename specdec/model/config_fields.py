@@ -91,7 +91,7 @@ class ConfigFields:
 
 
 # Numbers that a checkpoint can be opened with, though nothing can be computed with them: the doctor tells of them, and
-# tries others (`drafters.formats.base.shape_faults`).
+# tries others (`specdec.drafters.formats.base.shape_faults`).
 DIAGNOSED = (
     "rope_theta",
     "factor",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.types import Survivors
+from specdec.structs import Survivors
 
 State = dict[str, Tensor]  # by name, each [R, ...]
 # A layer over T positions from a state, which it may change: (x [R,T,H], state) -> (what it makes of x, state after).

@@ -7,7 +7,7 @@ from specdec.kernels import kernel_for
 from specdec.model import native
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import RoundNoise
-from specdec.types import PENALTIES, Sampling, SamplingBatch
+from specdec.structs import PENALTIES, Sampling, SamplingBatch
 
 # What the kernel knows; penalties are in the logits already.
 IN_KERNEL = {"temperature", "top_k", "top_p", "min_p", *PENALTIES}

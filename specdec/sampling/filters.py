@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.types import Sampling, SamplingBatch
+from specdec.structs import Sampling, SamplingBatch
 
 
 def settings_of(samplings: Sequence[Sampling], device: torch.device) -> Sampling | SamplingBatch:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.types import DraftTree, Sampling
+from specdec.structs import DraftTree, Sampling
 
 
 class Penalties:

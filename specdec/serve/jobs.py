@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from specdec.engine.sequence import Sequence, Stop
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
 

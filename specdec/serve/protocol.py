@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 from specdec.cli.limits import MOST
 from specdec.engine.sequence import MOST_LIKELY
 from specdec.schema import SHOWN, check_value, ranged, shown
+from specdec.structs import FILTERS, Sampling
 from specdec.text import check_stops, clean
-from specdec.types import FILTERS, Sampling
 
 MOST_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -30,8 +30,8 @@ from specdec.serve.metrics import Metrics
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Limits, Service
 from specdec.serve.speculation import Speculation
+from specdec.trees.spec import AUTO, TreeSettings, TreeSpec
 from specdec.verify import VerifierSettings
-from trees.spec import AUTO, TreeSettings, TreeSpec
 
 CHAIN, POLICY = TreeSpec(topk=1, steps=3), "ema"  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more

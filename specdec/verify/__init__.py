@@ -6,7 +6,7 @@ conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, 
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from specdec import registry
-from specdec.types import Verifier
+from specdec.structs import Verifier
 from specdec.verify.block import BlockVerification
 from specdec.verify.match import SampleAndMatch, sample_and_match
 from specdec.verify.rejection import MultiRoundRejection

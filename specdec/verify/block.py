@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import accept, at, bonus_of, coins_of, of_parent, residual
 
 

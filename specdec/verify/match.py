@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specdec.sampling.draws import sample
 from specdec.sampling.noise import RoundNoise
-from specdec.types import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
 from specdec.verify.walk import follow
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from specdec.model import native
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
-from specdec.types import DraftTree, Verdict
+from specdec.structs import DraftTree, Verdict
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from helpers import run_here
 
-from lab.sweep.sweep_command import main as sweep
 from specdec.cli import jobs
+from specdec.lab.sweep.sweep_command import main as sweep
 
 ROOT = Path(__file__).parents[2]
 

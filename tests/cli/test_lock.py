@@ -13,7 +13,7 @@ from test_cache import CONVERSATIONS, composed
 from wrong_inputs import call
 
 from specdec.cli.lock import only_writer
-from training import cache, train
+from specdec.training import cache, train
 
 HOLD = "import sys; from pathlib import Path; from specdec.cli.lock import only_writer\n"
 HOLD += "with only_writer(Path(sys.argv[1]), inside=sys.argv[2] == 'inside'):\n    print('held', flush=True); input()\n"

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from lab.machine import provenance
 from scripts import gpu_wheels
 from specdec.cli import revision
+from specdec.lab.machine import provenance
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_changes_are_told(monkeypatch):
     told = {"rev-parse": "abc123", "status": ""}
     monkeypatch.setattr(revision, "_git", lambda *words: told[words[0]])
     assert revision.revision() == "abc123"
-    told["status"] = " M lab/machine.py"
+    told["status"] = " M specdec/lab/machine.py"
     assert revision.revision() == "abc123+changes"
 
 

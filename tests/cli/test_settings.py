@@ -9,9 +9,9 @@ import pytest
 from specdec.api import ModelSettings
 from specdec.cli import generate as command
 from specdec.cli.settings import KINDS, parse_with_settings, read_settings
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings
-from trees.spec import TreeSettings
 
 
 @pytest.fixture

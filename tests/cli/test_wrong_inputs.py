@@ -16,7 +16,7 @@ from specdec.model.checkpoint import read_json
 from specdec.model.config_fields import check_config
 from specdec.schema import check, ranged
 from specdec.text import read_prompts
-from training.data import read_conversations
+from specdec.training.data import read_conversations
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from helpers import pvalue_of_tokens_2_and_3, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-import drafters
-from drafters.formats import load_drafter, save_drafter
+from specdec import drafters
+from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from training.objectives.eagle3 import Eagle3Objective
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.trees import Chain, DynamicTree
 
 PAGE = Path(__file__).parents[2] / "docs" / "add_a_drafter.md"
 BLOCK = re.compile(r"```\w+ file=(\S+)\n(.*?)```", re.DOTALL)
@@ -30,7 +30,7 @@ def recipe(tmp_path, monkeypatch):
     (tmp_path / "toy.py").write_text(files["drafters/toy.py"])
     monkeypatch.setattr(drafters, "__path__", [*drafters.__path__, str(tmp_path)])
     yield OmegaConf.to_container(OmegaConf.create(files["conf/drafter/toy.yaml"]))
-    sys.modules.pop("drafters.toy", None)
+    sys.modules.pop("specdec.drafters.toy", None)
 
 
 def test_the_page(recipe, tmp_path):
@@ -69,5 +69,5 @@ def test_a_checkpoint_does_not_choose_what_code_runs(recipe, tmp_path):
     drafter = instantiate({k: v for k, v in recipe.items() if k != "draft_vocab_size"}, target=target)
     drafter.recipe = {"_target_": "os.system", "command": "true"}
     save_drafter(drafter, tmp_path / "draft", target)
-    with pytest.raises(ValueError, match="must be a function under `drafters`"):
+    with pytest.raises(ValueError, match="must be a function under `specdec.drafters`"):
         load_drafter(tmp_path / "draft", target)

@@ -8,15 +8,15 @@ from golden_blocks import GOLDEN, golden_drafter, golden_heads
 from helpers import assert_close_in_fp32
 from safetensors.torch import load_file
 
-from drafters.block_forward import BlockForward
-from drafters.conditional import HEADS, Confidence, Domino
-from drafters.dflash import BlockDrafter
-from drafters.formats.dflash import MARKOV
-from drafters.formats.dflash_names import BARE, PARTS
-from drafters.vocab import DraftVocab
 from specdec.contracts import DraftState
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.conditional import HEADS, Confidence, Domino
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats.dflash import MARKOV
+from specdec.drafters.formats.dflash_names import BARE, PARTS
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear
-from trees.chain import Chain
+from specdec.trees.chain import Chain
 
 
 def absorb(drafter: BlockDrafter, reference: dict, prefix: str, number: int, seen: int) -> DraftState:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from helpers import LEARNERS, tiny_drafter, tiny_target
 
-from drafters.recurrent import RecurrentDrafter
 from specdec.children import LIKELIEST
 from specdec.contracts import Drafter
+from specdec.drafters.recurrent import RecurrentDrafter
 
 KINDS = [kind for kind in LEARNERS if "medusa" not in kind]
 LENS, STEPS = (9, 4, 1), 5

@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers import save_hf, tiny_target
 
-from drafters import draft_model
-from drafters.draft_model import DraftModel
-from drafters.formats import load_drafter
+from specdec.drafters import draft_model
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
-from trees import Chain, DynamicTree, StaticTree
+from specdec.trees import Chain, DynamicTree, StaticTree
 
 NONE = frozenset()
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]

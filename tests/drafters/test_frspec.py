@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import LEARNERS, run_here, tiny_drafter, tiny_target
 
-from drafters.layers import restrict
+from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
-from training.count import main as count
-from trees import Chain, DynamicTree
+from specdec.training.count import main as count
+from specdec.trees import Chain, DynamicTree
 
 MAP = torch.tensor([12, 3, 0, 7, 16, 5, 9, 1])  # by frequency, not by id
 

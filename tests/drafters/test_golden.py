@@ -10,9 +10,9 @@ from golden_blocks import golden_target
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafters.formats import eagle3, recognise
-from training.objectives.eagle3 import Eagle3Objective
-from trees import DynamicTree
+from specdec.drafters.formats import eagle3, recognise
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.trees import DynamicTree
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("eagle2", "eagle3", "eagle3_mask")

@@ -18,11 +18,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
-from drafters.formats import load_drafter, mtp_inside
+from specdec.drafters.formats import load_drafter, mtp_inside
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
-from trees import Chain, DynamicTree
+from specdec.trees import Chain, DynamicTree
 
 H, V, LAYERS = 48, 61, 2
 CONFIG = {

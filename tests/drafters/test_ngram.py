@@ -7,12 +7,12 @@ import torch
 from helpers import tiny_target
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from drafters import ngram
-from drafters.formats import load_drafter
-from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST
+from specdec.drafters import ngram
+from specdec.drafters.formats import load_drafter
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
-from trees import Chain, DynamicTree
+from specdec.trees import Chain, DynamicTree
 
 V = 5
 

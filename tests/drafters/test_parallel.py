@@ -6,10 +6,10 @@ from golden_blocks import GOLDEN, golden_parallel
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
-from drafters import pard, peagle, unroll_chains
+from specdec.drafters import pard, peagle, unroll_chains
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
-from trees import BlockTree, Chain
+from specdec.trees import BlockTree, Chain
 
 
 @pytest.mark.parametrize("layout", ["peagle", "peagle_speculators"])

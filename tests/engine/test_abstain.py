@@ -7,19 +7,19 @@ import torch
 from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
 from tape import NoHostSync
 
-from drafters import ngram
-from drafters.draft_model import DraftModel
-from lab.trace import metrics
-from lab.wrapped import WrappedDrafter
+from specdec.drafters import ngram
+from specdec.drafters.draft_model import DraftModel
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.sequence import Sequence
 from specdec.engine.trace_files import read_trace, write_trace
-from specdec.types import Sampling
+from specdec.lab.traces import metrics
+from specdec.lab.wrapped import WrappedDrafter
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import BlockVerification, MultiRoundRejection, SampleAndMatch
-from trees import Chain, DynamicTree, SampledTree, StaticTree
 
 TREES = {
     "chain": Chain(4),

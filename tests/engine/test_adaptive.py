@@ -27,8 +27,8 @@ from specdec.adaptive.costed import (
 from specdec.adaptive.survival import BEGIN, FIRST, LATELY, LOOK, SELDOM_LOOKS
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
-from specdec.types import Sampling
-from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+from specdec.structs import Sampling
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1], [9, 9, 9, 9]]
 KINDS = ("eagle3", "mtp-two-heads-pre-norm", "medusa", "suffix", "draft-model", "dspark")

@@ -14,7 +14,7 @@ from test_overlap import SAMPLED
 from specdec.engine.compiled import aside, build
 from specdec.engine.engine import Engine
 from specdec.model import native
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

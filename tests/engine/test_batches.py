@@ -9,9 +9,9 @@ import torch
 from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
-from drafters.draft_model import DraftModel
 from scripts import batch_chart
 from specdec.api import DEMO_TARGET, generate
+from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.sampling.draws import sample
@@ -19,11 +19,11 @@ from specdec.sampling.filters import filtered_probs
 from specdec.sampling.likely import top_logprobs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.sampling.penalties import Penalties
+from specdec.structs import DraftTree, Sampling, SamplingBatch
 from specdec.text import StopStrings, TextStream
-from specdec.types import DraftTree, Sampling, SamplingBatch
+from specdec.trees import Chain, DynamicTree, SampledTree
+from specdec.trees.ancestors import ancestors_of
 from specdec.verify import VERIFIERS, make_verifier
-from trees import Chain, DynamicTree, SampledTree
-from trees.ancestors import ancestors_of
 
 CPU = torch.device("cpu")
 HEAVY = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.3)

@@ -12,8 +12,8 @@ from specdec.engine import static_batch
 from specdec.engine.engine import Engine
 from specdec.model import rope
 from specdec.model.layers import RMSNorm
-from specdec.types import Sampling
-from trees import DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import DynamicTree
 
 launching = partial(Engine, compact=False)
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}

@@ -11,8 +11,8 @@ from test_graphs import SHORT, assert_same, launching, outcome
 from specdec.calibrate import make_policy
 from specdec.engine.engine import Engine
 from specdec.engine.guide import NEVER
-from specdec.types import Sampling
-from trees import BlockTree, Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import BlockTree, Chain, DynamicTree
 
 SAMPLED = Sampling(0.8)
 

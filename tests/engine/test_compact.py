@@ -15,9 +15,9 @@ from specdec.engine.recorder import Recorder
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.model.hf_target import TransformersTarget
-from specdec.types import Sampling, Survivors
+from specdec.structs import Sampling, Survivors
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import make_verifier
-from trees import Chain, DynamicTree, SampledTree
 
 EOS = frozenset([11])
 

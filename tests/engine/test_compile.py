@@ -8,7 +8,7 @@ from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
-from trees import Chain
+from specdec.trees import Chain
 
 try:
     COMPILER = native.compiler()

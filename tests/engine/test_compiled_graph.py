@@ -10,7 +10,7 @@ from tape import Tape
 from test_graphs import CAPTURABLE, POLICIES, SHORT, launching, parts
 from test_overlap import SAMPLED, assert_same, outcome
 
-from drafters import ngram
+from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build, rewrite
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run
@@ -19,9 +19,9 @@ from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model import cpu_linear
 from specdec.model.target import Target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain, SampledTree
 from specdec.verify import VERIFIERS, make_verifier
-from trees import Chain, SampledTree
 
 
 class Interpreted(CompiledRounds):

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 from helpers import tiny_drafter, tiny_target
 
-from lab.bench.drift import DriftCase, MemoryGrowth, MemoryMark, decode_all, different
-from lab.cost.memory import resident_bytes
 from scripts.drift_check import arguments, draw_case, main, make_engine
 from specdec.api import load_target
 from specdec.engine.engine import Engine
-from trees import DynamicTree
+from specdec.lab.bench.drift import DriftCase, MemoryGrowth, MemoryMark, decode_all, different
+from specdec.lab.cost.memory import resident_bytes
+from specdec.trees import DynamicTree
 
 CASES = [DriftCase.draw(0, number, vocab=17, longest_prompt=12, most_new=8) for number in range(80)]
 

@@ -8,8 +8,8 @@ from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
-from specdec.types import Sampling
-from trees import Chain, DynamicTree, StaticTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, StaticTree
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,9 +13,9 @@ from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
 from specdec.engine.report import Observer, Reads
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import DynamicTree, SampledTree
 from specdec.verify import VERIFIERS, make_verifier
-from trees import DynamicTree, SampledTree
 
 pytestmark = test_gpu.pytestmark
 launching = partial(Engine, graphs=False, compact=False)  # rows that have ended are carried along, as in replays

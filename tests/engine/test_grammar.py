@@ -11,16 +11,16 @@ pytest.importorskip("llguidance")
 from policies import Restless
 from tape import Tape
 
-from drafters.formats import load_drafter
 from specdec.api import DEMO_TARGET
+from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.sampling.grammar import masked
 from specdec.sampling.json_grammar import MOST, Grammars
+from specdec.structs import Sampling
 from specdec.text import encode_prompt
-from specdec.types import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import make_verifier
-from trees import Chain, DynamicTree, SampledTree
 
 PERSON = {
     "type": "object",

@@ -9,20 +9,20 @@ from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from tape import Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
-from drafters import ngram
 from specdec import kernels
 from specdec.cli import generate as command
 from specdec.cli import session
 from specdec.contracts import Drafter
+from specdec.drafters import ngram
 from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import VERIFIERS, make_verifier
-from trees import Chain, DynamicTree, SampledTree, StaticTree
 
 POLICIES = {
     "chain": Chain(3),

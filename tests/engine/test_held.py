@@ -7,7 +7,7 @@ import torch
 
 import specdec.engine.held as held_module
 from specdec.engine.held import Held
-from specdec.types import Survivors
+from specdec.structs import Survivors
 
 
 class Row:

@@ -10,15 +10,15 @@ from hydra.utils import instantiate
 from tape import Tape
 from test_conf_matrix import DRAFTED, fresh_drafter, load, shared_target
 
-from lab.load.books import live_bytes
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
+from specdec.lab.load.books import live_bytes
 from specdec.model.cache import KVCache
 from specdec.sampling.likely import top_logprobs
-from specdec.types import Sampling
-from trees import Chain, DynamicTree, SampledTree, StaticTree
-from trees.optimal import measure_acceptance
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees.optimal import measure_acceptance
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1], [2, 2], [6, 1, 3], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]]
 LIMITS = [9, 14, 3, 11, 1, 8]

@@ -7,9 +7,9 @@ import torch
 from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
-from specdec.types import Sampling, Verdict
+from specdec.structs import Sampling, Verdict
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import BlockVerification, MultiRoundRejection, SampleAndMatch, TwoThresholds, TypicalAcceptance
-from trees import Chain, DynamicTree, SampledTree
 
 TREES = {
     "chain1": Chain(1),

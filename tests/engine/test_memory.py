@@ -10,7 +10,7 @@ from tape import Tape, tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.ngram import NGram
+from specdec.drafters.ngram import NGram
 from specdec.engine import engine as engines
 from specdec.engine import memory
 from specdec.engine.engine import Engine
@@ -20,9 +20,9 @@ from specdec.engine.round import Round
 from specdec.model import attention
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import make_verifier, sample_and_match
-from trees import Chain, DynamicTree, SampledTree
 
 
 class Live(TorchDispatchMode):

@@ -11,9 +11,9 @@ from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import VERIFIERS
-from trees import Chain, DynamicTree, SampledTree, StaticTree
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,8 +10,8 @@ from specdec.engine import static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
+from specdec.trees import DynamicTree, SampledTree
 from specdec.verify import make_verifier
-from trees import DynamicTree, SampledTree
 
 HOW = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 12, "eos": frozenset()}
 

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from tape import NoHostSync
 from test_conf_matrix import DRAFTED, PAIRS, fresh_drafter, load
 
-from drafters import eagle3
+from specdec.drafters import eagle3
 from specdec.engine.batch import Batch, Progress
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
@@ -18,8 +18,8 @@ from specdec.engine.overlap import Loop
 from specdec.engine.round import RoundOutput
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
-from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 
 PROMPTS, LIMITS, EOS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]], [17, 30, 5], frozenset({4, 9})
 SAMPLED = Sampling(0.8, 5, 0.9, 0.02)

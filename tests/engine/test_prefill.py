@@ -7,8 +7,8 @@ from tape import Tape
 
 from specdec.adaptive import Fixed
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 
 PROMPTS = [[3, 5, 7], [4, 4, 9, 8, 7, 6, 1] * 3, [1] * 4, [6, 1, 3] * 6, [10, 9, 8, 7, 6, 5, 4, 3, 2], [2, 8] * 12]
 SAMPLINGS = [Sampling(), Sampling(0.9), Sampling(frequency_penalty=0.5)]

@@ -10,8 +10,8 @@ from tape import Tape
 from specdec.adaptive import Fixed
 from specdec.engine.engine import Engine
 from specdec.engine.prefixes import LEAST, Prefixes
-from specdec.types import Sampling
-from trees import Chain
+from specdec.structs import Sampling
+from specdec.trees import Chain
 
 draw = torch.Generator().manual_seed(0)
 START = torch.randint(1, 17, (LEAST + 8,), generator=draw).tolist()

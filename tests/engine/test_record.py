@@ -8,16 +8,16 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from lab.trace import metrics
 from specdec.cli import generate as command
 from specdec.engine import recorder as record
 from specdec.engine import trace_files
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, Trace
 from specdec.engine.trace_files import read_trace, write_trace
+from specdec.lab.traces import metrics
 from specdec.sampling.filters import filtered_probs
-from specdec.types import Sampling
-from trees import Chain, DynamicTree, SampledTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree
 
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
 SAMPLED = Sampling(0.8, 7, 0.95)

@@ -6,8 +6,8 @@ from tape import Tape
 
 from specdec.adaptive import Fixed
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 
 STEPS = [None, 0, 1, 2, 0, None, 9]
 SAMPLINGS = [Sampling(), Sampling(0.9), Sampling(1.1, top_k=9)]

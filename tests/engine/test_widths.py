@@ -19,8 +19,8 @@ from specdec.engine.guide import Guide
 from specdec.engine.report import Reads
 from specdec.engine.sequence import Sequence
 from specdec.model import cpu_linear
-from specdec.types import Sampling
-from trees import Chain, DynamicTree, StaticTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, StaticTree
 
 SAMPLED, HEAVY = Sampling(0.9, top_k=9), Sampling(0.7, repetition_penalty=1.7, frequency_penalty=0.9)
 MIXED = Sampling(), SAMPLED, HEAVY, Sampling(repetition_penalty=1.3)

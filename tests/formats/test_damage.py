@@ -7,11 +7,11 @@ import torch
 from helpers import save_hf, tiny_drafter, tiny_target
 from published import CONFIG, PUBLISHED, H, U, V, layer_shapes, make_target, random_tensors, written
 
-from drafters.formats import __main__ as command
-from drafters.formats import load_drafter, open_checkpoint
-from drafters.formats.inspect import as_text, inspect
 from specdec.api import DEMO_DRAFTER
 from specdec.cli import generate
+from specdec.drafters.formats import __main__ as command
+from specdec.drafters.formats import load_drafter, open_checkpoint
+from specdec.drafters.formats.description import as_text, inspect
 from specdec.model.checkpoint import read_tensors
 from specdec.model.finite import nonfinite
 from specdec.model.loader import load_target
@@ -144,7 +144,7 @@ def test_acceptance_that_cannot_be_read_is_a_problem(damaged):
 def test_of_a_recipe_only_the_target_knows_the_tensors(tmp_path):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    config = {"recipe": {"_target_": "drafters.eagle3.create"}, "vocab_size": 17, "hidden_size": 32}
+    config = {"recipe": {"_target_": "specdec.drafters.eagle3.create"}, "vocab_size": 17, "hidden_size": 32}
     folder = written(tmp_path / "it", config, {k: v.detach().clone() for k, v in drafter.named_parameters()})
     assert "only the target can tell" in as_text(inspect(folder))
 
@@ -208,7 +208,7 @@ def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):
         asked.append(set(only))
         return read_tensors(path, only)
 
-    monkeypatch.setattr("drafters.formats.read_tensors", watched)
+    monkeypatch.setattr("specdec.drafters.formats.read_tensors", watched)
     checkpoint = open_checkpoint(folder, headers=True)
     assert asked == [{"d2t", "t2d"}, set(checkpoint.tensors)]
     assert {name for name, tensor in checkpoint.tensors.items() if not tensor.is_meta} == {"d2t", "t2d"}

@@ -12,17 +12,17 @@ from helpers import LEARNERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
 import specdec
-from drafters import eagle3
-from drafters.formats import __main__ as command
-from drafters.formats import check, open_checkpoint, save_drafter, verdict
-from drafters.formats.eagle3 import PROJECTIONS
-from drafters.formats.evidence import Followed
-from drafters.formats.prompts import PROMPTS
-from drafters.vocab import DraftVocab
+from specdec.drafters import eagle3
+from specdec.drafters.formats import __main__ as command
+from specdec.drafters.formats import check, open_checkpoint, save_drafter, verdict
+from specdec.drafters.formats.eagle3 import PROJECTIONS
+from specdec.drafters.formats.evidence import Followed
+from specdec.drafters.formats.prompts import PROMPTS
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
+from specdec.structs import Sampling
 from specdec.text import encode_prompt
-from specdec.types import Sampling
-from trees import Chain
+from specdec.trees import Chain
 
 EAGLE3 = specdec.DEMO_TARGET.parent / "eagle3"
 

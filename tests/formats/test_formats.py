@@ -21,11 +21,11 @@ from published import (
 )
 from safetensors.torch import load_file
 
-from drafters import eagle as eagle_drafter
-from drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
-from drafters.formats.base import TargetFacts
-from drafters.formats.convert import SERVERS, convert, export
-from drafters.formats.speculators import speculators_fields
+from specdec.drafters import eagle as eagle_drafter
+from specdec.drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
+from specdec.drafters.formats.base import TargetFacts
+from specdec.drafters.formats.convert import SERVERS, convert, export
+from specdec.drafters.formats.speculators import speculators_fields
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
 

@@ -9,8 +9,8 @@ import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
 from safetensors.torch import load_file, save_file
 
-from drafters.dflash import create
-from drafters.formats import (
+from specdec.drafters.dflash import create
+from specdec.drafters.formats import (
     FAMILIES,
     dflash_layout,
     family_of,
@@ -19,9 +19,9 @@ from drafters.formats import (
     save_drafter,
     vllm_blocks,
 )
-from drafters.formats.base import facts_of
-from drafters.formats.convert import export
-from drafters.vocab import DraftVocab
+from specdec.drafters.formats.base import facts_of
+from specdec.drafters.formats.convert import export
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import write_folder
 
 SLIDING = ["full_attention", "sliding_attention"]

@@ -9,9 +9,9 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
-from drafters.formats import load_drafter, open_checkpoint, save_drafter
-from drafters.formats.inspect import inspect
-from drafters.formats.token_map import read_token_map
+from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
+from specdec.drafters.formats.description import inspect
+from specdec.drafters.formats.token_map import read_token_map
 
 
 @pytest.fixture

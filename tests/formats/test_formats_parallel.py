@@ -10,13 +10,13 @@ from golden_blocks import GOLDEN, golden_parallel, golden_target
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
-from drafters import pard as pard_drafter
-from drafters.draft_model import DraftModel
-from drafters.formats import FAMILIES, family_of, load_drafter, pard, peagle, save_drafter
-from drafters.formats.base import facts_of
-from drafters.formats.convert import convert, export
-from drafters.formats.inspect import inspect
-from drafters.pard import Pard
+from specdec.drafters import pard as pard_drafter
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.formats import FAMILIES, family_of, load_drafter, pard, peagle, save_drafter
+from specdec.drafters.formats.base import facts_of
+from specdec.drafters.formats.convert import convert, export
+from specdec.drafters.formats.description import inspect
+from specdec.drafters.pard import Pard
 from specdec.model.loader import load_target
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from helpers import save_hf
 
-from drafters import eagle3
-from drafters.formats import load_drafter, save_drafter
-from drafters.formats.convert import convert, export
-from drafters.vocab import DraftVocab
+from specdec.drafters import eagle3
+from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.drafters.formats.convert import convert, export
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
 
 speculators = pytest.importorskip("speculators", reason="requirements-speculators.txt is not installed")

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from helpers import save_hf
 
-from drafters import dflash, peagle
-from drafters.formats import load_drafter, save_drafter
-from drafters.formats.convert import convert
-from drafters.vocab import DraftVocab
+from specdec.drafters import dflash, peagle
+from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.drafters.formats.convert import convert
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
 
 speculators = pytest.importorskip("speculators", reason="requirements-speculators.txt is not installed")

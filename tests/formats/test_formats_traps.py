@@ -18,7 +18,7 @@ from published import (
     written,
 )
 
-from drafters.formats import load_drafter
+from specdec.drafters.formats import load_drafter
 from specdec.model.rope import Rope
 
 

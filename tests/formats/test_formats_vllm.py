@@ -12,13 +12,13 @@ from published import make_target, publish
 from safetensors.torch import load_file, save_file
 
 import specdec
-from drafters import eagle, eagle3, medusa, mtp
-from drafters.formats import load_drafter, open_checkpoint, save_drafter
-from drafters.formats.convert import convert, export, without_a_form
-from drafters.vocab import DraftVocab
 from specdec.acceptance import FILE, read_acceptance
+from specdec.drafters import eagle, eagle3, medusa, mtp
+from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
+from specdec.drafters.formats.convert import convert, export, without_a_form
+from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
-from training.train import warn_of_servers
+from specdec.training.train import warn_of_servers
 
 LAYERS = 6
 

@@ -9,11 +9,11 @@ import torch
 from helpers import tiny_target
 
 import specdec
-from drafters import eagle
-from drafters.formats import FAMILIES, open_checkpoint, save_drafter
-from drafters.formats.convert import export
-from drafters.formats.starting import command
-from drafters.vocab import DraftVocab
+from specdec.drafters import eagle
+from specdec.drafters.formats import FAMILIES, open_checkpoint, save_drafter
+from specdec.drafters.formats.convert import export
+from specdec.drafters.formats.starting import command
+from specdec.drafters.vocab import DraftVocab
 
 CONFIGS = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from drafters.formats.taps import MANY, grid, neighbours, search_taps
+from specdec.drafters.formats.taps import MANY, grid, neighbours, search_taps
 
 
 def landscape(true, noise):

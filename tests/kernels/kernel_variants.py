@@ -24,16 +24,16 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from drafters import eagle3
-from drafters.draft_model import DraftModel
 from specdec import kernels
+from specdec.drafters import eagle3
+from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
 from specdec.kernels import filtered_sampling, tree_attention, tree_level, tree_select
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
-from specdec.types import Sampling
-from trees import Chain, DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 
 TOKENS, PROCESSORS = 2000, 132
 

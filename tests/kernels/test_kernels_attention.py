@@ -9,7 +9,7 @@ from kernel_cases import close, in_dtypes, on_devices, roundings, sums
 
 from specdec.kernels import tree_attention
 from specdec.kernels.tree_attention import split_count
-from trees.ancestors import ancestors_of
+from specdec.trees.ancestors import ancestors_of
 
 pytestmark = on_devices
 

@@ -11,15 +11,15 @@ from kernel_cases import on_devices
 from test_conf_matrix import NAMES, fresh_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drafters.draft_model import DraftModel
-from drafters.ngram import NGram
 from specdec import kernels
+from specdec.drafters.draft_model import DraftModel
+from specdec.drafters.ngram import NGram
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, TracedTree
 from specdec.kernels import kernel_for
 from specdec.model import native
 from specdec.model.target import Target
-from trees import Chain, DynamicTree
+from specdec.trees import Chain, DynamicTree
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
 import torch
-from drafters.draft_model import DraftModel
+from specdec.drafters.draft_model import DraftModel
 from specdec import kernels
 from types import SimpleNamespace
 torch.set_grad_enabled(False)

@@ -7,8 +7,8 @@ import torch
 from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
 
 from specdec.kernels import norm_pair, tree_level, tree_select
-from trees import DynamicTree
-from trees.dynamic import Pool, next_level
+from specdec.trees import DynamicTree
+from specdec.trees.dynamic import Pool, next_level
 
 pytestmark = on_devices
 

@@ -14,7 +14,7 @@ from specdec.kernels import filtered_sampling, head_topk
 from specdec.kernels.noise import noise_bits
 from specdec.sampling.filters import filtered_probs, filtered_scores
 from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 pytestmark = on_devices
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from helpers import save_hf, tiny_drafter, tiny_target
 
-from lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
-from lab.bench.bench_command import main
-from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
-from lab.bench.table import print_rows, remarks
-from lab.cost.memory import bandwidth, read_bytes
-from lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
+from specdec.lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
+from specdec.lab.bench.bench_command import main
+from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
+from specdec.lab.bench.table import print_rows, remarks
+from specdec.lab.cost.memory import bandwidth, read_bytes
+from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.model.loader import load_target
-from specdec.types import Sampling
-from trees import Chain
+from specdec.structs import Sampling
+from specdec.trees import Chain
 
 PLAIN = Configuration("short", prompt=4, new=5)
 

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from lab.bench import objective_memory, row_costs, train_step
+from specdec.lab.bench import objective_memory, row_costs, train_step
 
 SMALL = ["--hidden", "64", "--vocab", "96", "--length", "24", "--steps", "2"]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lab.sweep.benchmarks import Question, load_benchmark
-from lab.sweep.conversations import converse, template_settings
 from specdec.engine.engine import Engine
+from specdec.lab.sweep.benchmarks import Question, load_benchmark
+from specdec.lab.sweep.conversations import converse, template_settings
 from specdec.model.loader import load_target
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 CONF = Path(__file__).parents[2] / "conf" / "benchmark"
 CHAT = (

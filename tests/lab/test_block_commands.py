@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from drafters import dflash
-from drafters.formats import save_drafter
-from lab.replay import optimal_tree
-from lab.sweep.benchmarks import Benchmark, Question
-from lab.sweep.points import Draft
-from lab.sweep.store import write_results
-from lab.sweep.sweep import Sweep
+from specdec.drafters import dflash
+from specdec.drafters.formats import save_drafter
 from specdec.generate import main as generate
+from specdec.lab.replay import optimal_tree
+from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.points import Draft
+from specdec.lab.sweep.store import write_results
+from specdec.lab.sweep.sweep import Sweep
 from specdec.model.loader import load_target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees.spec import TreeSpec
 
 KINDS = {
     "dflash": {"block_size": 5},

@@ -1,4 +1,4 @@
-"""lab/sweep/compare_command.py: the table says what decoding did, and mistakes are one sentence."""
+"""specdec/lab/sweep/compare_command.py: the table says what decoding did, and mistakes are one sentence."""
 
 import csv
 import json
@@ -9,7 +9,7 @@ import pytest
 from helpers import run_here
 
 import specdec
-from lab.sweep.compare_command import main as compare_main
+from specdec.lab.sweep.compare_command import main as compare_main
 from specdec.text import read_prompts
 
 
@@ -21,7 +21,7 @@ def prompts(tmp_path_factory):
 
 
 def compare(*overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "lab/sweep/compare_command.py", *overrides]
+    command = [sys.executable, "specdec/lab/sweep/compare_command.py", *overrides]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

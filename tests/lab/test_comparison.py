@@ -5,10 +5,10 @@ import math
 import pytest
 
 import specdec
-from lab.sweep.compare import PARTS, Decoded, Score, Tally, ratio
-from lab.sweep.compare_command import entries_of
-from lab.sweep.comparison import Comparison, named
 from specdec import registry
+from specdec.lab.sweep.compare import PARTS, Decoded, Score, Tally, ratio
+from specdec.lab.sweep.compare_command import entries_of
+from specdec.lab.sweep.comparison import Comparison, named
 
 PROMPTS = ["The quick brown", "What is 12", "Ein Café"]
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from lab.cost import kept
-from lab.cost.kept import identity, measured_costs
-from lab.cost.model import CostModel, hats
-from lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.api import make_tree
 from specdec.cli.files import Kept
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from trees.spec import TreeSpec
+from specdec.lab.cost import kept
+from specdec.lab.cost.kept import identity, measured_costs
+from specdec.lab.cost.model import CostModel, hats
+from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
 TEXT = [3, 5, 7, 9, 11]

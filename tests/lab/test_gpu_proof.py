@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench import archive, gpu_stages, stages
-from lab.bench.stages import Stage, run_stage, run_stages
 from scripts import gpu_proof, pretrain_target
+from specdec.lab.bench import archive, gpu_stages, stages
+from specdec.lab.bench.stages import Stage, run_stage, run_stages
 from specdec.model.loader import load_target
 from specdec.text import read_prompts
 
@@ -127,8 +127,8 @@ for i in range(100):
 CUT = """
 import sys
 from pathlib import Path
-from lab.bench import archive, gpu_stages, stages
-from lab.bench.archive import Archive
+from specdec.lab.bench import archive, gpu_stages, stages
+from specdec.lab.bench.archive import Archive
 results, out = map(Path, sys.argv[1:3])
 stages.TICK = 0.1
 stage = stages.Stage("cases", [sys.executable, "-c", sys.argv[3], str(results)])
@@ -234,7 +234,7 @@ def test_one_lost_device_is_one_failure(tmp_path):
     """Its process is replaced, and the tests that it still had run in another."""
     (tmp_path / "test_some.py").write_text(TESTS)
     file = tmp_path / "outcomes.json"
-    words = ["-p", "lab.bench.outcomes", "--outcomes", file, "-n", "1", "--dist", "worksteal", "-c", os.devnull]
+    words = ["-p", "specdec.lab.bench.outcomes", "--outcomes", file, "-n", "1", "--dist", "worksteal", "-c", os.devnull]
     command = [sys.executable, "-m", "pytest", *map(str, words), "--rootdir", str(tmp_path), "test_some.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from helpers import DRAFTERS, tiny_target
 
-from lab.cost import gpu_round
-from lab.cost.absent_gpu import absent_gpu
-from lab.cost.gpu_round import counted, counted_launches
-from lab.cost.launches import ROOT, SELECTION, TARGET, VERIFICATION, LaunchCounter, count_round
-from lab.cost.roofline import CHAIN, PLAIN, TREE
 from specdec import kernels
 from specdec.engine.round import Round
+from specdec.lab.cost import gpu_round
+from specdec.lab.cost.absent_gpu import absent_gpu
+from specdec.lab.cost.gpu_round import counted, counted_launches
+from specdec.lab.cost.launches import ROOT, SELECTION, TARGET, VERIFICATION, LaunchCounter, count_round
+from specdec.lab.cost.roofline import CHAIN, PLAIN, TREE
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees import Chain, DynamicTree, SampledTree, StaticTree
-from trees.spec import TreeSpec
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 

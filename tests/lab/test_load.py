@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from helpers import run_here, tiny_drafter, tiny_target
 
-from lab.load import loads, simulate_load
-from lab.load.replayed import Bound, Drafts
-from lab.replay import record
 from specdec.adaptive import Curve, Fixed, Policy
 from specdec.calibrate import assembled, sizes_of
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
-from trees import DynamicTree
+from specdec.lab.load import loads, simulate_load
+from specdec.lab.load.replayed import Bound, Drafts
+from specdec.lab.replay import record
+from specdec.structs import Sampling
+from specdec.trees import DynamicTree
 
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6], [4, 4], [11, 2]]
 HOW = {"max_new_tokens": 40, "eos": frozenset({4})}

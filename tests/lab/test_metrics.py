@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from lab.trace import metrics, metrics_command
-from lab.trace.metrics import BY_DEPTH, METRICS
-from lab.trace.summary import bootstrap, by_category, summary
 from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
 from specdec.engine.trace_files import write_trace
-from specdec.types import Sampling
+from specdec.lab.traces import metrics, metrics_command
+from specdec.lab.traces.metrics import BY_DEPTH, METRICS
+from specdec.lab.traces.summary import bootstrap, by_category, summary
+from specdec.structs import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 

@@ -15,21 +15,21 @@ import pytest
 import torch
 from helpers import tiny_target
 
-from lab.bench.agreement import compare_texts, logit_gap
-from lab.bench.bench import Bench, Configuration, random_prompts
-from lab.bench.bench_command import main
-from lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
-from lab.bench.peer_process import Answer, PeerProcess, Session
-from lab.bench.peer_sessions import read_chunks
-from lab.bench.peers import peers_by_name
-from lab.bench.peers_common import Peer, shared_sampling, special_parts, timed_run
-from lab.bench.peers_gguf import architecture, interleave, metadata, rope_factors, write_file, write_gguf
-from lab.cost.memory import read_bytes
 from specdec.engine.memory import weight_bytes
+from specdec.lab.bench.agreement import compare_texts, logit_gap
+from specdec.lab.bench.bench import Bench, Configuration, random_prompts
+from specdec.lab.bench.bench_command import main
+from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
+from specdec.lab.bench.peer_process import Answer, PeerProcess, Session
+from specdec.lab.bench.peer_sessions import read_chunks
+from specdec.lab.bench.peers import peers_by_name
+from specdec.lab.bench.peers_common import Peer, shared_sampling, special_parts, timed_run
+from specdec.lab.bench.peers_gguf import architecture, interleave, metadata, rope_factors, write_file, write_gguf
+from specdec.lab.cost.memory import read_bytes
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
 from specdec.model.target import Target
-from specdec.types import Sampling
+from specdec.structs import Sampling
 
 ENGINES = {"ctranslate2": "ctranslate2", "llama.cpp": "xllamacpp", "llama.cpp-fp16": "xllamacpp"}
 LLAMA3 = Rope(10000.0, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=32)
@@ -288,7 +288,7 @@ def test_an_engine_that_dies_or_fails_is_told(tmp_path):
 
 
 def test_the_process_of_an_engine_does_without_torch():
-    code = "import sys, lab.bench.peer_sessions; print('torch' in sys.modules)"
+    code = "import sys, specdec.lab.bench.peer_sessions; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

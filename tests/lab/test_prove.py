@@ -7,14 +7,14 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from scipy import stats
 
-from lab.proof.equality import EqualityProver, Mismatch
-from lab.proof.laws import chi_square, exact_distance, prove_law
-from lab.proof.proof import LAW_TREES, OneInAThousand, fits
-from lab.proof.prove import main
-from lab.proof.sampled import prove_sampled
-from specdec.types import Sampling
+from specdec.lab.proof.equality import EqualityProver, Mismatch
+from specdec.lab.proof.laws import chi_square, exact_distance, prove_law
+from specdec.lab.proof.proof import LAW_TREES, OneInAThousand, fits
+from specdec.lab.proof.prove import main
+from specdec.lab.proof.sampled import prove_sampled
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import SampleAndMatch, make_verifier
-from trees import Chain, DynamicTree, SampledTree
 
 WARM, FILTERED = Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9)
 PROMPTS = [[3, 5, 7], [1], list(range(12))]

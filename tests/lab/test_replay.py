@@ -9,16 +9,16 @@ import pytest
 import torch
 from helpers import DRAFTERS, tiny_drafter, tiny_target
 
-from drafters.layers import restrict
-from lab.replay import Superset, along, likely, record, while_likely
 from specdec.children import LIKELIEST
+from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
+from specdec.lab.replay import Superset, along, likely, record, while_likely
 from specdec.sampling.filters import filtered_probs
-from specdec.types import DraftTree, Sampling
+from specdec.structs import DraftTree, Sampling
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees.dynamic import Pool
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
-from trees.dynamic import Pool
-from trees.spec import TreeSpec
 
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]
 EOS = frozenset({4})

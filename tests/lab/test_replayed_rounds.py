@@ -8,12 +8,12 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from lab.bench import kernels, replayed_rounds
-from lab.bench.formulas import TINY, KernelCase, Shapes, cases
-from lab.bench.replayed_rounds import Report, Scene
 from specdec import kernels as backends
+from specdec.lab.bench import kernels, replayed_rounds
+from specdec.lab.bench.formulas import TINY, KernelCase, Shapes, cases
+from specdec.lab.bench.replayed_rounds import Report, Scene
+from specdec.trees import DynamicTree
 from specdec.verify import sample_and_match
-from trees import DynamicTree
 
 PARTS = ["draft", "verify", "rule", "commit", "extend", "round"]
 LOOPS = ["plain loop", "loop", "observed loop"]

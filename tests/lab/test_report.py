@@ -10,24 +10,24 @@ import pytest
 import torch
 from helpers import tiny_target
 
-from drafters import eagle3
-from drafters.vocab import DraftVocab
-from lab.sweep import figures
-from lab.sweep.benchmarks import Benchmark, Question
-from lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
-from lab.sweep.point_table import print_tables, table_of
-from lab.sweep.points import Draft
-from lab.sweep.report import REPORT, write_report
-from lab.sweep.store import collect, write_results
-from lab.sweep.sweep import Sweep
-from lab.trace.diagnose import Probe, by_context, calibration, coverage, examples
+from specdec.drafters import eagle3
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import TracedRound, TracedRow, TracedTree
+from specdec.lab.sweep import figures
+from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
+from specdec.lab.sweep.point_table import print_tables, table_of
+from specdec.lab.sweep.points import Draft
+from specdec.lab.sweep.report import REPORT, write_report
+from specdec.lab.sweep.store import collect, write_results
+from specdec.lab.sweep.sweep import Sweep
+from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.model.loader import load_target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import DynamicTree
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees import DynamicTree
-from trees.spec import TreeSpec
 
 # A tree of four nodes behind the root: 1 and 2 are its children, 3 and 4 those of 1.
 PARENTS, OWN = [0, 0, 0, 1, 1], [1.0, 0.62, 0.33, 0.55, 0.24]
@@ -195,7 +195,7 @@ def out(target_path, drafter_path, tmp_path_factory):
         best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
         sweep.run(sweep.points(drafts, [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 3, 50)], True, best))
     results, timings, _ = write_results(out)
-    write_report(out, results, timings, command="python lab/sweep/sweep_command.py <x>")
+    write_report(out, results, timings, command="python specdec/lab/sweep/sweep_command.py <x>")
     return out
 
 
@@ -236,7 +236,7 @@ def test_the_page_says_what_was_measured(out):
     for told in (
         "eagle<3>",
         "<second>",
-        "python lab/sweep/sweep_command.py <x>",
+        "python specdec/lab/sweep/sweep_command.py <x>",
         "3 records of the benchmark",
         "num_draft_tokens is 50",
     ):

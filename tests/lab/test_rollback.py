@@ -5,9 +5,9 @@ import torch
 from helpers import tiny_target
 from hybrids import hybrid_target
 
-from lab.proof.page import markdown, verdict_line
-from lab.proof.proof import Proof, prove_caches
-from lab.proof.rollback import prove_rollback
+from specdec.lab.proof.page import markdown, verdict_line
+from specdec.lab.proof.proof import Proof, prove_caches
+from specdec.lab.proof.rollback import prove_rollback
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import BUDGET, RecurrentCache
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from lab.cost.rounds import RoundCost
 from scripts import round_cost
-from trees.spec import TreeSpec
+from specdec.lab.cost.rounds import RoundCost
+from specdec.trees.spec import TreeSpec
 
 TINY = ["shape=tiny", "topk=[1,2]", "num_draft_tokens=[3,8]", "steps=3", "context=12", "new_tokens=13"]
 TINY += ["repeats=1", "trials=2"]

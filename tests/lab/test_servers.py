@@ -9,18 +9,18 @@ import uvicorn
 from helpers import tiny_drafter, tiny_target
 from remotes import small_server
 
-from lab.proof.prove import main
-from lab.proof.servers import Difference, against_engine, against_server
 from specdec import remote
 from specdec.api import load_drafter, load_target
 from specdec.engine.engine import Engine
+from specdec.lab.proof.prove import main
+from specdec.lab.proof.servers import Difference, against_engine, against_server
 from specdec.remote import Remote, in_order, seed_of
 from specdec.serve.app import make_app
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain
 from specdec.verify import SampleAndMatch
-from trees import Chain
 
 PROMPTS = [[3, 5, 7], [1], list(range(12)), [2, 2]]
 NEW = 16

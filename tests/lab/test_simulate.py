@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lab.cost import simulate
-from lab.cost.roofline import (
+from specdec.lab.cost import simulate
+from specdec.lab.cost.roofline import (
     CHAIN,
     CONFIGS,
     HARDWARE,
@@ -19,8 +19,8 @@ from lab.cost.roofline import (
     decoder,
     eagle3_of,
 )
-from lab.cost.simulate import speed_up, tau_of
-from trees.spec import TreeSpec
+from specdec.lab.cost.simulate import speed_up, tau_of
+from specdec.trees.spec import TreeSpec
 
 FREE = Hardware(bandwidth=1e12, flops=1e15, memory=1e12, launch=0.0, bandwidth_share=1.0, flops_share=1.0)
 TARGET = ForwardShape(weights=5e9, layers=10, kv=1e4, heads_dim=1000)  # 10 GB

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.engine.engine import Engine
-from specdec.types import Sampling
+from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import VERIFIERS, BlockVerification
-from trees import Chain, DynamicTree, SampledTree
 
 
 @pytest.mark.parametrize("wanted", [1, 1.5, 2.75, 4])

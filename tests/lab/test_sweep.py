@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from lab.sweep import store, sweep
-from lab.sweep.benchmarks import Benchmark, Question
-from lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
-from lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
-from lab.sweep.sweep import Sweep
-from lab.sweep.sweep_command import drafts_of
-from lab.trace.metrics import METRICS
 from specdec.engine.trace_files import read_trace
+from specdec.lab.sweep import store, sweep
+from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
+from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
+from specdec.lab.sweep.sweep import Sweep
+from specdec.lab.sweep.sweep_command import drafts_of
+from specdec.lab.traces.metrics import METRICS
 from specdec.model.loader import load_target
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
-from trees.spec import TreeSpec
 
 BENCHMARK = Benchmark(
     "tiny",
@@ -135,7 +135,7 @@ def test_a_signature_is_of_what_the_files_hold(drafter_path, tmp_path):
 def test_the_code_version_is_of_what_measures(monkeypatch):
     before, root = code_version(), Path(sweep.__file__).parents[2]
     for name in (*NOT_CODE, *LAB):
-        assert (root / name).is_dir() or (root / f"{name}.py").is_file(), "lab/sweep/points.py names lost files"
+        assert (root / name).is_dir() or (root / f"{name}.py").is_file(), "specdec/lab/sweep/points.py names lost files"
     real = Path.read_bytes
 
     def changed(name: str) -> bool:
@@ -144,9 +144,14 @@ def test_the_code_version_is_of_what_measures(monkeypatch):
             return code_version() != before
 
     assert all(
-        map(changed, ("specdec/engine/engine.py", "lab/trace/metrics.py", "drafters/eagle3.py", "trees/dynamic.py"))
+        map(
+            changed,
+            ("specdec/engine/engine.py", "specdec/lab/traces/metrics.py", "drafters/eagle3.py", "trees/dynamic.py"),
+        )
     )
-    assert not any(map(changed, ("specdec/cli/generate.py", "lab/sweep/report.py", "lab/sweep/store.py")))
+    assert not any(
+        map(changed, ("specdec/cli/generate.py", "specdec/lab/sweep/report.py", "specdec/lab/sweep/store.py"))
+    )
 
 
 # What is measured
@@ -195,13 +200,13 @@ class Killed(BaseException):
 
 
 PLACES = {
-    "while plain decoding": ("lab.sweep.sweep.converse", 1),
-    "while a drafter is measured": ("lab.sweep.sweep.converse", 6),
-    "while metrics are computed": ("lab.sweep.sweep.summary", 3),
-    "while a trace is written": ("lab.sweep.store.write_trace", 2),
+    "while plain decoding": ("specdec.lab.sweep.sweep.converse", 1),
+    "while a drafter is measured": ("specdec.lab.sweep.sweep.converse", 6),
+    "while metrics are computed": ("specdec.lab.sweep.sweep.summary", 3),
+    "while a trace is written": ("specdec.lab.sweep.store.write_trace", 2),
     "before a point is put in place": ("pathlib.Path.rename", 5),
-    "while a best tree is measured": ("lab.sweep.sweep.measure_acceptance", 1),
-    "while results are put together": ("lab.sweep.store.write_text", 2),
+    "while a best tree is measured": ("specdec.lab.sweep.sweep.measure_acceptance", 1),
+    "while results are put together": ("specdec.lab.sweep.store.write_text", 2),
 }
 
 
@@ -270,7 +275,7 @@ def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
 
 
 def load_script():
-    spec = importlib.util.find_spec("lab.sweep.sweep_command")
+    spec = importlib.util.find_spec("specdec.lab.sweep.sweep_command")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,16 +9,25 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from drafters import ngram
-from lab.cost import tune as lab
-from lab.cost import tune_command
-from lab.cost.rounds import useful_trees
-from lab.cost.tune import MeasuredRate, Prediction, finalists, measure_rates, predict, predict_all, round_contexts, tune
-from lab.replay import record
 from specdec.cli import generate as command
 from specdec.cli.settings import read_settings
+from specdec.drafters import ngram
 from specdec.engine.engine import Engine
-from trees.spec import TreeSpec
+from specdec.lab.cost import tune as lab
+from specdec.lab.cost import tune_command
+from specdec.lab.cost.rounds import useful_trees
+from specdec.lab.cost.tune import (
+    MeasuredRate,
+    Prediction,
+    finalists,
+    measure_rates,
+    predict,
+    predict_all,
+    round_contexts,
+    tune,
+)
+from specdec.lab.replay import record
+from specdec.trees.spec import TreeSpec
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]

@@ -4,10 +4,10 @@ import inspect
 
 from helpers import DRAFTERS, tiny_target
 
-from lab.wrapped import WrappedDrafter
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
-from trees import DynamicTree
+from specdec.lab.wrapped import WrappedDrafter
+from specdec.trees import DynamicTree
 
 # Of training and graphs.
 OWN = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads",

@@ -10,7 +10,7 @@ from specdec.model.cache import KVCache
 from specdec.model.cpu_attention import DIMS, FEW, attend_seen, seen_by
 from specdec.model.rope import Rope
 from specdec.model.target import Target
-from trees.ancestors import ancestors_of
+from specdec.trees.ancestors import ancestors_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 SLOTS = 80

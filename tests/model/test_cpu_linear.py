@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
 from specdec.model.cpu_linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
 from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
-from trees import DynamicTree
+from specdec.trees import DynamicTree
 
 ROWS = native.has_rows()
 AMX = ROWS and (torch.cpu._is_amx_tile_supported() or torch.ops.specdec_rows.tiled(64, 2))  # test_amx.py has it so

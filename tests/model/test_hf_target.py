@@ -9,11 +9,11 @@ from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
-from drafters import eagle3
+from specdec.drafters import eagle3
 from specdec.engine.engine import Engine
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.loader import load_target
-from trees import DynamicTree
+from specdec.trees import DynamicTree
 
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 CASES = {

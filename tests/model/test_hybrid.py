@@ -7,18 +7,18 @@ import torch
 from helpers import save_hf, tiny_target
 from hybrids import HYBRIDS, hybrid_target
 
-from drafters import mtp, ngram
-from drafters.draft_model import DraftModel
 from specdec import auto
 from specdec.acceptance import Acceptance, AlongTexts
+from specdec.drafters import mtp, ngram
+from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.engine.round import Round
 from specdec.model.loader import load_target
 from specdec.model.recurrent import BUDGET
-from specdec.types import Sampling
+from specdec.structs import Sampling
+from specdec.trees import Chain, DynamicTree
 from specdec.verify import sample_and_match
-from trees import Chain, DynamicTree
 
 VOCAB = 8  # few tokens, so that n-grams and heads that know nothing are right now and then
 PROMPTS = [[3, 5, 7, 6, 3, 5, 7], [1], [(7 * i) % VOCAB for i in range(23)]]

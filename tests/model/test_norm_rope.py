@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from drafters.layers import side_by_side
+from specdec.drafters.layers import side_by_side
 from specdec.model import native
 from specdec.model.attention import bind_write
 from specdec.model.layers import OffsetRMSNorm, RMSNorm

@@ -6,11 +6,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from lab.bench.shapes import random_head, random_target, random_transformers
 from specdec.engine.engine import Engine
+from specdec.lab.bench.shapes import random_head, random_target, random_transformers
 from specdec.model.archs import read_config
 from specdec.model.target import Target
-from trees import Chain
+from specdec.trees import Chain
 
 CONF = Path(__file__).parents[2] / "conf" / "shape"
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ from specdec.model import native
 from specdec.model.cache import KVCache
 from specdec.sampling.draws import sample
 from specdec.sampling.likely import top, top_logprobs
-from specdec.types import DraftTree, Sampling
+from specdec.structs import DraftTree, Sampling
+from specdec.trees.ancestors import ancestors_of
 from specdec.verify.walk import alive, follow, path_of
-from trees.ancestors import ancestors_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 

@@ -12,9 +12,9 @@ from specdec.engine.engine import Engine
 from specdec.serve.app import make_app, running
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Limits, Service
+from specdec.structs import Sampling
 from specdec.text import StopStrings, decode_row, encode_chat
-from specdec.types import Sampling
-from trees import DynamicTree
+from specdec.trees import DynamicTree
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "What is 12 + 30?"}]

@@ -10,8 +10,8 @@ from helpers import tiny_drafter, tiny_target
 from specdec.engine.engine import Engine
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.scheduler import Scheduler
-from specdec.types import Sampling
-from trees import DynamicTree
+from specdec.structs import Sampling
+from specdec.trees import DynamicTree
 
 EOS = frozenset({4})
 

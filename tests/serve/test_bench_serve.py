@@ -13,9 +13,9 @@ import asyncio
 import httpx2
 from clients import serve
 
-from lab.load.bench_serve import main, measure, parser, print_loads
-from lab.load.client import Answer, Asked, ask
-from lab.load.drive import figures_of, spread
+from specdec.lab.load.bench_serve import main, measure, parser, print_loads
+from specdec.lab.load.client import Answer, Asked, ask
+from specdec.lab.load.drive import figures_of, spread
 
 PROMPTS = ["one", "another one", "x"] * 4
 

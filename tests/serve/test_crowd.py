@@ -8,13 +8,13 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-from lab.load.crowd import Alone, Sizes
-from lab.load.crowd_run import Crowd, run
 from specdec.engine.engine import Engine
+from specdec.lab.load.crowd import Alone, Sizes
+from specdec.lab.load.crowd_run import Crowd, run
 from specdec.serve.replies import Reply
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
-from trees import DynamicTree
+from specdec.trees import DynamicTree
 
 PROMPTS = ["The quick brown fox jumps over the lazy dog. " * 3, "What is 12 + 30? It is 42.", "Ein Café, 日本語."]
 SIZES, WARM_UP = Sizes(characters=60, tokens=14, room=120, body=4000), 4

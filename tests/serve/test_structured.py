@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 
 from clients import CHAT, TEXT, serve, solo
 
-from drafters.formats import load_drafter
+from specdec.drafters.formats import load_drafter
 from specdec.model.loader import load_target
 from specdec.sampling.json_grammar import TextMatcher
 

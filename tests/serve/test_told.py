@@ -10,13 +10,13 @@ pytest.importorskip("fastapi")
 
 from clients import CHAT, HELLO, TEXT, serve, solo
 
-from lab.trace.metrics_command import main as metrics_main
 from specdec.adaptive import Curve, Fixed
 from specdec.calibrate import assembled, sizes_of
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
+from specdec.lab.traces.metrics_command import main as metrics_main
 from specdec.serve.scheduler import Scheduler
-from trees import DynamicTree
+from specdec.trees import DynamicTree
 
 
 def test_acceptance_is_told_as_vllm_does(pair):

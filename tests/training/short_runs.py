@@ -8,12 +8,12 @@ from unittest import mock
 import torch
 from test_trainer import samples
 
-from drafters.formats import load_drafter
+from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
-from training.data import Batches
-from training.loop.checkpoint import checkpoints
-from training.loop.trainer import Trainer, TrainerConfig
-from trees import Chain
+from specdec.training.data import Batches
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.trees import Chain
 
 
 def short_run(out: Path, target, drafter, objective, pack: int | None) -> Trainer:
@@ -24,7 +24,7 @@ def short_run(out: Path, target, drafter, objective, pack: int | None) -> Traine
     return Trainer(target, drafter, objective, batches, heldout, TrainerConfig(**config), out)
 
 
-@mock.patch("training.loop.trainer.draw_curves", new=mock.Mock())  # it takes longer than the runs
+@mock.patch("specdec.training.loop.trainer.draw_curves", new=mock.Mock())  # it takes longer than the runs
 def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> tuple[Trainer, dict]:
     """A run that goes on behind its third step ends as the uninterrupted one, which is returned with its report.
 

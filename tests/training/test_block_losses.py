@@ -7,13 +7,13 @@ import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads
 from safetensors.torch import load_file
 
-from drafters import unroll_block
-from drafters.block_forward import BlockForward
-from drafters.conditional import Domino
-from drafters.dflash import BlockDrafter
-from drafters.formats.dflash_names import parameters
-from training.objectives.anchors import gathered, slots
-from training.objectives.block import BlockObjective
+from specdec.drafters import unroll_block
+from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.conditional import Domino
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.formats.dflash_names import parameters
+from specdec.training.objectives.anchors import gathered, slots
+from specdec.training.objectives.block import BlockObjective
 
 TOKENS, DSPARK = {"tokens": 1.0}, {"tokens": 0.1, "l1": 0.9}
 DIVIDED = {"denominator": "slots"}

@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
 
-from drafters import unroll_block
-from training.objectives import losses
-from training.objectives.anchors import draw, draw_visible, slots
-from training.objectives.block import BlockObjective, pace
-from training.objectives.eagle3 import Eagle3Objective
+from specdec.drafters import unroll_block
+from specdec.training.objectives import losses
+from specdec.training.objectives.anchors import draw, draw_visible, slots
+from specdec.training.objectives.block import BlockObjective, pace
+from specdec.training.objectives.eagle3 import Eagle3Objective
 
 #            0  1  2  3  4  5  6  7  8  9 10 11
 LEARNT = [[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]

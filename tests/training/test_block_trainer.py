@@ -5,11 +5,11 @@ import torch
 from helpers import BLOCKS, DRAFTERS, tiny_target
 from short_runs import check_resumed, kept_bytes, short_run
 
-from drafters import dflash
-from drafters.vocab import DraftVocab
-from training.loop.evaluate import expected_tau
-from training.loop.footprint import saved_bytes
-from training.objectives.block import BlockObjective
+from specdec.drafters import dflash
+from specdec.drafters.vocab import DraftVocab
+from specdec.training.loop.evaluate import expected_tau
+from specdec.training.loop.footprint import saved_bytes
+from specdec.training.objectives.block import BlockObjective
 
 
 @pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20)])

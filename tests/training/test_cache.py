@@ -13,25 +13,25 @@ from safetensors.torch import load_file
 from test_training import CONF, CONVERSATIONS
 
 from specdec.model.loader import load_target
-from training import cache, estimate, train
-from training.cache import FeatureCacheWriter
-from training.data import Batches, Sample
-from training.features.feature_cache import FeatureCache, Form, encode, shard_path, wanted
-from training.features.online import online_features
-from training.loop.evaluate import expected_tau
-from training.loop.footprint import saved_bytes
-from training.loop.log import read_log
-from training.loop.parallel import Processes
-from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.student import Student
-from training.objectives.teacher import TopTeacher, TopTokens
-from training.objectives.terms import all_terms, read_terms
+from specdec.training import cache, estimate, train
+from specdec.training.cache import FeatureCacheWriter
+from specdec.training.data import Batches, Sample
+from specdec.training.features.feature_cache import FeatureCache, Form, encode, shard_path, wanted
+from specdec.training.features.online import online_features
+from specdec.training.loop.evaluate import expected_tau
+from specdec.training.loop.footprint import saved_bytes
+from specdec.training.loop.log import read_log
+from specdec.training.loop.parallel import Processes
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import TopTeacher, TopTokens
+from specdec.training.objectives.terms import all_terms, read_terms
 
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """They are most of a small run's time, and other tests look at them."""
-    monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 KINDS = ["eagle3", "eagle", "mtp-three-heads", "medusa"]
@@ -339,7 +339,7 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(
     def refuse(*_, **__):
         raise AssertionError("the target ran")
 
-    monkeypatch.setattr("training.features.feature_cache.online_features", refuse)
+    monkeypatch.setattr("specdec.training.features.feature_cache.online_features", refuse)
     stored = [where[0], f"data.cache={moved}"]
     train.run(composed("train", *stored, f"out={tmp_path / 'cached'}"))
     shutil.copytree(tmp_path / "cached", tmp_path / "cut")

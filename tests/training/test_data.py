@@ -8,9 +8,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from specdec.model.loader import load_target, load_texts
-from training.count import main as count_main
-from training.data import Batches, load_samples, preset, read_conversations, read_records
-from training.show import main as show_main
+from specdec.training.count import main as count_main
+from specdec.training.data import Batches, load_samples, preset, read_conversations, read_records
+from specdec.training.show import main as show_main
 
 GOOD = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
 TEXT = {"text": "The quick brown fox."}

@@ -10,11 +10,11 @@ from helpers import LEARNERS, save_hf, tiny_drafter, tiny_target
 
 from specdec.model.loader import load_target
 from specdec.model.target import Target
-from training.data import Batches, Sample
-from training.features.online import online_features
-from training.objectives.eagle import EagleObjective
-from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.tokens import TokensObjective
+from specdec.training.data import Batches, Sample
+from specdec.training.features.online import online_features
+from specdec.training.objectives.eagle import EagleObjective
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.tokens import TokensObjective
 
 STEPS = 3
 

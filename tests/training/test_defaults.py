@@ -12,18 +12,18 @@ from hydra import compose, initialize_config_dir
 from test_objectives import batch
 from test_training import CONVERSATIONS
 
-from drafters.eagle3 import choose_taps
-from drafters.formats import load_drafter
 from specdec.acceptance import read_acceptance
-from specdec.engine.trace import RowTrace, tau
+from specdec.drafters.eagle3 import choose_taps
+from specdec.drafters.formats import load_drafter
+from specdec.engine.traces import RowTrace, tau
 from specdec.model.loader import load_target
-from training import train
-from training.data import Batches, Sample, hold_out
-from training.loop.evaluate import beginnings, measured_tau
-from training.loop.log import read_log
-from training.loop.parallel import Processes
-from training.loop.settings import TrainerConfig
-from training.objectives.eagle3 import Eagle3Objective
+from specdec.training import train
+from specdec.training.data import Batches, Sample, hold_out
+from specdec.training.loop.evaluate import beginnings, measured_tau
+from specdec.training.loop.log import read_log
+from specdec.training.loop.parallel import Processes
+from specdec.training.loop.settings import TrainerConfig
+from specdec.training.objectives.eagle3 import Eagle3Objective
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -14,12 +14,12 @@ from test_cache import samples, target, writer
 from test_trainer import trainer
 from test_training import CONF
 
-from drafters.formats import load_drafter, save_drafter
 from specdec.cli.files import write_whole
+from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
-from training.features.feature_cache import FeatureCache, shard_path
-from training.loop.checkpoint import checkpoints, read_newest
-from training.loop.log import read_log
+from specdec.training.features.feature_cache import FeatureCache, shard_path
+from specdec.training.loop.checkpoint import checkpoints, read_newest
+from specdec.training.loop.log import read_log
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     """They are most of a small run's time, and other tests look at them."""
-    monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 def full(*_, **__):
@@ -116,7 +116,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, what):
 def test_a_run_that_cannot_write_down_its_settings_says_so(target_path, tmp_path, monkeypatch, capsys, name):
     from hydra import compose, initialize_config_dir
 
-    from training import train
+    from specdec.training import train
 
     data = tmp_path / "data.jsonl"
     turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
@@ -196,7 +196,7 @@ def test_the_command_on_a_real_full_disk_ends_with_one_sentence(small_disk, targ
     turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
     data.write_text((json.dumps({"messages": turns}) + "\n") * 40)
     fill(small_disk, leave=40_000)
-    command = [sys.executable, "-m", "training.cache", f"target.path={target_path}", f"data.path={data}",
+    command = [sys.executable, "-m", "specdec.training.cache", f"target.path={target_path}", f"data.path={data}",
                f"out={small_disk / 'cache'}", "data.heldout=0", "drafter.draft_vocab_size=200"]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 2

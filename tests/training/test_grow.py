@@ -5,9 +5,9 @@ import torch
 from helpers import SMALL, tiny_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from drafters.formats import save_drafter
 from scripts.grow import grow, grow_drafter, grown_config, narrowed
 from specdec.api import load_drafter, load_target
+from specdec.drafters.formats import save_drafter
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from helpers import tiny_drafter, tiny_target
 
-from training.data import Batch
-from training.features.online import online_features
-from training.objectives import losses
-from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher
-from training.objectives.terms import all_terms, read_terms
+from specdec.training.data import Batch
+from specdec.training.features.online import online_features
+from specdec.training.objectives import losses
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.terms import all_terms, read_terms
 
 
 def plain(name: str, logits, teacher_logits, ids, labels, renormalise):

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from helpers import LEARNERS, tiny_drafter, tiny_target
 
-from training.objectives.eagle import EagleObjective
-from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.tokens import TokensObjective
+from specdec.training.objectives.eagle import EagleObjective
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.tokens import TokensObjective
 
 
 def batch(target, drafter, length=12):

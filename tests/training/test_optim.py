@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from training.loop import optim
-from training.loop.optim import Muon, orthogonal
+from specdec.training.loop import optim
+from specdec.training.loop.optim import Muon, orthogonal
 
 SHAPES = [(24, 48), (48, 24), (32, 32)]
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # torch.optim.Muon's

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from golden_blocks import GOLDEN, golden_parallel
 from safetensors.torch import load_file
 
-from drafters.formats import pard, peagle
-from training.objectives import parallel
-from training.objectives.parallel import ParallelObjective
+from specdec.drafters.formats import pard, peagle
+from specdec.training.objectives import parallel
+from specdec.training.objectives.parallel import ParallelObjective
 
 
 class AtTheirRows(ParallelObjective):

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from helpers import PARALLEL, tiny_drafter, tiny_parallel, tiny_target
 from short_runs import check_resumed, kept_bytes, short_run
 
-from training.loop.footprint import saved_bytes
-from training.objectives import losses
-from training.objectives.cod import by_anchor, sample
-from training.objectives.parallel import ParallelObjective, sampled
+from specdec.training.loop.footprint import saved_bytes
+from specdec.training.objectives import losses
+from specdec.training.objectives.cod import by_anchor, sample
+from specdec.training.objectives.parallel import ParallelObjective, sampled
 
 #            0  1  2  3  4  5  6  7  8  9 10 11
 LEARNT = [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]

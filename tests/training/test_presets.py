@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from drafters.eagle3 import spread_taps
-from drafters.vocab import DraftVocab
+from specdec.drafters.eagle3 import spread_taps
+from specdec.drafters.vocab import DraftVocab
 
 CONF = Path(__file__).parents[2] / "conf"
 OBJECTIVES = sorted(path.stem for path in (CONF / "objective").glob("*.yaml"))

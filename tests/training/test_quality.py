@@ -10,9 +10,9 @@ from test_training import CONVERSATIONS
 from scripts import quality
 from scripts.quality import main
 from specdec.model.loader import load_target
-from training.data import Batches, tokenise
-from training.loop.checkpoint import checkpoints
-from training.loop.log import read_log
+from specdec.training.data import Batches, tokenise
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.log import read_log
 
 SMALL = [
     "trainer.steps=4", "trainer.decode_every=2", "trainer.decode_prompts=2", "trainer.decode_tokens=8",
@@ -70,10 +70,10 @@ def test_runs_are_trained_once_and_read_again(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("drafter", "objective", "share", "said"),
     [
-        ({"_target_": "drafters.mtp.create"}, {"terms": {"tokens": 1.0, "ce": 0}}, 0, "MTP: the text's tokens"),
-        ({"_target_": "drafters.eagle3.create", "tap_norms": True}, {"terms": None, "then": {"tokens": 1.0}}, 0,
+        ({"_target_": "specdec.drafters.mtp.create"}, {"terms": {"tokens": 1.0, "ce": 0}}, 0, "MTP: the text's tokens"),
+        ({"_target_": "specdec.drafters.eagle3.create", "tap_norms": True}, {"terms": None, "then": {"tokens": 1.0}}, 0,
          "EAGLE-3.1: the target's distribution, then the text's tokens"),
-        ({"_target_": "drafters.eagle.create"}, {"terms": {"lk": 1.0}}, 0.25, "EAGLE-2: LK, on-policy"),
+        ({"_target_": "specdec.drafters.eagle.create"}, {"terms": {"lk": 1.0}}, 0.25, "EAGLE-2: LK, on-policy"),
     ],
 )  # fmt: skip
 def test_a_run_is_called_by_its_method(drafter, objective, share, said):

@@ -7,8 +7,8 @@ from test_training import CONVERSATIONS
 
 from scripts import recipe
 from scripts.recipe import TREES, Job, main, mean, read_results, settings, steps_for, tables
-from training.data import Batches
-from trees.spec import TreeSpec
+from specdec.training.data import Batches
+from specdec.trees.spec import TreeSpec
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_steps_come_nearest_to_the_tokens(words, tmp_path, target_path):
     from argparse import Namespace
 
     from specdec.model.loader import load_target
-    from training.data import load_samples
+    from specdec.training.data import load_samples
 
     args = Namespace(out=tmp_path / "out", target=target_path, data=tmp_path / "data.jsonl", heldout=8, max_length=320)
     config = settings(Job("recipe", 1, 3), args)

@@ -11,12 +11,12 @@ import pytest
 from specdec.engine.engine import Engine
 from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
+from specdec.structs import Sampling
 from specdec.text import encode_chat
-from specdec.types import Sampling
-from training import regenerate as module
-from training.data import shards as shards_module
-from training.data.shards import Shards
-from training.regenerate import Prompt, encode, main, plan, regenerate
+from specdec.training import regenerate as module
+from specdec.training.data import shards as shards_module
+from specdec.training.data.shards import Shards
+from specdec.training.regenerate import Prompt, encode, main, plan, regenerate
 
 COUNT = 23  # batches of 5, shards of 9: neither divides another
 
@@ -84,7 +84,7 @@ def test_killed_in_the_middle_of_a_line_it_goes_on_to_the_same_bytes(target_path
     """SIGKILL after half of line 13 is on the disk: the second line of a batch, in the second shard."""
     script = (
         "import json, os, signal, sys\n"
-        "from training import regenerate\nfrom training.data import shards\n"
+        "from specdec.training import regenerate\nfrom specdec.training.data import shards\n"
         "write = shards.Shards.write\n"
         "def kill(self, rows):\n"
         "    if self.done < 10:\n        return write(self, rows)\n"

@@ -9,7 +9,7 @@ from specdec import remote
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.text import encode_chat
-from training.regenerate import main
+from specdec.training.regenerate import main
 
 COUNT = 13
 

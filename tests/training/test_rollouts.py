@@ -20,14 +20,14 @@ from test_training import CONF, CONVERSATIONS
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
-from training.data import Batches, Sample
-from training.data.rollouts import Rollouts
-from training.loop.log import read_log
-from training.loop.settings import OnPolicy
-from training.loop.trainer import Trainer, TrainerConfig
-from training.loop.weights import shell
-from training.objectives.eagle3 import Eagle3Objective
-from training.objectives.tokens import TokensObjective
+from specdec.training.data import Batches, Sample
+from specdec.training.data.rollouts import Rollouts
+from specdec.training.loop.log import read_log
+from specdec.training.loop.settings import OnPolicy
+from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.training.loop.weights import shell
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.tokens import TokensObjective
 
 TIMES = ("seconds", "rollout_seconds")
 
@@ -35,7 +35,7 @@ TIMES = ("seconds", "rollout_seconds")
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Drawing the curves takes longer than these runs."""
-    monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 def rollouts(target, drafter, data: Batches, **how) -> Rollouts:
@@ -271,7 +271,7 @@ def conversations(tmp_path_factory):
 WORKER = """
 import sys
 from hydra import compose, initialize_config_dir
-from training.train import run
+from specdec.training.train import run
 conf, out, *settings = sys.argv[1:]
 with initialize_config_dir(conf, version_base="1.3"):
     for way in ("ddp", "fsdp"):

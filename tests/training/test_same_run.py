@@ -7,9 +7,9 @@ import signal
 import pytest
 from test_cache import CONVERSATIONS, composed
 
-from training import train
-from training.loop.checkpoint import checkpoints
-from training.loop.trainer import Trainer
+from specdec.training import train
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.trainer import Trainer
 
 SMALL = (
     "trainer.steps=3", "trainer.batch_tokens=100", "trainer.prompts=null", "trainer.eval_batches=1",

@@ -17,8 +17,8 @@ from specdec.cli.generate import main as generate
 from specdec.model.hf_parallel import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
-from training.loop.log import read_log
-from training.train import run
+from specdec.training.loop.log import read_log
+from specdec.training.train import run
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = """
@@ -27,7 +27,7 @@ from hydra import compose, initialize_config_dir
 from specdec import ranks
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.generate import main
-from training.train import run
+from specdec.training.train import run
 conf, requests, settings = sys.argv[1], *map(json.loads, sys.argv[2:])
 for words in requests:
     main([*words, "--tp-plan", "auto"])

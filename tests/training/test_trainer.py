@@ -16,19 +16,19 @@ from helpers import LEARNERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file
 from test_golden import GOLDEN, golden_drafter
 
-from drafters.formats import eagle3, load_drafter
 from specdec.acceptance import read_acceptance
+from specdec.drafters.formats import eagle3, load_drafter
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau
+from specdec.engine.traces import tau
 from specdec.model.loader import load_target
 from specdec.text import encode_prompt, read_prompts
-from training.data import Batch, Batches, Sample
-from training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
-from training.loop.evaluate import expected_tau
-from training.loop.log import read_log
-from training.loop.trainer import Trainer, TrainerConfig
-from training.objectives.eagle3 import Eagle3Objective
-from trees import Chain
+from specdec.training.data import Batch, Batches, Sample
+from specdec.training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
+from specdec.training.loop.evaluate import expected_tau
+from specdec.training.loop.log import read_log
+from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.trees import Chain
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def pictures():
 def no_pictures(request, monkeypatch):
     """Drawing the curves takes longer than these runs."""
     if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+        monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 def samples(count: int = 24, vocab: int = 17) -> list[Sample]:

@@ -7,13 +7,13 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from omegaconf import OmegaConf
 
-from drafters.eagle3 import look_at_itself, scale_of
-from drafters.formats import load_drafter, save_drafter
-from drafters.formats.convert import without_a_form
-from drafters.layers import DraftAttention, DraftShape
+from specdec.drafters.eagle3 import look_at_itself, scale_of
+from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.drafters.formats.convert import without_a_form
+from specdec.drafters.layers import DraftAttention, DraftShape
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope, RopeTable
-from training.train import build_drafter
+from specdec.training.train import build_drafter
 
 CONF = Path(__file__).parents[2] / "conf"
 

@@ -14,10 +14,10 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from test_training import CONF, CONVERSATIONS
 
-from training.loop.checkpoint import checkpoints
-from training.loop.log import read_log
-from training.loop.parallel import join_processes
-from training.train import run
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.log import read_log
+from specdec.training.loop.parallel import join_processes
+from specdec.training.train import run
 
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -25,7 +25,7 @@ WORKER = """
 import os, signal, sys
 from hydra import compose, initialize_config_dir
 from specdec.cli.signals import StopSignals
-from training.train import run
+from specdec.training.train import run
 conf, out, *settings = sys.argv[1:]
 with initialize_config_dir(conf, version_base="1.3"):
     for way in ("ddp", "fsdp"):
@@ -103,7 +103,7 @@ def test_what_the_launcher_sets_in_our_place_is_refused(monkeypatch, what):
 
 
 def test_the_command_stops_when_it_is_told_to_and_says_so(target_path, data, tmp_path):
-    command = [sys.executable, "-m", "training.train", *settings(target_path, data), f"out={tmp_path}"]
+    command = [sys.executable, "-m", "specdec.training.train", *settings(target_path, data), f"out={tmp_path}"]
     command += ["trainer.steps=100000", "trainer.save_every=100000"]
     log = tmp_path / "log.jsonl"
     child = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=ENV, cwd=ROOT)

@@ -12,13 +12,13 @@ from helpers import run_here
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from drafters.formats import load_drafter, save_drafter
-from drafters.vocab import DraftVocab, most_frequent
+from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.drafters.vocab import DraftVocab, most_frequent
 from specdec.model.loader import load_target
-from training.data import Batches, count_tokens, read_conversations, tokenise
-from training.regenerate import main as regenerate_main
-from training.train import build_drafter
-from training.train import main as train_main
+from specdec.training.data import Batches, count_tokens, read_conversations, tokenise
+from specdec.training.regenerate import main as regenerate_main
+from specdec.training.train import build_drafter
+from specdec.training.train import main as train_main
 
 CONF = Path(__file__).parents[2] / "conf"
 CONVERSATIONS = [
@@ -45,7 +45,7 @@ def settings(target_path, data, out, *overrides) -> list[str]:
 
 def train(*args):
     """Run the command itself in a process of its own; returns its last line, parsed."""
-    command = [sys.executable, "-m", "training.train", *settings(*args)]
+    command = [sys.executable, "-m", "specdec.training.train", *settings(*args)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return done
@@ -147,11 +147,11 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(target_path, data, t
     optimizer = "trainer.muon_lr=0.02"
     whole = train(target_path, data, tmp_path / "whole", optimizer)
     script = (
-        "import os, sys, training.loop.trainer as t\n"
+        "import os, sys, specdec.training.loop.trainer as t\n"
         "save = t.Trainer.save\n"
         "def save_and_die(self):\n    save(self)\n    os._exit(9)\n"
         "t.Trainer.save = save_and_die\n"
-        "from training.train import main\nmain()\n"
+        "from specdec.training.train import main\nmain()\n"
     )
     out = tmp_path / "cut"
     command = [

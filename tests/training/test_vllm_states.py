@@ -22,8 +22,8 @@ from transformers.utils import logging
 from specdec.engine.engine import Engine
 from specdec.model.ends import every_token
 from specdec.model.loader import load_target
-from training import cache, train
-from training.data import load_samples
+from specdec.training import cache, train
+from specdec.training.data import load_samples
 
 LAYERS = [0, 1, 2, 3]  # all of the target, as vLLM counts them
 
@@ -61,7 +61,7 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
-    monkeypatch.setattr("training.loop.trainer.draw_curves", lambda log, picture: None)
+    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder,
 
 
 def test_a_server_that_writes_elsewhere_is_told(target_path, data, folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("training.features.vllm_files.WAIT", 0.1)
+    monkeypatch.setattr("specdec.training.features.vllm_files.WAIT", 0.1)
     with small_server(Engine(load_target(target_path))) as server:
         words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
         said = refused(capsys, cache, "cache", *words)
@@ -298,8 +298,8 @@ def connector(monkeypatch, tmp_path):
         PendingSave=PendingSave, ExampleHiddenStatesConnector=Example, logger=logging.get_logger("vllm")
     )
     monkeypatch.setattr(sys.modules[".".join(parts)], "example_hidden_states_connector", example, raising=False)
-    monkeypatch.delitem(sys.modules, "training.vllm_side.hidden_state_files", raising=False)
-    module = import_module("training.vllm_side.hidden_state_files")
+    monkeypatch.delitem(sys.modules, "specdec.training.vllm_side.hidden_state_files", raising=False)
+    module = import_module("specdec.training.vllm_side.hidden_state_files")
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[3, 0, 2]))
     text = SimpleNamespace(num_hidden_layers=3, hidden_size=8, vocab_size=17)
     config = SimpleNamespace(
@@ -308,7 +308,7 @@ def connector(monkeypatch, tmp_path):
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
     yield module, module.HiddenStateFiles(config, None, torch.randn(6, 3, 4, 8))
-    sys.modules.pop("training.vllm_side.hidden_state_files", None)
+    sys.modules.pop("specdec.training.vllm_side.hidden_state_files", None)
 
 
 def asked(name="a", temperature=0.0, prompt=(5, 6, 7, 8, 9)):

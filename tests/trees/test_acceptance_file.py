@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from drafters.formats import load_drafter, save_drafter
-from lab.replay import optimal_tree
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
+from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
-from training.loop.evaluate import Decoding
+from specdec.training.loop.evaluate import Decoding
 
 ENTRY = {"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["001 01 - 20 -"]}
 RIGHT = json.loads(Acceptance((AlongTexts(**ENTRY),), "some answers").as_text())

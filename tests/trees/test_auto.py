@@ -9,18 +9,18 @@ import auto_check
 import pytest
 from helpers import DRAFTERS, tiny_target
 
-from drafters.formats import load_drafter, save_drafter
-from lab.replay import optimal_tree
 from specdec import auto
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
 from specdec.auto import Candidate, candidates, choose, choose_tree
 from specdec.cli.generate import main as generate
 from specdec.contracts import Drafter
+from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.engine.engine import Engine
-from specdec.engine.trace import tau
+from specdec.engine.traces import tau
+from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
-from trees.optimal import measure_ranks
-from trees.spec import TreeSpec
+from specdec.trees.optimal import measure_ranks
+from specdec.trees.spec import TreeSpec
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 # Five tokens after the first: the words are of the first five places.

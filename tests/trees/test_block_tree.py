@@ -9,9 +9,9 @@ from helpers import DRAFTERS, tiny_target
 from safetensors.torch import load_file
 from test_trees import check_invariants
 
-from specdec.types import DraftTree
-from trees import BlockTree, DynamicTree
-from trees.dynamic import select
+from specdec.structs import DraftTree
+from specdec.trees import BlockTree, DynamicTree
+from specdec.trees.dynamic import select
 
 GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "blocks" / "ddtree.safetensors")
 

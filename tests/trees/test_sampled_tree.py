@@ -5,12 +5,12 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from test_trees import check_invariants
 
-from drafters.vocab import DraftVocab
 from specdec.children import LIKELIEST, Drawn, children_of
+from specdec.drafters.vocab import DraftVocab
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.types import Sampling
-from trees import Chain, SampledTree
+from specdec.structs import Sampling
+from specdec.trees import Chain, SampledTree
 
 EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 

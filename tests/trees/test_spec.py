@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from specdec import make_tree, registry
-from trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
-from trees.spec import TreeSpec, describe, load_tree, shape_of
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees.spec import TreeSpec, describe, load_tree, shape_of
 
 NAMES = registry.names("tree")
 
@@ -72,7 +72,7 @@ def test_every_name_of_conf_is_a_tree():
 
 def test_a_new_policy_is_found_by_its_yaml(monkeypatch, tmp_path):
     (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "long.yaml").write_text("_target_: trees.chain.Chain\nsteps: 9\n")
+    (tmp_path / "tree" / "long.yaml").write_text("_target_: specdec.trees.chain.Chain\nsteps: 9\n")
     monkeypatch.setattr(registry, "CONF", tmp_path)
     assert TreeSpec.parse("long").build().steps == 9
 
@@ -130,6 +130,6 @@ def test_what_is_no_tree_is_refused_in_one_sentence(make, sentence):
 
 def test_a_static_tree_is_a_file_of_paths(file):
     assert load_tree(file).num_draft_tokens == 5
-    file.write_text("_target_: trees.chain.Chain\nsteps: 3\n")
+    file.write_text("_target_: specdec.trees.chain.Chain\nsteps: 3\n")
     with pytest.raises(ValueError, match="it has no list `paths`"):
         TreeSpec.parse(file)

@@ -11,12 +11,12 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from test_trees import check_invariants
 
-from drafters import ngram
-from drafters.draft_model import DraftModel
 from specdec.api import load_tree
+from specdec.drafters import ngram
+from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
-from trees import Chain, StaticTree
-from trees.optimal import expected_tau, measure_acceptance, optimal_paths
+from specdec.trees import Chain, StaticTree
+from specdec.trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
 ROOT = Path(__file__).parents[2]
 PATHS = [[2], [0], [1], [0, 0], [0, 3], [2, 1], [1, 0], [0, 3, 0], [0, 3, 1], [1, 0, 2], [0, 3, 1, 0]]
@@ -193,7 +193,7 @@ def test_measured_acceptance_is_counted_right(name):
 
 
 def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):
-    spec = importlib.util.find_spec("lab.replay.optimal_tree")
+    spec = importlib.util.find_spec("specdec.lab.replay.optimal_tree")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     prompts, file = tmp_path / "p.txt", tmp_path / "tree.yaml"

@@ -7,9 +7,9 @@ from helpers import tiny_drafter, tiny_target
 from specdec.cli.drawing import draw
 from specdec.contracts import Drafter, DraftState
 from specdec.sampling.likely import BLOCK, MANY, top
-from specdec.types import DraftTree
-from trees import Chain, DynamicTree
-from trees.ancestors import ancestors_of
+from specdec.structs import DraftTree
+from specdec.trees import Chain, DynamicTree
+from specdec.trees.ancestors import ancestors_of
 
 
 class ScriptedDrafter(Drafter):

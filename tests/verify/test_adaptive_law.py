@@ -14,9 +14,9 @@ from specdec.engine.guide import Guide, Played, trimmed
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.types import DraftTree
+from specdec.structs import DraftTree
+from specdec.trees import SampledTree
 from specdec.verify import BlockVerification, MultiRoundRejection
-from trees import SampledTree
 
 Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: what is told before it is drawn
 FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels behind a middling token

@@ -14,9 +14,9 @@ from transformers.generation.logits_process import (
 from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.types import DraftTree, Sampling, SamplingBatch
+from specdec.structs import DraftTree, Sampling, SamplingBatch
+from specdec.trees.ancestors import ancestors_of
 from specdec.verify import sample_and_match
-from trees.ancestors import ancestors_of
 
 
 def random_tree(seed: int, b: int = 5, n: int = 12, vocab: int = 6) -> DraftTree:

@@ -9,12 +9,14 @@ from helpers import merge_rare_cells
 from scipy import stats
 from test_verify import random_tree
 
-from lab.proof.laws import TableDrafter
 from specdec.children import Drawn, children_of
+from specdec.lab.proof.laws import TableDrafter
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.types import DraftTree, Sampling
+from specdec.structs import DraftTree, Sampling
+from specdec.trees import SampledTree
+from specdec.trees.ancestors import ancestors_of
 from specdec.verify import (
     VERIFIERS,
     BlockVerification,
@@ -25,8 +27,6 @@ from specdec.verify import (
     make_verifier,
     sample_and_match,
 )
-from trees import SampledTree
-from trees.ancestors import ancestors_of
 
 V, ROWS = 6, 40_000
 G = torch.Generator().manual_seed(11)

@@ -1,10 +1,10 @@
 """Conversations: read from files and data sets (`sources`), rendered with the target's chat template (`render`), chosen
 (`load`), batched (`batches`), written by the target and the drafter in training (`rollouts`), stored (`shards`)."""
 
-from training.data.batches import Batch, Batches
-from training.data.load import Tally, hold_out, load_samples, read_messages, read_samples, tokenise
-from training.data.render import Sample, count_tokens
-from training.data.sources import Message, Record, preset, read_conversations, read_records
+from specdec.training.data.batches import Batch, Batches
+from specdec.training.data.load import Tally, hold_out, load_samples, read_messages, read_samples, tokenise
+from specdec.training.data.render import Sample, count_tokens
+from specdec.training.data.sources import Message, Record, preset, read_conversations, read_records
 
 __all__ = [
     "Batch",

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.data.render import Sample
+from specdec.training.data.render import Sample
 
 
 @dataclass

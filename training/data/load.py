@@ -10,8 +10,8 @@ from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 from specdec.model.target import Target
-from training.data.render import Sample, check_tokenizer, render
-from training.data.sources import Message, Record, read_records
+from specdec.training.data.render import Sample, check_tokenizer, render
+from specdec.training.data.sources import Message, Record, read_records
 
 MOST = 256  # conversations that are held out where data.heldout is a share
 

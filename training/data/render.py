@@ -8,7 +8,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from training.data.sources import Message
+from specdec.training.data.sources import Message
 
 MARKER = re.compile(r"{%-?\s*generation")
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")

@@ -23,13 +23,13 @@ from specdec.api import make_tree
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
-from specdec.engine.trace import tau
+from specdec.engine.traces import tau
 from specdec.model.target import Target
-from specdec.types import Sampling
-from training.data import Batch, Batches, Sample
-from training.loop.parallel import Processes
-from training.loop.settings import OnPolicy
-from training.loop.weights import fill
+from specdec.structs import Sampling
+from specdec.training.data import Batch, Batches, Sample
+from specdec.training.loop.parallel import Processes
+from specdec.training.loop.settings import OnPolicy
+from specdec.training.loop.weights import fill
 
 
 class Rollouts:

@@ -185,7 +185,7 @@ def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iter
 def preset(name: str) -> dict[str, str]:
     """The arguments of `read_records` for a name on a command line: those of conf/data/NAME.yaml if that exists, else
     the name itself."""
-    file = files("conf") / "data" / f"{name}.yaml"
+    file = files("specdec.conf") / "data" / f"{name}.yaml"
     settings = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
     if not settings.get("path"):
         return {"name": name}

@@ -21,16 +21,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.model.checkpoint import read_json
-from training.data import Batch, Sample
-from training.features.online import Features, arguments, deferred_logits, online_features
-from training.features.signature import (
+from specdec.training.data import Batch, Sample
+from specdec.training.features.online import Features, arguments, deferred_logits, online_features
+from specdec.training.features.signature import (
     data_signature,
     short,
     target_signature,
     tokenizer_signature,
     vocabulary_signature,
 )
-from training.objectives.teacher import TopTokens
+from specdec.training.objectives.teacher import TopTokens
 
 SCHEMA = 1
 MANIFEST = "cache.json"

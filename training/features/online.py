@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from specdec.model.target import Target
-from training.data import Batch
-from training.objectives.losses import DeferredLogits
-from training.objectives.teacher import TeacherLogits
+from specdec.training.data import Batch
+from specdec.training.objectives.losses import DeferredLogits
+from specdec.training.objectives.teacher import TeacherLogits
 
 Features = dict[str, Tensor | TeacherLogits]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from training.data import Sample
+from specdec.training.data import Sample
 
 PLACES = 1024  # values of each tensor that are hashed one by one; all of its values enter as a sum
 

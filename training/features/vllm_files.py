@@ -21,8 +21,8 @@ from specdec.cli.reading import parse_json
 from specdec.model.ends import every_token, root_mean_square
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
-from training.data import Batch, Sample
-from training.features.online import Features, arguments, deferred_logits
+from specdec.training.data import Batch, Sample
+from specdec.training.features.online import Features, arguments, deferred_logits
 
 KEY = "specdec"  # of the header's entry in which a file says what it holds
 WAIT = 60.0  # seconds that a server may take to write a file that it has answered for

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specdec.cli.files import write_whole
-from training.loop.log import read_log
+from specdec.training.loop.log import read_log
 
 
 def draw_curves(log: Path, picture: Path) -> None:

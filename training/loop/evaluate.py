@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.formats import load_drafter
-from drafters.layers import SumHead
 from specdec.acceptance import FILE, Acceptance
 from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.formats import load_drafter
+from specdec.drafters.layers import SumHead
 from specdec.engine.engine import Engine
-from specdec.engine.trace import RowTrace, tau, tau_interval
+from specdec.engine.traces import RowTrace, tau, tau_interval
 from specdec.text import encode_prompt, read_prompts
-from training.data import Batches, Sample
-from training.loop.settings import TrainerConfig
-from training.objectives.losses import pieces, product
-from training.objectives.student import Student
-from training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
-from trees import Chain
-from trees.optimal import KEPT, along_answers
+from specdec.training.data import Batches, Sample
+from specdec.training.loop.settings import TrainerConfig
+from specdec.training.objectives.losses import pieces, product
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
+from specdec.trees import Chain
+from specdec.trees.optimal import KEPT, along_answers
 
 HELDOUT = "heldout"  # as trainer.prompts: the prompts of the held-out conversations
 

@@ -11,9 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from specdec.contracts import Drafter
 from specdec.model.names import resolve
-from training.loop.trainer import Trainer
-from training.loop.weights import is_shard
-from training.objectives.losses import LEAST_ROWS, PIECE
+from specdec.training.loop.trainer import Trainer
+from specdec.training.loop.weights import is_shard
+from specdec.training.objectives.losses import LEAST_ROWS, PIECE
 
 SHARES = (2, 4, 8)  # processes of which an estimate is told
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from training.objectives.teacher import TeacherLogits
+from specdec.training.objectives.teacher import TeacherLogits
 
 
 class Learner(nn.Module):

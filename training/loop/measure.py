@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from training.features.online import online_features
-from training.loop.trainer import Trainer
+from specdec.training.features.online import online_features
+from specdec.training.loop.trainer import Trainer
 
 STEPS = 3  # that are timed
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from training.loop.weights import full, sharded_as
+from specdec.training.loop.weights import full, sharded_as
 
 
 class Muon(torch.optim.Muon):

@@ -9,7 +9,7 @@ import torch
 
 from specdec.cli.limits import MOST
 from specdec.schema import ranged
-from training.loop.optim import schedule
+from specdec.training.loop.optim import schedule
 
 EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
 MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
@@ -80,7 +80,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class OnPolicy:
-    """Settings of `training.data.rollouts`; conf/data/files.yaml says what each is for."""
+    """Settings of `specdec.training.data.rollouts`; conf/data/files.yaml says what each is for."""
 
     share: float = 0.0
     start: int = 0

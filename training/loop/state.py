@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from specdec.contracts import Drafter
-from training.loop.weights import full, sharded_as
+from specdec.training.loop.weights import full, sharded_as
 
 if TYPE_CHECKING:
-    from training.loop.trainer import Trainer
+    from specdec.training.loop.trainer import Trainer
 
 
 def meaning(drafter: Drafter) -> str:

@@ -13,24 +13,24 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from drafters.formats import save_drafter
 from specdec.cli.files import write_whole
 from specdec.cli.signals import StopSignals
 from specdec.contracts import Drafter
+from specdec.drafters.formats import save_drafter
 from specdec.model.target import Target
-from training.data import Batch, Batches
-from training.data.rollouts import Rollouts
-from training.features.online import Features, online_features
-from training.loop.checkpoint import read_newest, save_state, write_checkpoint
-from training.loop.curves import draw_curves
-from training.loop.evaluate import decoding_of, expected_tau
-from training.loop.learner import Learner
-from training.loop.log import RunLog
-from training.loop.optim import Optimizers, schedule
-from training.loop.parallel import Processes, Sums
-from training.loop.settings import OnPolicy, TrainerConfig
-from training.loop.state import meaning, restore, state_of
-from training.loop.weights import fill, shell
+from specdec.training.data import Batch, Batches
+from specdec.training.data.rollouts import Rollouts
+from specdec.training.features.online import Features, online_features
+from specdec.training.loop.checkpoint import read_newest, save_state, write_checkpoint
+from specdec.training.loop.curves import draw_curves
+from specdec.training.loop.evaluate import decoding_of, expected_tau
+from specdec.training.loop.learner import Learner
+from specdec.training.loop.log import RunLog
+from specdec.training.loop.optim import Optimizers, schedule
+from specdec.training.loop.parallel import Processes, Sums
+from specdec.training.loop.settings import OnPolicy, TrainerConfig
+from specdec.training.loop.state import meaning, restore, state_of
+from specdec.training.loop.weights import fill, shell
 
 
 class Trainer:

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
-from training.objectives.losses import head_loss, pieces
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
-from training.objectives.terms import Term, Value, Weight, read_terms
+from specdec.training.objectives.losses import head_loss, pieces
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
+from specdec.training.objectives.terms import Term, Value, Weight, read_terms
 
 
 def one_of(**choices: tuple[str, Sequence[str]]) -> None:
@@ -145,7 +145,7 @@ class Objective:
         return (loss_mask * known).float()
 
     def readouts(self, drafter: Drafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
-        """What heads read of a batch in which everything is learnt, for `training.estimate`."""
+        """What heads read of a batch in which everything is learnt, for `specdec.training.estimate`."""
         return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 
     def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:

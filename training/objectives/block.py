@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.dflash import BlockDrafter
-from drafters.unroll_block import Blocks
 from specdec.contracts import Drafter
-from training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, once, slots
-from training.objectives.base import Objective, documents_of, one_of
-from training.objectives.divergences import tv
-from training.objectives.losses import head_loss
-from training.objectives.selector import CHOOSES, MISSING, Candidates
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_teacher
-from training.objectives.terms import Weight
+from specdec.drafters.dflash import BlockDrafter
+from specdec.drafters.unroll_block import Blocks
+from specdec.training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, once, slots
+from specdec.training.objectives.base import Objective, documents_of, one_of
+from specdec.training.objectives.divergences import tv
+from specdec.training.objectives.losses import head_loss
+from specdec.training.objectives.selector import CHOOSES, MISSING, Candidates
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_teacher
+from specdec.training.objectives.terms import Weight
 
 WEIGHTS = ("exp", "uniform", "d_pace")
 DENOMINATORS = ("weights", "slots", "texts")

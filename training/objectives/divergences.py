@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher
-from training.objectives.terms import Value, term
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.terms import Value, term
 
 
 @term

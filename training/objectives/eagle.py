@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.eagle import Eagle
 from specdec.contracts import Drafter, DraftState
-from training.objectives.base import Objective, Positions
-from training.objectives.terms import Weight
+from specdec.drafters.eagle import Eagle
+from specdec.training.objectives.base import Objective, Positions
+from specdec.training.objectives.terms import Weight
 
 
 class EagleObjective(Objective):

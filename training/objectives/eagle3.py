@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from training.objectives.base import Objective
-from training.objectives.terms import Weight
+from specdec.training.objectives.base import Objective
+from specdec.training.objectives.terms import Weight
 
 
 class Eagle3Objective(Objective):

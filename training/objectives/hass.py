@@ -1,8 +1,8 @@
 """HASS's top-k distillation (arXiv 2408.15766, section 3.1; `train/main_hass.py`)."""
 
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher
-from training.objectives.terms import Value, term
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.terms import Value, term
 
 
 @term

@@ -5,10 +5,10 @@ alpha = sum_v min(p_v, q_v), with p the teacher's distribution over all V tokens
 
 import torch
 
-from training.objectives.divergences import kl, tv
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher
-from training.objectives.terms import Value, term
+from specdec.training.objectives.divergences import kl, tv
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.terms import Value, term
 
 LEAST = 1e-5  # of alpha: a student far off gets a steep slope, not an infinite one
 

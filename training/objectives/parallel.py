@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafters.parallel import ParallelDrafter
 from specdec.contracts import Drafter
-from training.objectives.anchors import once
-from training.objectives.base import Objective, documents_of, one_of
-from training.objectives.cod import POOLS, by_anchor, sample
-from training.objectives.losses import head_loss, pieces
-from training.objectives.student import Student
-from training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, TopTokens, read_teacher
-from training.objectives.terms import Weight
+from specdec.drafters.parallel import ParallelDrafter
+from specdec.training.objectives.anchors import once
+from specdec.training.objectives.base import Objective, documents_of, one_of
+from specdec.training.objectives.cod import POOLS, by_anchor, sample
+from specdec.training.objectives.losses import head_loss, pieces
+from specdec.training.objectives.student import Student
+from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, TopTokens, read_teacher
+from specdec.training.objectives.terms import Weight
 
 COUNTS = ("label", "previous")
 WEIGHTS = ("uniform", "teacher")
@@ -34,7 +34,7 @@ class Sampled:
 
 
 class ParallelObjective(Objective):
-    """The weighted mean of terms over sampled rows (`training.objectives.cod`), all depths alike.
+    """The weighted mean of terms over sampled rows (`specdec.training.objectives.cod`), all depths alike.
 
     - kept, kept_min, anchors, pool: which rows are drawn.
     - counts: 'previous', a row counts if the token before its own is learnt, as speculators and SpecForge have it;

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from training.objectives.losses import pieces
+from specdec.training.objectives.losses import pieces
 
 MISSING = ("leave", "replace")
 CHOOSES = ("text", "target")

@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from drafters.vocab import DraftVocab
+from specdec.drafters.vocab import DraftVocab
 from specdec.sampling.likely import largest
-from training.objectives.losses import DeferredLogits
-from training.objectives.student import Student
+from specdec.training.objectives.losses import DeferredLogits
+from specdec.training.objectives.student import Student
 
 
 @dataclass

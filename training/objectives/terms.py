@@ -34,7 +34,7 @@ def term(function: Term) -> Term:
 def all_terms() -> dict[str, Term]:
     """The terms of all files in training/objectives, by name."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        import_module(f"training.objectives.{module.name}")
+        import_module(f"specdec.training.objectives.{module.name}")
     return dict(_FOUND)
 
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from training.objectives.base import Objective
-from training.objectives.terms import Weight
+from specdec.training.objectives.base import Objective
+from specdec.training.objectives.terms import Weight
 
 
 class TokensObjective(Objective):

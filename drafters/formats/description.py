@@ -1,0 +1,48 @@
+"""What a checkpoint says about itself, without a target: conventions from its headers, and what is wrong with it."""
+
+import os
+
+from specdec.acceptance import read_acceptance
+from specdec.drafters.formats import open_checkpoint
+from specdec.model.names import resolve
+
+
+def inspect(path: str | os.PathLike) -> dict:
+    """The conventions in force, the numbers of parameters, and a list of what keeps the checkpoint from loading.
+
+    The weights are looked at for NaN and Inf, one tensor at a time."""
+    checkpoint = open_checkpoint(path, headers=True)
+    sizes = {name: t.numel() for name, t in checkpoint.tensors.items() if t.is_floating_point()}
+    embedding = sizes.get("embed_tokens.weight", 0)
+    problems = checkpoint.problems()
+    try:
+        read_acceptance(resolve(path))
+    except ValueError as error:
+        problems.append(str(error))
+    return {
+        "path": str(path),
+        **checkpoint.conventions(),
+        "dtypes": ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in checkpoint.tensors.values()})),
+        "parameters": sum(sizes.values()) - embedding,
+        "embedding_parameters": embedding,
+        "problems": problems,
+        "tensors_known": checkpoint.family.knows_tensors,
+    }
+
+
+def as_text(report: dict) -> str:
+    """The report as lines of name and value."""
+    report = dict(report)
+    report["parameters"] = f"{report['parameters'] / 1e6:,.2f} M, and {report.pop('embedding_parameters') / 1e6:,.2f} M"
+    report["parameters"] += " of embeddings in the file"
+    found, known = report.pop("problems"), report.pop("tensors_known")
+    problems = "; ".join(found) or _none_found(known, "doubts" in report)
+    return "\n".join(f"{name:16} {value}" for name, value in [*report.items(), ("problems", problems)])
+
+
+def _none_found(tensors_known: bool, doubts: bool) -> str:
+    looked_at = "all tensors are there and finite, none is left over" if tensors_known else "all tensors are finite"
+    words = f"none found without a target: {looked_at}"
+    if not tensors_known:
+        words += "; which ones ought to be there only the target can tell"
+    return words + ("; see the doubts" if doubts else "")

@@ -1,7 +1,0 @@
-"""Replay: what any tree would have accepted, from one recording of what a drafter proposes along texts."""
-
-from lab.replay.acceptance import Rule, likely, while_likely
-from lab.replay.recorder import record
-from lab.replay.superset import Superset
-
-__all__ = ["Rule", "Superset", "likely", "record", "while_likely"]

@@ -1,0 +1,278 @@
+"""Speed of several ways to decode, side by side in one run (docs/bench.md).
+
+In each configuration every contender is warmed up and has its first trial. Then all take turns, trial by trial, and
+medians over the trials count. So a run that is cut off has measured those that were begun. What fails, does not fit or
+would come after the time budget is a row with the reason: nothing is left out.
+"""
+
+import statistics
+import time
+from collections import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+
+from specdec.lab.bench.agreement import compare_texts
+from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
+from specdec.lab.cost.memory import PeakMemory
+from specdec.lab.cost.simulated_tau import MARK
+from specdec.structs import Sampling
+
+Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the prompts of this trial
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What is decoded: tokens of a prompt, new tokens, and how they are drawn, as fields of `Sampling`."""
+
+    name: str
+    prompt: int
+    new: int
+    sampling: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what in ("prompt", "new"):
+            value = getattr(self, what)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"configurations.{self.name}.{what} must be a positive whole number, got {value!r}")
+
+
+def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[Configuration]:
+    """The chosen configurations of those that are known by name.
+
+    Raises ValueError for a name that is not known, and for a field that there is not."""
+    out = []
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"there is no configuration {name!r}: there are {', '.join(known)}")
+        try:
+            out.append(Configuration(name, **known[name]))
+        except TypeError as error:
+            raise ValueError(f"configurations.{name}: {str(error).removeprefix('Configuration.__init__() ')}") from None
+    return out
+
+
+def make_sampling(settings: dict) -> Sampling:
+    """Raises ValueError for a field that `Sampling` does not have."""
+    unknown = sorted(set(settings) - {f.name for f in fields(Sampling)})
+    if unknown:
+        raise ValueError(f"not available: decoding has no {unknown[0]} here")
+    return Sampling(**settings)
+
+
+def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
+    """Random token ids, for random weights, where no text means more than another."""
+
+    def prompts(trial: int, length: int) -> list[list[int]]:
+        generator = torch.Generator().manual_seed(seed + trial)
+        return torch.randint(vocab, (questions, length), generator=generator).tolist()
+
+    return prompts
+
+
+def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
+    """Encoded prompts brought to length. Every trial takes the next ones.
+
+    A short prompt gets others before it, and a long one loses its beginning: the answer follows the true end."""
+
+    def prompts(trial: int, length: int) -> list[list[int]]:
+        out = []
+        for i in range(trial * questions, (trial + 1) * questions):
+            ids: list[int] = []
+            while len(ids) < length:
+                ids = texts[i % len(texts)] + ids
+                i -= 1
+            out.append(ids[-length:])
+        return out
+
+    return prompts
+
+
+@dataclass
+class Bench:
+    """Runs configurations, with what all of them share."""
+
+    target: object
+    contenders: dict[str, Callable[[], Contender]]  # how to make each, when it is first needed; they are kept
+    prompts: Prompts
+    ceiling: float  # bytes/s that the memory moves at best
+    warmups: int = 2
+    trials: int = 3
+    budget: float | None = None  # seconds from now on
+    seed: int = 0
+    random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
+    progress: Callable[[str], None] = lambda what: None  # told what is being done
+    save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
+
+    def __post_init__(self) -> None:
+        if self.warmups < 0 or self.trials < 1:
+            raise ValueError(f"warmups must be at least 0 and trials at least 1, got {self.warmups} and {self.trials}")
+        if self.budget is not None and not self.budget > 0:
+            raise ValueError(f"budget_s must be a positive number of seconds, got {self.budget}")
+        self.deadline = time.monotonic() + (self.budget or float("inf"))
+        self.made: dict[str, Contender] = {}
+
+    def run(self, configuration: Configuration) -> list[dict]:
+        """A row for each contender, or one for all if the configuration cannot be."""
+        rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
+        try:
+            sampling = make_sampling(configuration.sampling)
+            self._check_room(configuration)
+        except ValueError as error:
+            return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
+        kept: dict[str, list[list[TimedRun]]] = {}
+        for name, row in rows.items():
+            self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))
+            if not _void(row):
+                kept[name] = []
+                self._turn(name, configuration, sampling, rows, kept)
+            self.save(list(self._summarised(rows, kept, configuration).values()))
+        for _ in range(1, self.trials):
+            for name in list(kept):
+                self._turn(name, configuration, sampling, rows, kept)
+                self.save(list(self._summarised(rows, kept, configuration).values()))
+        told = self._summarised(rows, kept, configuration)
+        if "plain" in kept and sampling.greedy:
+            self._compare_texts(told, kept, configuration, sampling)
+        return list(told.values())
+
+    def _turn(self, name: str, configuration: Configuration, sampling: Sampling, rows: dict, kept: dict) -> None:
+        """The next trial of a contender; one that fails is not in `kept` any longer."""
+
+        def trial() -> None:
+            kept[name].append(self._trial(name, configuration, sampling, len(kept[name]), rows[name]))
+
+        self._attempt(rows[name], trial)
+        if _void(rows[name]):
+            del kept[name]
+
+    def _summarised(self, rows: dict, kept: dict, configuration: Configuration) -> dict[str, dict]:
+        """The rows with what the trials so far say."""
+        told = {name: dict(row) for name, row in rows.items()}
+        measured = {name: trials for name, trials in kept.items() if trials}
+        for name, trials in measured.items():
+            told[name] |= self._summary(name, configuration, trials)
+        self._compare(told, measured)
+        return told
+
+    def _check_room(self, configuration: Configuration) -> None:
+        need, context = configuration.prompt + configuration.new, self.target.config.context
+        if need > context:
+            raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
+
+    def _attempt(self, row: dict, what: Callable[[], None]) -> None:
+        """Do it unless time is up, and write an error into the row. What has been warmed up gets one trial in any
+        case."""
+        if time.monotonic() > self.deadline and row.get("trials") != 0:
+            if "trials" not in row:
+                row["skipped"] = f"the budget of {self.budget:g} s is used up"
+            return
+        try:
+            what()
+        except NotAvailable as error:
+            row["skipped"] = str(error)
+        except Exception as error:  # a benchmark reports what a contender cannot do, and goes on
+            row["failed"] = sentence(error)
+
+    def _warm_up(self, name: str, configuration: Configuration, sampling: Sampling, row: dict) -> None:
+        self.progress(f"{configuration.name}: {name} warms up")
+        start = time.monotonic()
+        if name not in self.made:
+            self.made[name] = self.contenders[name]()
+        for _ in range(self.warmups):
+            prompt = self.prompts(0, configuration.prompt)[0]
+            self.made[name](prompt, configuration.new, sampling, self.seed)
+        row |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
+
+    def _trial(
+        self, name: str, configuration: Configuration, sampling: Sampling, trial: int, row: dict
+    ) -> list[TimedRun]:
+        self.progress(f"{configuration.name}: {name}, trial {trial + 1} of {self.trials}")
+        runs = []
+        with PeakMemory(self.target.device) as peak:
+            for prompt in self.prompts(trial, configuration.prompt):
+                runs.append(self.made[name](prompt, configuration.new, sampling, self.seed + trial))
+        time.sleep(self.made[name].settle_seconds)
+        for run in runs:
+            if len(run.tokens) != configuration.new:
+                raise ValueError(f"it made {len(run.tokens)} tokens instead of {configuration.new}")
+        on_gpu = self.target.device.type == "cuda"
+        row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (self.made[name].weights if on_gpu else 0))
+        row["trials"] += 1
+        return runs
+
+    def _summary(self, name: str, configuration: Configuration, trials: list[list[TimedRun]]) -> dict:
+        runs = [run for trial in trials for run in trial]
+        steps = [seconds for run in runs for seconds in run.steps]
+        first = statistics.median(run.prefill_seconds for run in runs)
+        out = {
+            "tokens_per_second": _median_rate(trials, lambda run: len(run.tokens), lambda run: run.seconds),
+            "prefill_tokens_per_second": configuration.prompt / first,
+            "time_to_first_token_ms": 1e3 * first,
+            "cache_bytes": max(run.cache_bytes for run in runs),
+            "weight_bytes": self.made[name].weights,
+            **self.made[name].details(),
+        }
+        if steps:
+            rate = _median_rate(trials, lambda run: len(run.tokens) - 1, lambda run: sum(run.steps))
+            moved = self.made[name].moved(self.target, configuration.prompt + configuration.new / 2)
+            p50, p95 = np.percentile(steps, [50, 95])
+            out |= {
+                "decode_tokens_per_second": rate,
+                "step_ms": {"p50": 1e3 * p50, "p95": 1e3 * p95},
+                "tokens_per_step": sum(len(run.tokens) - 1 for run in runs) / len(steps),
+                "share_of_bandwidth": rate * moved / self.ceiling,
+            }
+        if MARK in name:
+            out["simulated"] = True
+        elif self._accidental(name):
+            out["note"] = "random weights: what is accepted means nothing"
+        return out
+
+    def _accidental(self, name: str) -> bool:
+        return self.random_weights and self.made[name].drafts and MARK not in name
+
+    def _own(self, name: str) -> bool:
+        """Does it have the target's own weights?"""
+        return self.made[name].ours or self.made[name].peer
+
+    def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:
+        """Compare speeds with our plain decoding and with the fastest of transformers."""
+        speed = {name: rows[name]["tokens_per_second"] for name in measured}
+        others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
+        best = max(others, key=others.get) if others else None
+        for name, rate in speed.items():
+            if best is not None:
+                rows[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}
+            if "plain" in speed:
+                rows[name]["to_plain"] = rate / speed["plain"]
+
+    def _compare_texts(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> None:
+        """Compare greedy texts with those of our plain decoding."""
+        for name, trials in kept.items():
+            if MARK in name or (self.random_weights and not self._own(name)):
+                continue
+            texts = [
+                (prompt, mine.tokens, plain.tokens)
+                for trial, (runs, reference) in enumerate(zip(trials, kept["plain"], strict=False))
+                for prompt, mine, plain in zip(self.prompts(trial, configuration.prompt), runs, reference, strict=True)
+            ]
+            rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
+
+
+def _void(row: dict) -> bool:
+    return "failed" in row or "skipped" in row
+
+
+def _median_rate(
+    trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
+) -> float:
+    return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
+
+
+def sentence(error: Exception) -> str:
+    """What went wrong, in one line: our own sentences as they are, other errors with their type."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

@@ -1,0 +1,165 @@
+"""Our engine against others, in one run (Hydra):  specdec bench suite=quick prompts=questions.jsonl
+
+    specdec bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
+    specdec bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
+
+Prints a table and writes one JSON file, anew after every trial; the last line is one JSON object. docs/bench.md says
+what the numbers mean, `--cfg job` prints every setting.
+"""
+
+import json
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from specdec.api import DEMO_TARGET, load_drafter, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import check_writable
+from specdec.cli.hydra_entry import hydra_command
+from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
+from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
+from specdec.lab.bench.peers import peers_by_name
+from specdec.lab.bench.shapes import random_head, random_target, random_transformers
+from specdec.lab.bench.table import print_rows
+from specdec.lab.cost.memory import bandwidth
+from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.lab.machine import provenance
+from specdec.lab.output import write_json
+from specdec.machine import matmul_precision, set_matmul_precision
+from specdec.model.checkpoint import check_device, choose_dtype
+from specdec.text import encode_prompt, read_prompts
+from specdec.trees.spec import TreeSpec
+from specdec.verify import sample_and_match
+
+OF_WEIGHTS = ("assistant", "token_map", "draft_dtype")  # settings that random weights in a shape do not have
+
+
+def load_pair(settings: dict, device: torch.device) -> tuple:
+    """The target, and what makes its drafter: both from checkpoints, or both random in a shape."""
+    shape, named = settings.get("shape"), settings["target"]
+    if named["device_map"] is not None:
+        raise ValueError("target.device_map is for decoding and training: a benchmark has its target on one device")
+    set_matmul_precision(named["matmul_precision"])
+    if shape is None:
+        target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
+        drafts = {"token_map": settings["token_map"], "dtype": settings["draft_dtype"]}
+        return target, lambda: load_drafter(settings["draft"], target, **drafts)
+    if any(given is not None for given in (named["path"], *(settings[name] for name in OF_WEIGHTS))):
+        raise ValueError(f"a shape has random weights: with shape= leave out target.path, {', '.join(OF_WEIGHTS)}")
+    dtype = choose_dtype(named["dtype"], shape["config"], device)
+    target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, settings["seed"])
+    return target, lambda: random_head(target, **shape["drafter"])
+
+
+def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
+    """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
+    shape = settings.get("shape")
+    verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
+    tree = TreeSpec.of_settings(settings).build()
+    if isinstance(verifier, SimulatedTau):
+        verifier.check(tree.steps)
+
+    @cache
+    def model() -> torch.nn.Module:
+        if shape is not None:
+            return random_transformers(shape["config"], target.dtype, target.device)
+        return of_checkpoint(target.name)
+
+    def of_checkpoint(path: str) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+
+    def plain(compiled: bool = False) -> Contender:
+        return Ours(target, compiled=compiled)
+
+    def speculative(compiled: bool = False) -> Contender:
+        return Ours(target, make_drafter(), tree, verifier, compiled)
+
+    assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
+    known = {"plain": plain, "speculative": speculative}
+    known |= {f"compiled-{name}": partial(make, compiled=True) for name, make in known.items()}
+    known |= of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
+    names = settings["suite"]["contenders"]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no contender {name!r}: there are {', '.join(known)}")
+    simulated = f", {verifier}" if isinstance(verifier, SimulatedTau) else ""
+    return {name + simulated * name.endswith("speculative"): known[name] for name in names}
+
+
+def make_prompts(settings: dict, target):
+    questions = settings["questions"]
+    if not isinstance(questions, int) or questions < 1:
+        raise ValueError(f"questions must be at least 1, got {questions}")
+    if settings.get("shape") is not None:
+        return random_prompts(target.vocab, questions, settings["seed"])
+    if settings["prompts"] is None:
+        raise ValueError("trained weights need text to decode: give prompts=FILE, or a shape= with random weights")
+    texts = read_prompts(Path(settings["prompts"]))
+    return text_prompts([encode_prompt(target, text) for text in texts], questions)
+
+
+def title_of(settings: dict, target) -> str:
+    words = [
+        Path(target.name).name,
+        str(target.dtype).removeprefix("torch."),
+        str(target.device),
+    ]
+    if (precision := matmul_precision(target.device)) != "highest":
+        words.append(f"products of {precision} precision")
+    if settings["simulate_tau"] is not None:
+        words.insert(0, f"{MARK} tau {settings['simulate_tau']:g}")
+    return ", ".join(words)
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    settings = OmegaConf.to_container(config, resolve=True)
+    out, suite = Path(settings["out"]), settings["suite"]
+    if out.parent == Path("runs"):  # where commands write unless they are told otherwise
+        out.parent.mkdir(exist_ok=True)
+    check_writable(out)
+    configurations = read_configurations(settings["configurations"], suite["configurations"])
+    device = check_device(settings["device"])
+    target, make_drafter = load_pair(settings, device)
+    longest = max(c.prompt + c.new for c in configurations)
+    contenders = make_contenders(settings, target, make_drafter, min(longest, target.config.context))
+    prompts, title = make_prompts(settings, target), title_of(settings, target)
+    ceiling = bandwidth(device)
+    result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
+    result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
+    result["weights"] = "random: only speed means anything" if settings.get("shape") else target.name
+    rows: list[dict] = []
+
+    def save(more: list[dict]) -> None:
+        write_json(out, result | {"rows": rows + more})
+
+    bench = Bench(
+        target,
+        contenders,
+        prompts,
+        ceiling,
+        warmups=suite["warmups"],
+        trials=suite["trials"],
+        budget=settings["budget_s"],
+        seed=settings["seed"],
+        random_weights=settings.get("shape") is not None,
+        progress=lambda what: print(what, file=sys.stderr, flush=True),
+        save=save,
+    )
+    for configuration in configurations:
+        rows += bench.run(configuration)
+        save([])
+    print_rows(rows, title)
+    speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
+    print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))
+
+
+main = hydra_command(run, "bench")
+
+if __name__ == "__main__":
+    main()

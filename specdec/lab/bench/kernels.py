@@ -1,0 +1,135 @@
+"""Each kernel on this GPU against eager PyTorch and `torch.compile`, beside what the GPU can do at best.
+
+    python -m specdec.lab.bench.kernels --out kernels.json
+    python -m specdec.lab.bench.kernels --device cpu --tiny      # a rehearsal in Triton's interpreter, no measurement
+
+The ceiling is measured: bytes/s of a copy of 1 GiB, FLOP/s of a bf16 product of 8192 x 8192 matrices. The shapes are
+those of an 8B Llama that verifies a tree (`--nodes`) behind `--context` committed tokens. A time is the median over
+`--trials` replays of a CUDA graph, the L2 cache overwritten before each, so that neither launches from Python nor a
+warm cache count. gb_per_s counts what the formula must move, whatever an implementation moves. share_of_ceiling is the
+larger of gb_per_s and tflop_per_s, to the measured best. compile_seconds is the first call under `torch.compile`. An
+implementation that fails is named with its error, and the run goes on.
+
+Writes one JSON file with device, versions and command, anew after each kernel; the last line of the output is the same
+object.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from specdec import kernels
+from specdec.cli.errors import one_sentence_errors
+from specdec.lab.bench.device_time import Run, captured, device_seconds
+from specdec.lab.bench.formulas import DTYPE, TINY, KernelCase, Shapes, cases
+from specdec.lab.bench.interpreter import use_interpreter
+from specdec.lab.cost.memory import wait
+from specdec.lab.machine import provenance
+from specdec.lab.output import write_json
+from specdec.model.checkpoint import check_device
+
+
+class Stopwatch:
+    """Median seconds on the device, the L2 cache overwritten before each trial."""
+
+    def __init__(self, s: Shapes, trials: int):
+        self.device, self.trials = s.device, trials
+        self.sweep = torch.empty(s.sweep, dtype=torch.int8, device=s.device)
+
+    def seconds(self, run: Run) -> float:
+        return device_seconds(captured(run, self.device), self.device, self.trials, before=self.sweep.zero_)
+
+
+def told(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def measure(case: KernelCase, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
+    """Every implementation's time, rates and share of the ceiling."""
+    torch.compiler.reset()
+    compiled = torch.compile(case.eager, dynamic=False)
+    start = time.perf_counter()
+    line = {}
+    try:
+        compiled()
+        wait(watch.device)
+        line["compile_seconds"] = round(time.perf_counter() - start, 2)
+    except Exception as error:  # a benchmark reports what a library cannot do, and goes on
+        line["compile_seconds"] = told(error)
+    ways = {"kernel": case.kernel, "eager": case.eager, "compile": compiled} | (case.others or {})
+    for name, run in ways.items():
+        try:
+            seconds = watch.seconds(run)
+        except Exception as error:
+            line[name] = {"error": told(error)}
+            continue
+        rates = {"gb_per_s": case.moved / seconds / 1e9, "tflop_per_s": case.flops / seconds / 1e12}
+        share = max(rate / ceiling[unit] for unit, rate in rates.items())
+        line[name] = {"us": seconds * 1e6} | rates | {"share_of_ceiling": share}
+    times = {name: way["us"] for name, way in line.items() if isinstance(way, dict) and "us" in way}
+    return line | {"fastest": min(times, key=times.get) if times else None}
+
+
+def measured_ceiling(s: Shapes, watch: Stopwatch) -> dict[str, float]:
+    source, square = torch.empty(s.copied, dtype=torch.int8, device=s.device), s.random(s.square, s.square)
+    copy = torch.empty_like(source)
+    return {
+        "gb_per_s": 2 * source.numel() / watch.seconds(lambda: copy.copy_(source)) / 1e9,
+        "tflop_per_s": 2 * s.square**3 / watch.seconds(lambda: square @ square) / 1e12,
+    }
+
+
+def rounded(value):
+    if isinstance(value, dict):
+        return {name: rounded(x) for name, x in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+@torch.no_grad()
+def benchmark(s: Shapes, nodes: int, context: int, trials: int, save: Callable[[dict], None]) -> dict:
+    """All cases; `save` is given the result so far after each."""
+    import triton
+
+    watch = Stopwatch(s, trials)
+    result = provenance(s.device) | {"ceiling": (ceiling := measured_ceiling(s, watch)), "kernels": {}}
+    result["versions"] |= {"triton": triton.__version__}
+    result["shapes"] = {"nodes": nodes, "context": context, "dtype": str(DTYPE).removeprefix("torch.")}
+    for group, make in cases(s, nodes, context).items():
+        try:
+            made = make()
+        except Exception as error:
+            result["kernels"][group], made = {"error": told(error)}, {}
+            save(rounded(result))
+        for name, case in made.items():
+            result["kernels"][name] = measure(case, watch, ceiling)
+            print(f"{name}: {json.dumps(rounded(result['kernels'][name]))}", flush=True)
+            save(rounded(result))
+    return rounded(result)
+
+
+@one_sentence_errors
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=60)
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: a rehearsal")
+    parser.add_argument("--out", type=Path, default=Path("kernels.json"))
+    args = parser.parse_args()
+    device = check_device(args.device)
+    if device.type != "cuda":
+        use_interpreter()
+        kernels.use("triton")
+    shapes = Shapes(device, **TINY if args.tiny else {})
+    result = benchmark(shapes, args.nodes, args.context, args.trials, lambda result: write_json(args.out, result))
+    write_json(args.out, result)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""What a round costs as it is replayed, in the shape of a real model: its parts alone, all of it, and the loop around.
+
+    python -m specdec.lab.bench.replayed_rounds --shape llama_3_1_8b --device cuda --out rounds.json
+
+Weights are random, and rounds emit `--tau` tokens whatever is drafted (`lab.cost.simulated_tau`): times are measured,
+and the speed-up is SIMULATED. On a GPU every part is captured as a CUDA graph of its own, so launches from Python are
+in no time of a part; on the CPU parts are called. Plain decoding is held against the bandwidth that is measured here. A
+part that fails is named with its error, and the run goes on.
+
+Writes one JSON file, anew after each part; the last line of the output is the same object.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specdec import registry
+from specdec.cli.errors import one_sentence_errors
+from specdec.contracts import DraftState
+from specdec.engine.batch import Batch
+from specdec.engine.clock import SilentClock
+from specdec.engine.engine import Engine
+from specdec.engine.round import Round, RoundSettings
+from specdec.engine.sequence import Sequence
+from specdec.engine.static_batch import buckets
+from specdec.lab.bench.bench import random_prompts, sentence
+from specdec.lab.bench.device_time import Run, captured, device_seconds
+from specdec.lab.bench.shapes import random_head, random_target
+from specdec.lab.cost.memory import bandwidth, read_bytes
+from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.lab.machine import provenance
+from specdec.lab.models import check_counts
+from specdec.lab.output import write_json
+from specdec.model.checkpoint import check_device, choose_dtype
+from specdec.structs import DraftTree, Sampling, Verdict
+from specdec.trees.spec import TreeSpec
+
+NODES = (1, 8, 16, 32)  # forwards that are timed beside that of the tree
+ROOM = 64  # tokens behind the context
+L2_SWEEP = 1 << 28  # bytes
+
+
+class Scene:
+    """A round that is about to be played, again and again: one row of `prompt`, which lies in the caches."""
+
+    def __init__(self, target, drafter, tree, verifier, prompt: list[int]):
+        self.target, self.drafter, self.tree, self.verifier, self.prompt = target, drafter, tree, verifier, prompt
+        self.round, self.plain_round = Round(target, drafter, tree, verifier), Round(target, None, None, verifier)
+        room = len(prompt) + ROOM
+        batch = Batch(self.round, 1, room, SilentClock(), overlap=True, compact=False)
+        batch.admit([Sequence(prompt, ROOM)])
+        self.root, self.state, self.cache = batch.root, batch.state, batch.cache
+        self.settings = RoundSettings(Sampling(), self.round.noise([(0, 0)]), SilentClock())
+        self.active = torch.ones(1, dtype=torch.bool, device=target.device)
+        self.lens = [(cache, cache.lens.clone()) for cache in (self.cache, drafter.cache) if cache is not None]
+        self.bucket = next(size for size in buckets(room) if size >= len(prompt))
+
+    def reset(self) -> None:
+        """As it was before the round; on the device this is one small copy a cache."""
+        for cache, lens in self.lens:
+            cache.lens.copy_(lens)
+            cache.max_len = self.bucket
+
+    # What the parts of a round leave to the next one
+
+    @cached_property
+    def grown(self) -> DraftTree:
+        return self._draft()
+
+    @cached_property
+    def verified(self) -> tuple[Tensor, Tensor | None]:
+        return self._verify()
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        return self._rule()
+
+    # The parts
+
+    def parts(self) -> dict[str, Run]:
+        """By name, in their order."""
+        own = {"draft": self._draft, "verify": self._verify, "rule": self._rule}
+        return own | {"commit": self._commit, "extend": self._extend}
+
+    def _draft(self) -> DraftTree:
+        self.reset()
+        return self.tree.grow(self.drafter, self.root, self.state)
+
+    def _verify(self) -> tuple[Tensor, Tensor | None]:
+        self.reset()
+        tree = self.grown
+        return self.target(tree.tokens, self.cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
+
+    def _rule(self) -> Verdict:
+        return self.verifier(self.grown, self.verified[0], Sampling())
+
+    def _commit(self) -> None:
+        self.reset()
+        self.cache.commit(self.verdict.path, self.verdict.n, self.bucket + self.round.path)
+
+    def _extend(self) -> DraftState:
+        self.reset()
+        (_, feats), path = self.verified, self.verdict.path
+        feats = feats.gather(1, path[..., None].expand(-1, -1, feats.shape[-1]))
+        return self.drafter.extend(feats, self.verdict.tokens, self.verdict.n, self.bucket + self.round.path)
+
+    def whole(self) -> None:
+        self.reset()
+        self.round.play(self.root, self.state, self.cache, self.active, self.settings)
+
+    def plain(self) -> None:
+        self.reset()
+        self.plain_round.play(self.root, None, self.cache, self.active, self.settings, self.active.view(1, 1, 1))
+
+    def forward(self, nodes: int) -> Run:
+        """The target over a chain of so many nodes."""
+        tokens = self.root[:, None].repeat(1, nodes)
+        ancestors = torch.ones(1, nodes, nodes, dtype=torch.bool, device=tokens.device).tril()
+        depth = torch.arange(nodes, device=tokens.device)[None]
+
+        def run() -> None:
+            self.reset()
+            self.target(tokens, self.cache, depth=depth, ancestors=ancestors, taps=self.drafter.taps)
+
+        return run
+
+
+class Report:
+    """A result that is on disk as far as it is known."""
+
+    def __init__(self, path: Path, head: dict):
+        self.path, self.content = path, head
+        write_json(path, head)
+
+    def add(self, name: str, measure: Callable[[], dict]) -> dict:
+        """What `measure` gives, or its error, as the entry `name`."""
+        try:
+            self.content[name] = measure()
+        except Exception as error:  # a benchmark reports what does not work, and goes on
+            self.content[name] = {"failed": sentence(error)}
+        write_json(self.path, self.content)
+        print(f"{name}: {json.dumps(self.content[name])}", flush=True)
+        return self.content[name]
+
+
+def replay_ms(run: Run, device: torch.device, trials: int) -> float:
+    """Median milliseconds of a part on the device. Before each replay the L2 cache is overwritten, as other parts do;
+    meanwhile the replay is launched."""
+    run()  # what it takes from other parts is made outside of its graph
+    sweep = torch.empty(L2_SWEEP if device.type == "cuda" else 1, dtype=torch.int8, device=device)
+    return 1e3 * device_seconds(captured(run, device), device, trials, before=sweep.zero_)
+
+
+def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> None:
+    """Plain decoding, forwards by nodes, and the round by part, each from a graph of its own."""
+    time = partial(replay_ms, device=scene.target.device, trials=trials)
+
+    def plain() -> dict:
+        ms, moved = time(scene.plain), read_bytes(scene.target, len(scene.prompt))
+        return {"ms": ms, "bytes": moved, "share_of_bandwidth": 1e3 * moved / ms / ceiling}
+
+    def forward(nodes: int) -> dict:
+        ms = time(scene.forward(nodes))
+        return {"ms": ms} | ({"in_plain_tokens": ms / token} if token else {})
+
+    token = report.add("plain", plain).get("ms")
+    for nodes in (*(n for n in NODES if n < scene.round.nodes), scene.round.nodes):
+        report.add(f"forward of {nodes}", partial(forward, nodes))
+    for name, run in scene.parts().items():
+        report.add(name, lambda run=run: {"ms": time(run)})
+    report.add("round", lambda: {"ms": time(scene.whole)})
+
+
+def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
+    """Whole decodings, which take turns: plainly, speculatively, and with an observer who may read everything."""
+    plain, fast = Engine(scene.target), Engine(scene.target, scene.drafter, scene.tree, scene.verifier)
+    ways = {"plain loop": (plain, None), "loop": (fast, None), "observed loop": (fast, lambda report: None)}
+    rounds: dict[str, list[float]] = {name: [] for name in ways}  # seconds of one
+    rates: dict[str, list[float]] = {name: [] for name in ways}  # tokens/s
+
+    def decode(name: str) -> dict:
+        engine, observer = ways[name]
+        for _ in range(1 if rounds[name] else 2):  # the first captures, and loads what libraries need
+            result = engine.generate([scene.prompt], max_new_tokens=new, eos=frozenset(), observer=observer)
+        trace = result.rows[0].trace
+        rounds[name].append(result.decode_seconds / trace.rounds)
+        rates[name].append(sum(trace.emitted) / result.decode_seconds)
+        rate = statistics.median(rates[name])
+        line = {"round_ms": 1e3 * statistics.median(rounds[name]), "tokens_per_second": rate}
+        return line | ({"to_plain": rate / statistics.median(rates["plain loop"])} if rates["plain loop"] else {})
+
+    for _ in range(trials):
+        for name in ways:
+            report.add(name, partial(decode, name))
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama_3_1_8b", help="a name of conf/shape")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--topk", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--num-draft-tokens", type=int, default=60)
+    parser.add_argument("--tau", type=float, default=3.0, help="tokens that every round emits")
+    parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
+    parser.add_argument("--new-tokens", type=int, default=192, help="of a decoding")
+    parser.add_argument("--trials", type=int, default=20, help="replays of each part; decodings are a fourth of that")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("rounds.json"))
+    args = parser.parse_args()
+    check_counts(args, "context", "new_tokens", "trials")
+    return args
+
+
+@one_sentence_errors
+@torch.inference_mode()
+def main() -> None:
+    args = arguments()
+    device, shape = check_device(args.device), registry.settings("shape", args.shape)
+    tree, verifier = TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build(), SimulatedTau(args.tau)
+    verifier.check(tree.steps)
+    dtype = choose_dtype(args.dtype, shape["config"], device)
+    target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, args.seed)
+    drafter = random_head(target, **shape["drafter"], seed=args.seed)
+    ceiling = bandwidth(device)
+    title = f"{MARK} tau {args.tau:g}: {target.name}, {str(dtype).removeprefix('torch.')}, {device}"
+    head = {"benchmark": title, "simulated": True} | provenance(device)
+    head |= {"settings": {name: str(value) for name, value in vars(args).items()}}
+    report = Report(args.out, head | {"bandwidth_bytes_per_second": ceiling})
+    prompt = random_prompts(target.vocab, 1, args.seed)(0, args.context)[0]
+    scene = Scene(target, drafter, tree, verifier, prompt)
+    measure_parts(report, scene, ceiling, args.trials)
+    measure_loops(report, scene, args.new_tokens, max(1, args.trials // 4))
+    print(json.dumps(report.content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The target and the drafter that a command of the lab works on: flags, names, loading."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec.api import ModelSettings
+from specdec.cli.flags import add_flags, read_flags
+from specdec.contracts import Drafter
+from specdec.model.target import Target
+from specdec.structs import Sampling
+from specdec.text import encode_prompt, read_prompts
+
+
+def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
+    """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
+    add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "matmul_precision", "device")
+
+
+def add_prompt_flags(
+    group: argparse._ActionsContainer, limit: int, max_new_tokens: int, settings: tuple[str, ...] = ("temperature",)
+) -> None:
+    """The flags that say which prompts are answered and how; the two numbers are defaults. settings: fields of
+    `Sampling`, all of them if it is empty."""
+    group.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
+    group.add_argument("--limit", type=int, default=limit, help=f"prompts (default {limit})")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"(default {max_new_tokens})")
+    add_flags(group, Sampling, *settings)
+    group.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
+    group.add_argument("--raw", action="store_true", help="do not apply the chat template")
+
+
+def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:
+    """The pair that the flags name. Raises ValueError for a target without its drafter."""
+    models = read_flags(ModelSettings, args)
+    models.check_pair()
+    target = models.load_target()
+    return target, models.load_drafter(target)
+
+
+def read_encoded(target: Target, file: Path, limit: int | None, raw: bool = False) -> list[list[int]]:
+    """Token ids of the first `limit` prompts of a file, in the target's chat template unless `raw`."""
+    return [encode_prompt(target, prompt, raw) for prompt in read_prompts(file)[:limit]]
+
+
+def short_name(path: str | Path) -> str:
+    """What a drafter is called: as the end of its path. The folder `draft` of a run is called as the run."""
+    path = Path(str(path).rstrip("/"))
+    return path.parent.name if path.name == "draft" and path.parent.name else path.name
+
+
+def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[str]:
+    """A name for each drafter, no two alike: name_of(entry, whole) is its short name, or, where two would be called the
+    same, its whole path. Raises ValueError where two still are."""
+    short = [name_of(entry, False) for entry in entries]
+    names = [name_of(entry, short.count(name) > 1) for entry, name in zip(entries, short, strict=True)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
+    return names
+
+
+def check_counts(args: argparse.Namespace, *names: str) -> None:
+    """Raise ValueError unless each of these flags is at least 1, or was not given."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")

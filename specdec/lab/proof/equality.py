@@ -1,0 +1,151 @@
+"""Is speculative text plain text, token for token? If not, were two scores too close to call, or is it a bug?
+
+A token is the one of the largest score: its logit, and above temperature 0 its log-probability after temperature and
+filters plus the row's noise (`specdec.sampling.noise`). So plain decoding says which token it has to be.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.engine import Engine
+from specdec.model.target import Target
+from specdec.sampling.filters import filtered_scores
+from specdec.sampling.noise import Noise, hashes_of
+from specdec.structs import Sampling, Verifier
+
+FINER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+SLACK = 1e-3  # of top_p and min_p: whether a token at the edge of a filter belongs to it is a matter of rounding
+
+
+@dataclass
+class Mismatch:
+    """The first token of a text that differs from plain decoding."""
+
+    prompt: int  # the prompt's number
+    position: int  # in the new text
+    plain: int  # token ids
+    speculative: int
+    margin: float  # between the two tokens' scores, in a finer dtype
+    error: float  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
+    leading: bool  # are these two the tokens of the largest scores?
+
+    @property
+    def tie(self) -> bool:
+        """Is the difference one of rounding? Two ways to compute two scores may each be off by `error`."""
+        return self.leading and self.margin <= 4 * self.error
+
+
+@dataclass
+class EqualityProof:
+    """What one drafter, tree and verifier did on all prompts."""
+
+    texts: int
+    tokens: int
+    same: int  # texts equal to plain decoding's
+    rounds: int
+    mismatches: list[Mismatch]
+
+    @property
+    def ties(self) -> int:
+        return sum(m.tie for m in self.mismatches)
+
+    @property
+    def bugs(self) -> int:
+        return len(self.mismatches) - self.ties
+
+
+class EqualityProver:
+    """Compares texts with the plain ones of a target. Prompt number i has the seed (seed, i)."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+    ):
+        self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
+        self.sampling, self.seed = sampling or Sampling(), seed
+        self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]
+        self._finer: Target | None = None
+
+    def _decode(self, engine: Engine, number: int):
+        how = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling, "seed": [(self.seed, number)]}
+        return engine.generate([self.prompts[number]], **how).rows[0]
+
+    def prove(self, drafter: Drafter, tree: TreePolicy, verifier: Verifier) -> EqualityProof:
+        """The verifier must be one that `couples`: its text is what the target draws by the rows' noise."""
+        engine = Engine(self.target, drafter, tree, verifier)
+        rows = [self._decode(engine, number) for number in range(len(self.prompts))]
+        mismatches = [
+            self.first_mismatch(number, row.tokens)
+            for number, row in enumerate(rows)
+            if row.tokens != self.plain[number]
+        ]
+        return EqualityProof(
+            texts=len(rows),
+            tokens=sum(len(row.tokens) for row in rows),
+            same=len(rows) - len(mismatches),
+            rounds=sum(row.trace.rounds for row in rows),
+            mismatches=mismatches,
+        )
+
+    @torch.inference_mode()
+    def first_mismatch(self, number: int, tokens: list[int]) -> Mismatch:
+        """Where a text of prompt `number` that is not the plain one leaves it, and why."""
+        plain = self.plain[number]
+        pairs = zip(plain, tokens, strict=False)
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if position is None:  # one text ends where the other goes on
+            position = min(len(plain), len(tokens)) - 1
+        prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.device)
+        coarse = self.target(prefix, None)[0][0, -1]
+        fine = self._reference()(prefix, None)[0][0, -1]
+        warmth = self.sampling.temperature or 1.0
+        error = (coarse.to(fine.dtype) - fine).abs().max().item() / warmth
+        a, b = plain[position], tokens[position]
+        noise = self._noise(number, prefix.shape[1]).to(fine.dtype)
+        free, edge = fine / warmth + noise, self._edge(fine, noise, {a, b})
+        return Mismatch(
+            prompt=number,
+            position=position,
+            plain=a,
+            speculative=b,
+            margin=0.0 if edge else abs(free[a] - free[b]).item(),
+            error=error,
+            leading=a != b and (edge or set(self._best_two(fine, noise)) == {a, b}),
+        )
+
+    def _noise(self, number: int, position: int) -> Tensor:
+        """[V] of the token at this position of a row; 0 at temperature 0."""
+        if self.sampling.greedy:
+            return torch.zeros(self.target.vocab, device=self.target.device)
+        hashes = hashes_of(torch.arange(self.target.vocab, device=self.target.device))
+        last = torch.tensor([position - 1], device=hashes.device)
+        return Noise([(self.seed, number)], hashes).behind(last).whole[0, 0]
+
+    def _best_two(self, logits: Tensor, noise: Tensor) -> list[int]:
+        return (filtered_scores(logits, self.sampling) + noise).topk(2).indices.tolist()
+
+    def _edge(self, logits: Tensor, noise: Tensor, pair: set[int]) -> bool:
+        """Does it depend on the rounding of a filter's edge which of the two is drawn?"""
+        s = self.sampling
+        if s.top_p == 1 and not s.min_p:
+            return False
+        drawn = set()
+        for slack in (-SLACK, 0.0, SLACK):
+            near = replace(s, top_p=min(1.0, s.top_p + slack * (s.top_p < 1)), min_p=s.min_p * (1 + slack))
+            drawn.add(int((filtered_scores(logits, near) + noise).argmax()))
+        return pair <= drawn
+
+    def _reference(self) -> Target:
+        """The target in a finer dtype. It is made at the first mismatch, since most proofs need none."""
+        if self._finer is None:
+            dtype = self.target.dtype
+            self._finer = copy.deepcopy(self.target).to(FINER.get(dtype, torch.float64))
+        return self._finer

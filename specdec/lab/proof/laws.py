@@ -1,0 +1,167 @@
+"""Verifiers against exact laws, on a target and a drafter that are tables.
+
+The distributions p and q of the next token depend on the token before it alone, so the law of several tokens is known.
+What a verifier emits on trees drawn from the drafter must follow the target's joint law of three tokens; where fewer
+than three tokens were emitted, the others are drawn from the target.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.children import children_of, kind_for
+from specdec.contracts import Drafter, DraftState, TreePolicy
+from specdec.drafters.vocab import DraftVocab
+from specdec.sampling.draws import draw
+from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
+from specdec.structs import DraftTree, Sampling, Verifier
+from specdec.trees.ancestors import ancestors_of
+
+VOCAB = 6
+LEAST_EXPECTED = 5.0  # cells of a smaller expected count are counted together
+
+
+class TableDrafter(Drafter):
+    """A drafter whose distribution depends on the last token alone. Any tree policy can grow its trees."""
+
+    def __init__(self, logits: Tensor, ids: Tensor | None = None):
+        """logits [V,V]: row t are those of the token after t. ids [U]: the tokens that are proposed; None: all."""
+        super().__init__()
+        self.logits, self.vocab = logits, DraftVocab(len(logits), ids)
+
+    def state(self, tokens: Tensor) -> DraftState:
+        """The state at these tokens [B,W]."""
+        return DraftState(torch.zeros(*tokens.shape, 1), self.vocab.select(self.logits[tokens]))
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        return self.state(tokens)
+
+
+def table_logits(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
+    """Logits [V,V] of a target, and of a drafter that knows it badly enough to draft what the target never says."""
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randn(vocab, vocab, generator=generator) * 1.5
+    return target, target + torch.randn(vocab, vocab, generator=generator) * 1.5
+
+
+@dataclass
+class LawProof:
+    """What became of three tokens, drawn many times, against their law."""
+
+    draws: int
+    emitted: float  # tokens a round: it is 1 for a rule that accepts nothing
+    impossible: int  # draws to which the law gives no probability
+    pvalue: float  # chi-square
+    distance: float  # total variation between the law and what was seen
+    noise: float  # the distance that 99 % of samples of the law itself stay below
+
+
+def target_law(logits: Tensor, sampling: Sampling) -> Tensor:
+    """[V,V,V], the joint probabilities of the three tokens after token 0, fp64."""
+    p = filtered_probs(logits, sampling).double()
+    return torch.einsum("a,ab,bc->abc", p[0], p, p)
+
+
+def three_tokens(
+    policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """The three tokens [draws,3] that follow token 0, and how many of them were emitted [draws].
+
+    Those that were not are drawn from the target."""
+    target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
+    rows = Noise([(seed, row) for row in range(draws)], hashes_of(torch.arange(VOCAB)))
+    root = torch.zeros(draws, dtype=torch.int64)
+    noise, later = rows.behind(root, policy.steps + 1), rows.behind(root + policy.steps + 1, 3)
+    children = children_of(kind_for(verifier, policy), sampling, noise)
+    tree = policy.grow(drafter, root, drafter.state(root[:, None]), children)
+    verdict = verifier(tree, target[tree.tokens], sampling, noise)
+    tokens = torch.zeros(draws, max(4, verdict.tokens.shape[1]), dtype=torch.int64)
+    tokens[:, : verdict.tokens.shape[1]] = verdict.tokens
+    for i in range(3):
+        before = tokens[:, i - 1] if i else root
+        fresh = draw(filtered_probs(target[before], sampling), later.whole[:, i])
+        tokens[:, i] = torch.where(verdict.n > i, tokens[:, i], fresh)
+    return tokens[:, :3], verdict.n
+
+
+def prove_law(
+    policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int = 100_000, seed: int = 0
+) -> LawProof:
+    tokens, n = three_tokens(policy, verifier, sampling, draws, seed)
+    law = target_law(table_logits()[0], sampling).flatten()
+    place = (tokens * VOCAB ** torch.arange(3).flip(0)).sum(1)
+    seen = place.bincount(minlength=law.numel()).double()
+    return LawProof(
+        draws=draws,
+        emitted=n.double().mean().item(),
+        impossible=int(seen[law == 0].sum()),
+        pvalue=chi_square(seen, law * draws),
+        distance=(seen / draws - law).abs().sum().item() / 2,
+        noise=_noise(law, draws, seed),
+    )
+
+
+def chi_square(seen: Tensor, expected: Tensor) -> float:
+    """The p-value of counts [K] against expected counts [K] of the same sum.
+
+    It is 0 where the impossible happened, and NaN where the counts are too few to tell."""
+    if seen[expected == 0].sum() > 0:
+        return 0.0
+    rare = expected < LEAST_EXPECTED
+    if expected[rare].sum() >= LEAST_EXPECTED:
+        seen, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, expected))
+    else:
+        seen, expected = seen[~rare], expected[~rare]
+    if len(seen) < 2:
+        return math.nan
+    expected = expected * (seen.sum() / expected.sum())
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+def _noise(law: Tensor, draws: int, seed: int, samples: int = 500) -> float:
+    p = (law / law.sum()).numpy()
+    counts = np.random.default_rng(seed).multinomial(draws, p, size=samples)
+    return float(np.quantile(np.abs(counts / draws - p).sum(1) / 2, 0.99))
+
+
+def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | None = None) -> float:
+    """Total variation between a rule's law of two tokens on one fixed tree and the target's law, without sampling.
+
+    It takes rules whose only chance is the target's token at every node, as `match`. Every outcome of those draws is
+    given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
+    """
+    tree = tree or small_tree()
+    p = filtered_probs(table_logits()[0], sampling).double()
+    nodes = tree.tokens.shape[1]
+    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=nodes)))  # [V^N,N]
+    weights = p[tree.tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
+    outcomes, weights = outcomes[weights > 0], weights[weights > 0]
+    parts = (tree.tokens, tree.parents, tree.depth, tree.ancestors)
+    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), tree.steps)
+    logits = F.one_hot(outcomes, VOCAB).float()
+    verdict = verifier(rows, logits, Sampling())
+    law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    first, second, alone = verdict.tokens[:, 0], verdict.tokens[:, 1], verdict.n == 1
+    law.index_put_((first[~alone], second[~alone]), weights[~alone], accumulate=True)
+    ended = torch.zeros(VOCAB, dtype=torch.float64).index_put_((first[alone],), weights[alone], accumulate=True)
+    law += ended[:, None] * p  # the second token is drawn in the next round
+    return (law - p[0][:, None] * p).abs().sum().item() / 2
+
+
+def small_tree() -> DraftTree:
+    """A root (token 0) with two children (2 and 4), and one child of the first (1)."""
+    parents = torch.tensor([[0, 0, 0, 1]])
+    return DraftTree(torch.tensor([[0, 2, 4, 1]]), parents, torch.tensor([[0, 1, 1, 2]]), ancestors_of(parents, 2), 2)
+
+
+def significance(tests: int, level: float = 1e-3) -> float:
+    """The p-value below which one of so many tests is no accident (Bonferroni)."""
+    return level / max(tests, 1)

@@ -1,0 +1,190 @@
+"""Is a server's speculative text its target's own? Greedy texts of a server behind OpenAI's interface are compared.
+
+The reference is this engine with the same weights, or a second server that decodes the same weights plainly. Texts may
+differ without a fault where two tokens are so near each other that rounding decides between them. So the first token
+that differs is judged: by the target in a finer dtype (`specdec.lab.proof.equality`), or by the plain server's own
+log-probabilities and how much they change if it is asked for the same position anew.
+"""
+
+from dataclasses import asdict, dataclass, field
+
+import torch
+from rich.table import Table
+
+from specdec.cli.terminal import console
+from specdec.lab.proof.equality import EqualityProver
+from specdec.model.target import Target
+from specdec.remote import Completion, Remote, in_order
+
+TOP = 5  # likeliest tokens that a server is asked for
+PROBES = 4  # positions at which the plain server's rounding is measured
+
+
+@dataclass
+class Difference:
+    """Where a text leaves the reference's. Tokens by id, or by the server's name for them."""
+
+    prompt: int
+    position: int
+    plain: str
+    speculative: str
+    margin: float  # between the two tokens' scores, by the reference; infinite: it cannot be told
+    error: float  # rounding of the reference's scores
+    leading: bool  # are these two the likeliest?
+
+    @property
+    def tie(self) -> bool:
+        return self.leading and self.margin <= 4 * self.error
+
+
+@dataclass
+class ServerProof:
+    """What became of the texts."""
+
+    server: str  # name and version
+    reference: str
+    texts: int
+    tokens: int
+    differences: list[Difference] = field(default_factory=list)
+    drift: float | None = None  # the largest difference of a log-probability along equal text; None: nobody told them
+
+    @property
+    def ties(self) -> int:
+        return sum(d.tie for d in self.differences)
+
+    @property
+    def bugs(self) -> int:
+        return len(self.differences) - self.ties
+
+    def verdict(self) -> str:
+        told = f"{self.texts - len(self.differences)} of {self.texts} texts equal ({self.tokens} tokens)"
+        ties = f"; {self.ties} differ at a numerical tie" if self.ties else ""
+        if self.bugs:
+            return f"NOT LOSSLESS: {told}{ties}; {self.bugs} differ for no numerical reason."
+        return f"No bug found: {told}{ties}."
+
+
+def against_engine(server: Remote, target: Target, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
+    """A server's texts against plain decoding of the same weights here. Raises ValueError if it tells no token ids."""
+    prover = EqualityProver(target, prompts, new)
+    said = list(in_order(lambda prompt: server.complete(prompt, new, logprobs=0), prompts, at_once))
+    if any(answer.tokens is None for answer in said):
+        raise ValueError(
+            f"{server.root} tells no token ids (vLLM's return_token_ids), so its texts cannot be compared with this "
+            "engine's: give a server without speculation as --plain-server"
+        )
+    proof = ServerProof(_who(server), f"this engine, {target.name}", len(prompts), sum(len(a.tokens) for a in said))
+    for number, answer in enumerate(said):
+        _note_drift(proof, answer, prover.plain[number], _logprobs(target, prompts[number], prover.plain[number]))
+        if _without_end(answer.tokens, target.eos) == _without_end(prover.plain[number], target.eos):
+            continue
+        found = prover.first_mismatch(number, answer.tokens)
+        names = str(found.plain), str(found.speculative)
+        proof.differences.append(Difference(number, found.position, *names, found.margin, found.error, found.leading))
+    return proof
+
+
+def against_server(server: Remote, plain: Remote, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
+    """A server's texts against those of another that does not speculate."""
+    said, wanted = (
+        list(in_order(lambda prompt, of=of: of.complete(prompt, new, logprobs=TOP), prompts, at_once))
+        for of in (server, plain)
+    )
+    proof = ServerProof(_who(server), _who(plain), len(prompts), sum(len(_tokens(a)) for a in said))
+    for number, (answer, reference) in enumerate(zip(said, wanted, strict=True)):
+        _note_drift(proof, answer, _tokens(reference), reference.logprobs)
+        if _tokens(answer) != _tokens(reference):
+            proof.differences.append(_judge(plain, prompts[number], number, answer, reference))
+    return proof
+
+
+def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, reference: Completion) -> Difference:
+    """Ask the plain server anew at the first token that differs, and at a few before it."""
+    pairs = list(zip(_tokens(answer), _tokens(reference), strict=False))
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:  # one text ends where the other goes on
+        return Difference(number, len(pairs), *_ends(answer, reference, len(pairs)), float("inf"), 0.0, False)
+    names = (reference.names or _tokens(reference))[position], (answer.names or _tokens(answer))[position]
+    found = Difference(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
+    if reference.tokens is None or not reference.top:
+        return found
+    again = {}
+    for place in sorted({position * i // (PROBES - 1) for i in range(PROBES)}):
+        more = plain.complete(prompt + reference.tokens[:place], 1, logprobs=TOP)
+        again = more.top[0] if more.top else {}
+        shared = set(again) & set(reference.top[place])
+        found.error = max([found.error, *(abs(again[name] - reference.top[place][name]) for name in shared)])
+    if set(names) <= set(again):
+        found.margin = abs(again[names[0]] - again[names[1]])
+        found.leading = set(sorted(again, key=again.get)[-2:]) == set(names)
+    return found
+
+
+def _ends(answer: Completion, reference: Completion, length: int) -> tuple[str, str]:
+    """What stands at the end of the shorter text, in words."""
+    return tuple("the end" if len(_tokens(x)) == length else str(_tokens(x)[length]) for x in (reference, answer))
+
+
+def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: list[float] | None) -> None:
+    if answer.logprobs is None or logprobs is None:
+        return
+    for a, b, x, y in zip(_tokens(answer), tokens, answer.logprobs, logprobs, strict=False):
+        if a != b:
+            return
+        proof.drift = max(proof.drift or 0.0, abs(x - y))
+
+
+@torch.inference_mode()
+def _logprobs(target: Target, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Of the tokens behind a prompt, under the target's softmax."""
+    ids = torch.tensor([prompt + tokens], device=target.device)
+    logits = target(ids, None)[0][0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+
+
+def _tokens(answer: Completion) -> list:
+    """The tokens by the best that the server tells: ids, names, or else characters."""
+    return answer.tokens or answer.names or list(answer.text)
+
+
+def _without_end(tokens: list[int], eos: frozenset[int]) -> list[int]:
+    return tokens[:-1] if tokens and tokens[-1] in eos else tokens
+
+
+def _who(server: Remote) -> str:
+    return f"{server.model} at {server.root}, version {server.version}"
+
+
+def page(proof: ServerProof) -> str:
+    """The proof as Markdown."""
+    drift = "not told" if proof.drift is None else f"{proof.drift:.1e}"
+    lines = [
+        "# Is the server lossless?", "", f"**{proof.verdict()}**", "", f"- server: {proof.server}",
+        f"- reference: {proof.reference}", f"- largest difference of a log-probability along equal text: {drift}", "",
+    ]  # fmt: skip
+    return "\n".join(lines + [f"- {_told(d)}" for d in proof.differences]) + "\n"
+
+
+def _told(d: Difference) -> str:
+    what = "a tie" if d.tie else "a BUG"
+    return (
+        f"prompt {d.prompt}, token {d.position}: {d.plain} became {d.speculative}; margin {d.margin:.1e}, rounding "
+        f"{d.error:.1e}: {what}"
+    )
+
+
+def print_page(proof: ServerProof) -> None:
+    screen, table = console(160), Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
+    drift = "" if proof.drift is None else f"{proof.drift:.1e}"
+    counts = proof.texts, proof.texts - len(proof.differences), proof.ties, proof.bugs
+    table.add_row(proof.server, proof.reference, *map(str, counts), drift)
+    screen.print(table)
+    for difference in proof.differences:
+        screen.print(_told(difference))
+    screen.print(proof.verdict())
+
+
+def as_json(proof: ServerProof) -> dict:
+    differences = [asdict(d) | {"tie": d.tie} for d in proof.differences]
+    counts = {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
+    return asdict(proof) | counts | {"differences": differences}

@@ -1,0 +1,150 @@
+"""What a drafter proposed along known texts, and the files that keep it.
+
+Along a fixed text the tree at every position depends on the text before it alone. So the candidates that the drafter
+proposes there, recorded once, hold every tree that is a choice among them.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec.cli.files import replace_folder
+from specdec.model.checkpoint import read_json
+from specdec.structs import Sampling
+from specdec.trees.dynamic import Pool
+
+FORMAT, VERSION = "specdec superset", 1
+FILES = HEADER, TENSORS = "superset.json", "superset.safetensors"
+
+
+@dataclass
+class RecordedText:
+    """One text of the target. Its first token comes from the prefill; a round can begin at every other one."""
+
+    question: int  # which of the prompts it answers
+    prompt: list[int]
+    tokens: list[int]
+    beyond: list[int]  # what the target says behind the end, `steps` tokens: a round accepts of them and is cut off
+
+    @property
+    def roots(self) -> int:
+        """Places at which a round can begin, which is also the number of tokens that rounds emit."""
+        return len(self.tokens) - 1
+
+    def following(self, steps: int) -> Tensor:
+        """[roots,steps]: the tokens behind each root."""
+        ahead = torch.tensor(self.tokens[1:] + self.beyond, dtype=torch.int32)
+        return ahead.unfold(0, steps, 1)[: self.roots]
+
+
+@dataclass
+class Candidates:
+    """What was recorded of one vocabulary and one topk W: R roots, M candidates each, all on the CPU."""
+
+    pool: Pool  # [R,M] int32, fp32, int32
+    # [R,D,W] the target's filtered probability of the candidates for depth d behind the text's token of depth d-1.
+    # 0 for those that end a text and where there are none; None for greedy texts, where one of them is certain, and for
+    # coupled children, which know the noise: given that, the text itself is certain.
+    p: Tensor | None
+
+
+@dataclass
+class Marginals:
+    """Of a block whose slots do not depend on each other's tokens: the K best tokens of each slot. Every tree over the
+    block is a choice among them. R roots, D slots, all on the CPU."""
+
+    gains: Tensor  # [R,D,K] fp32 log-probabilities, best first
+    tokens: Tensor  # [R,D,K] int32 target ids
+    p: Tensor | None  # [R,D,K] as `Candidates.p`
+
+
+@dataclass
+class AlongText:
+    """What the drafter says of the text itself, its own output fed back behind each root: R roots, D steps."""
+
+    ranks: Tensor  # [R,D] int32: how many children stand before the text's token; NOWHERE if it has no such child
+    q: Tensor | None  # [R,D] probability of the text's token under the drafter, filtered as the target's; None: greedy
+    levels: Tensor | None = None  # [R] `DraftState.levels`; None: the drafter always has something to propose
+
+
+@dataclass
+class Recording:
+    """Texts, and what a drafter proposed at each of their R roots, text by text. `lab.replay.record` makes it."""
+
+    steps: int  # D: no tree may be deeper
+    max_new_tokens: int
+    sampling: Sampling
+    texts: list[RecordedText]
+    candidates: dict[tuple[str, int], Candidates]  # by vocabulary, '' being the drafter's own, and topk
+    along: dict[str, AlongText]  # by vocabulary
+    p: Tensor | None  # [R,D] filtered probability of the text's tokens behind each root; None: greedy
+    marginals: dict[str, Marginals] = field(default_factory=dict)  # by vocabulary; empty for other drafters
+    settings: dict = field(default_factory=dict)  # what was recorded of what, in values that JSON has
+
+    def save(self, folder: Path) -> None:
+        """Write a folder, whole or not at all. It replaces an older superset in its place.
+
+        Raises ValueError if the folder holds anything else."""
+        header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "settings": self.settings,
+            "steps": self.steps,
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": asdict(self.sampling),
+            "candidates": list(self.candidates),
+            "along": list(self.along),
+            "marginals": list(self.marginals),
+            "texts": [asdict(text) for text in self.texts],
+        }
+
+        def fill(aside: Path) -> None:
+            save_file({name: t.contiguous() for name, t in self._tensors().items()}, aside / TENSORS)
+            (aside / HEADER).write_text(json.dumps(header) + "\n", encoding="utf-8")
+
+        replace_folder(Path(folder), fill, FILES, "a superset")
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named: dict[str, Tensor | None] = {"p": self.p}
+        for number, c in enumerate(self.candidates.values()):
+            named |= {f"candidates.{number}.{name}": t for name, t in (c.pool._asdict() | {"p": c.p}).items()}
+        for number, a in enumerate(self.along.values()):
+            named |= {f"along.{number}.{name}": t for name, t in vars(a).items()}
+        for number, m in enumerate(self.marginals.values()):
+            named |= {f"marginals.{number}.{name}": t for name, t in vars(m).items()}
+        return {name: t for name, t in named.items() if t is not None}
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Raises ValueError, one sentence, if there is no superset, or one of another version, or a damaged one."""
+        folder = Path(folder)
+        if not (folder / HEADER).is_file():
+            raise ValueError(f"{folder} is not a superset: it has no {HEADER}")
+        header = read_json(folder / HEADER)
+        if (header.pop("format", None), header.pop("version", None)) != (FORMAT, VERSION):
+            raise ValueError(f"{folder / HEADER} is not a superset of version {VERSION}: record it anew")
+        try:
+            tensors = load_file(folder / TENSORS)
+            texts = [RecordedText(**text) for text in header.pop("texts")]
+            candidates = {tuple(key): _part(tensors, f"candidates.{n}.") for n, key in enumerate(header["candidates"])}
+            along = {key: _part(tensors, f"along.{n}.") for n, key in enumerate(header["along"])}
+            blocks = {key: _part(tensors, f"marginals.{n}.") for n, key in enumerate(header.get("marginals", []))}
+            header |= {
+                "marginals": {key: Marginals(p=t.pop("p", None), **t) for key, t in blocks.items()},
+                "sampling": Sampling(**header["sampling"]),
+                "candidates": {k: Candidates(p=t.pop("p", None), pool=Pool(**t)) for k, t in candidates.items()},
+                "along": {key: AlongText(t["ranks"], t.get("q"), t.get("levels")) for key, t in along.items()},
+            }
+            return cls(**header, texts=texts, p=tensors.get("p"))
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            raise ValueError(f"{folder} is damaged, record it anew: {error}") from None
+
+
+def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}

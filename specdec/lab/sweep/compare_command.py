@@ -1,0 +1,95 @@
+"""Compare drafters on the same target, prompts and settings (Hydra):  specdec compare prompts=questions.jsonl
+
+Every prompt is decoded plainly and with each of `drafts`, or entry of conf/compare.yaml, in turn. Prints a table and
+a verdict in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
+job` prints every setting.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from specdec import kernels, registry
+from specdec.api import DEMO_TARGET, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import output_folder
+from specdec.cli.hydra_entry import hydra_command
+from specdec.lab.machine import machine_in_short
+from specdec.lab.output import write_csv, write_json
+from specdec.lab.sweep.compare import as_rows
+from specdec.lab.sweep.compare_report import print_scores, write_chart
+from specdec.lab.sweep.comparison import Comparison, compare, named
+from specdec.machine import set_matmul_precision
+from specdec.model.names import bundled, called
+from specdec.text import read_prompts
+from specdec.training.train import instantiate
+from specdec.trees.spec import TreeSpec
+
+
+def entries_of(settings: dict) -> dict:
+    """What is compared: `drafts`, or else `entries`. ValueError for the demo's entries with another target."""
+    if settings["drafts"]:
+        return named(settings["drafts"])
+    own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
+    target = settings["target"]["path"]
+    if target is not None and Path(bundled(target)) != DEMO_TARGET and settings["entries"] == own:
+        raise ValueError(
+            f"target.path={target} needs drafters of its own, and the entries are the demo's: give drafts=[DRAFT,ngram]"
+        )
+    return settings["entries"]
+
+
+def write(found: Comparison, out: Path, title: str, settings: dict) -> None:
+    """Table, chart and result into the folder `out`."""
+    write_csv(out / "table.csv", as_rows(found.scores))
+    result = {
+        "plain_tokens_per_second": found.plain_tokens_per_second,
+        "scores": [asdict(s) for s in found.scores],
+        "verdict": found.verdict,
+        "settings": settings,
+        **machine_in_short(),
+    }
+    write_json(out / "result.json", result)
+    write_chart(found.scores, out / "chart.png", title)
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    if not config.prompts:
+        raise ValueError(
+            "no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
+        )
+    if config.max_new_tokens < 2:  # there would be no rates to compare
+        raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
+    prompts = read_prompts(Path(config.prompts))[: config.limit]
+    settings = OmegaConf.to_container(config, resolve=True)
+    entries = entries_of(settings)
+    out = output_folder(config.out)
+    sampling = instantiate(config.sampling)
+    if config.compile and config.device.startswith("cuda"):
+        kernels.use("torch")  # Inductor makes its own of torch's operators
+    how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
+    set_matmul_precision(config.target.matmul_precision)
+    target = load_target(config.target.path or DEMO_TARGET, **how)
+    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
+    how["tree"] = TreeSpec.of_settings(settings).build()
+    found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
+    scores, rate = found.scores, found.plain_tokens_per_second
+    how = "greedy" if sampling.greedy else sampling
+    name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
+    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    try:
+        write(found, out, title, settings)
+    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+        print_scores(scores, rate)
+        print(found.verdict)
+    print(f"written: {out}/table.csv, chart.png and result.json")
+    print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
+
+
+main = hydra_command(run, "compare")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""`specdec.compare`: drafters side by side on one target, and what came of it in words."""
+
+import html
+import math
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
+from specdec.contracts import Drafter, TreePolicy
+from specdec.lab.models import own_names, short_name
+from specdec.lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
+from specdec.lab.sweep.compare_report import chart, scores_html, scores_table
+from specdec.model.target import Target
+from specdec.structs import Sampling, Verifier
+from specdec.text import Prompt, as_prompts
+from specdec.training.train import instantiate
+
+if TYPE_CHECKING:  # matplotlib is imported when something is drawn
+    from matplotlib.figure import Figure
+
+FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
+FEW = 10  # prompts, below which a bootstrap has little to draw from
+SMALL = 4  # nodes of a tree, for which a smaller one is no advice
+SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
+
+
+@dataclass
+class Comparison:
+    """What `compare` found: a score for each drafter, in the order in which they were given.
+
+    Printed it is a table, and below it the verdict in words."""
+
+    scores: list[Score]
+    plain_tokens_per_second: float
+    tallies: dict[str, Tally]  # by name; plain decoding under ""
+
+    @property
+    def verdict(self) -> str:
+        """Which drafter is fastest, whether it pays, what is not told apart from it, and whether the texts are the
+        target's. Intervals are of 95 %, over prompts; what lies within one is not called faster or slower."""
+        best = max(self.scores, key=lambda s: s.ratio_to_plain)
+        large = any(s.num_draft_tokens > SMALL for s in self.scores)
+        remedy = f"{SMALLER + ' ' if large else ''}`specdec tune` finds what is fastest here."
+        low, high = best.ratio_interval
+        times = f"{best.ratio_to_plain:.2f} times as fast as plain decoding"
+        known = "" if math.isnan(low) else f" ({low:.2f} to {high:.2f})"
+        if not known:
+            said = [f"{best.name} was {times}. One prompt says nothing of others: give several."]
+        elif low > 1:
+            said = [f"{best.name} is {times}{known}."]
+        elif high < 1:
+            said = [f"No drafter pays here: {best.name}, the nearest, is {times}{known}. {remedy}"]
+        else:
+            said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {remedy}"]
+        even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
+        if even:
+            said.append(f"Not told apart from it: {', '.join(even)}.")
+        few = [f"{best.prompts} prompts are few, and the intervals rough."] if known and best.prompts < FEW else []
+        return " ".join([*said, *self._texts(), *few])
+
+    def _even(self, best: Score, other: Score) -> bool:
+        _, (low, high) = ratio(self.tallies[best.name], self.tallies[other.name])
+        return low <= 1 <= high
+
+    def _texts(self) -> list[str]:
+        lossy = [s.name for s in self.scores if not s.lossless]
+        wrong = [f"{s.name} {s.prompts - s.same_as_plain} of {s.prompts}" for s in self.scores
+                 if s.lossless and s.settled and s.same_as_plain < s.prompts]  # fmt: skip
+        said = [f"Lossy: {', '.join(lossy)}."] if lossy else []
+        if wrong:
+            said.append(f"Texts that differ from plain decoding's: {', '.join(wrong)}.")
+        elif any(s.lossless and s.settled for s in self.scores):
+            said.append(f"All texts{' of the others' if lossy else ''} are plain decoding's.")
+        return said
+
+    def __str__(self) -> str:
+        return f"{scores_table(self.scores, self.plain_tokens_per_second)}\n{self.verdict}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"{scores_html(self.scores, self.plain_tokens_per_second)}<p>{html.escape(self.verdict)}</p>"
+
+    def plot(self, title: str = "") -> "Figure":
+        """A figure of matplotlib: tau, speed, and the parts of a round. A notebook shows it, `savefig` writes it."""
+        return chart(self.scores, title)
+
+
+def compare(
+    target: Target | str | Path,
+    drafts: str | Drafter | abc.Sequence | Mapping,
+    prompts: Prompt | abc.Sequence[Prompt],
+    *,
+    tree: TreePolicy | str | dict | None = None,
+    verifier: Verifier | str = "match",
+    max_new_tokens: int = 64,
+    sampling: Sampling | None = None,
+    seed: int = 0,
+    raw: bool = False,
+    trials: int = 1,
+    token_map: str | Path | None = None,
+    compile: bool = False,
+    progress: bool | None = None,
+    **words: float,
+) -> Comparison:
+    """Decode every prompt plainly and with each drafter, in turn, `trials` times, after one prompt of warm-up.
+
+    target: loaded, or a name. drafts: drafters or names (a folder, a hub name, demo/x for the bundled x, ngram), or a
+    mapping of names of your own to them; an entry may be a mapping too, with draft, and with tree, verifier, token_map,
+    compile and name where it differs. tree, verifier, token_map: of entries that state none; a tree that is
+    not given is the drafter's usual one. compile: the rounds, plain decoding's too (docs/compile.md).
+    prompts, sampling, words (temperature and others), seed, raw: as `specdec.answer` takes them.
+    progress: show a bar; None does so on a terminal.
+    Raises ValueError, one sentence, for what there is not and for what does not fit the target."""
+    target, batch = as_target(target), as_prompts(prompts)
+    if not batch:
+        raise ValueError("no prompt was given")
+    given = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
+    ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
+    how = {"max_new_tokens": max_new_tokens, "sampling": as_sampling(sampling, words), "seed": seed, "raw": raw}
+    off = None if progress is None else not progress
+    with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
+        tallies, scores = decode_in_turn(
+            target, batch, ways, trials=trials, compile=compile, progress=bar.update, **how
+        )
+    return Comparison(scores, tallies[""].rate, tallies)
+
+
+def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
+    """Entries by name. Those of a list are called as they say, or by the end of their path (`short_name`); if two would
+    be called the same, by their whole path."""
+    if isinstance(drafts, Mapping) and "draft" not in drafts:
+        found = dict(drafts)
+    else:
+        entries = list(drafts) if isinstance(drafts, list | tuple) else [drafts]
+        found = dict(zip(own_names(entries, _name), entries, strict=True))
+    if not found:
+        raise ValueError("no drafter was given: give drafts, such as [demo/mtp, ngram]")
+    return found
+
+
+def _name(entry: object, whole: bool) -> str:
+    if isinstance(entry, Mapping):
+        return str(entry.get("name") or _name(entry.get("draft"), whole))
+    if isinstance(entry, str | Path):
+        return str(entry) if whole else short_name(entry)
+    return type(entry).__name__
+
+
+def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay:
+    """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
+    entry = dict(entry) if isinstance(entry, Mapping) else {"draft": entry}
+    unknown = set(entry) - set(FIELDS)
+    if unknown or entry.get("draft") is None:
+        wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+        raise ValueError(f"entries.{name} {wrong}; known are {', '.join(FIELDS)}")
+    entry = given | entry
+    drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
+    if isinstance(drafter, str | Path):
+        drafter = load_drafter(drafter, target, token_map=entry["token_map"])
+    tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
+    rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)
+    return ComparedWay(drafter, tree, rule, entry["compile"])

@@ -1,0 +1,180 @@
+"""The figures of a sweep's report: what drafters and trees bring, and at what cost.
+
+Each function takes the points of one target and benchmark that decoded with a drafter. It returns a figure, or None
+where there is nothing to show. Bars at points are 95 % intervals over questions.
+"""
+
+import math
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from specdec.lab.figure_style import PART_COLOURS, WIDTH, error_bars, looks_of, subplots
+from specdec.lab.sweep.results import Results, best, by_drafter, tau, tree_name
+
+MOST_BARS = 24
+
+
+def heat_maps(points: Results) -> Figure | None:
+    """tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour."""
+    by = by_drafter(points)
+    trees = [r["settings"]["tree"] for r in points]
+    topks = sorted({t["topk"] for t in trees})
+    columns = {k: sorted({t["num_draft_tokens"] or 0 for t in trees if t["topk"] == k}) for k in topks}
+    steps = sorted({t["steps"] for t in trees})
+    values = [tau(r)["value"] for r in points]
+    cells = sum(map(len, columns.values()))
+    width = min(WIDTH, 1.6 + 0.75 * cells + 0.5 * len(topks))
+    figure, axes = subplots(
+        len(by),
+        len(topks),
+        figsize=(width, 0.5 + len(by) * (0.75 + 0.36 * len(steps))),
+        width_ratios=[len(columns[k]) for k in topks],
+        squeeze=False,
+    )
+    image = None
+    for row, (name, mine) in zip(axes, by.items(), strict=True):
+        for axis, topk in zip(row, topks, strict=True):
+            some = [r for r in mine if r["settings"]["tree"]["topk"] == topk]
+            image = _heat_map(axis, some, columns[topk], steps, min(values), max(values))
+            axis.set_title(f"{name}, " + ("chains" if topk == 1 else f"topk {topk}"))
+        row[0].set_ylabel("steps")
+    for axis in axes[-1]:
+        axis.set_xlabel("num_draft_tokens")
+    figure.colorbar(image, ax=axes, label="tau", shrink=0.8)
+    return figure
+
+
+def _heat_map(axis: Axes, points: Results, columns: list[int], steps: list[int], low: float, high: float):
+    grid = [[math.nan] * len(columns) for _ in steps]
+    for r in points:
+        tree = r["settings"]["tree"]
+        grid[steps.index(tree["steps"])][columns.index(tree["num_draft_tokens"] or 0)] = tau(r)["value"]
+    image = axis.imshow(grid, cmap="cividis", vmin=low, vmax=high, aspect="auto")
+    for y, line in enumerate(grid):
+        for x, value in enumerate(line):
+            dark = not math.isnan(value) and value < low + 0.55 * (high - low)
+            text = "–" if math.isnan(value) else f"{value:.2f}"
+            axis.text(x, y, text, ha="center", va="center", color="white" if dark else "black")
+    axis.set_xticks(range(len(columns)), [str(n) if n else "steps + 1" for n in columns])
+    axis.set_yticks(range(len(steps)), [str(d) for d in steps])
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    axis.tick_params(length=0)
+    return image
+
+
+def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
+    """tau against nodes, which are exact, and against time, with the Pareto front and lines of equal speed."""
+    figure, (left, right) = subplots(1, 2, figsize=(WIDTH, 3.9), sharey=True)
+    by = by_drafter(points)
+    for name, mine in by.items():
+        values = [tau(r)["value"] for r in mine]
+        how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": error_bars([tau(r) for r in mine])}
+        left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
+        right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
+    left.set_xlabel("nodes verified a round, root counted")
+    left.set_ylabel("tau: tokens a round")
+    right.set_xlabel("ms a round")
+    front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
+    right.plot(
+        [x for x, _, _ in front], [y for _, y, _ in front], color="#444444", linewidth=1, zorder=1, label="front"
+    )
+    for x, y, r in front:
+        how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
+        right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
+    left.margins(0.12)
+    right.margins(0.18)
+    _equal_speed(right, [1e3 * y / x for x, y, _ in front])
+    left.legend(loc="lower right")
+    return figure
+
+
+def _ms(timing: dict) -> float:
+    return sum(timing["milliseconds_a_round"].values())
+
+
+def pareto(points: list[tuple[float, float, dict]]) -> list[tuple[float, float, dict]]:
+    """Of points (cost, gain, what) those beside which no other costs as little and gains more, by rising cost."""
+    front: list[tuple[float, float, dict]] = []
+    for point in sorted(points, key=lambda p: (p[0], -p[1])):
+        if not front or point[1] > front[-1][1]:
+            front.append(point)
+    return front
+
+
+def _equal_speed(axis: Axes, speeds: list[float]) -> None:
+    """Draw lines of equal tokens/s through the slowest and the fastest point, labelled where they leave the panel."""
+    (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
+    for speed in sorted({min(speeds), max(speeds)}):
+        axis.plot([0, x1], [0, speed * x1 / 1e3], color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        x = min(x1, 1e3 * y1 / speed)
+        label = {"ha": "right", "va": "bottom"} if x == x1 else {"ha": "left", "va": "bottom"}
+        axis.annotate(f"{speed:.0f} tokens/s", (x, speed * x / 1e3), color="#666666", fontsize=7.5, **label)
+    axis.set_xlim(max(x0, 0), x1)
+    axis.set_ylim(y0, y1)
+
+
+def depth(points: Results) -> Figure | None:
+    """Share of rounds that accepted at least so many tokens, of each drafter's point with the greatest tau."""
+    by = by_drafter(points)
+    figure, axis = subplots(figsize=(WIDTH * 0.62, 3.2))
+    for i, (name, mine) in enumerate(by.items()):
+        r = best(mine)
+        entries = [e for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
+        places = [d + 0.06 * (i - (len(by) - 1) / 2) for d in range(1, len(entries) + 1)]
+        values = [e["value"] for e in entries]
+        axis.errorbar(
+            places, values, error_bars(entries), label=f"{name}, {tree_name(r)}", capsize=2, **looks_of(name, by)
+        )
+    axis.set_xlabel("depth")
+    axis.set_ylabel("accepted to this depth")
+    axis.set_ylim(0, 1)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    axis.legend()
+    return figure
+
+
+def categories(points: Results) -> Figure | None:
+    """tau by category, of each drafter's point with the greatest tau."""
+    chosen = {name: best(mine) for name, mine in by_drafter(points).items()}
+    names = list(dict.fromkeys(c for r in chosen.values() for c in r["by_category"]))
+    if len(names) < 2:
+        return None
+    figure, axis = subplots(figsize=(WIDTH * 0.62, 0.9 + 0.33 * len(names)))
+    for i, (name, r) in enumerate(chosen.items()):
+        found = [(y, r["by_category"][c]["metrics"]["tau"]) for y, c in enumerate(names) if c in r["by_category"]]
+        places = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y, _ in found]
+        entries = [e for _, e in found]
+        how = {"linestyle": "none", "capsize": 2, "label": f"{name}, {tree_name(r)}", **looks_of(name, chosen)}
+        axis.errorbar([e["value"] for e in entries], places, xerr=error_bars(entries), **how)
+    axis.set_yticks(range(len(names)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("tau")
+    figure.legend(loc="outside upper right", ncols=2)
+    return figure
+
+
+def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
+    """Where a round's time goes, the fastest point first."""
+    speed = {r["key"]: timings[r["key"]]["tokens_per_second"] or 0.0 for r in points}
+    chosen = sorted(points, key=lambda r: -speed[r["key"]])[:MOST_BARS]
+    figure, axis = subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)))
+    start = [0.0] * len(chosen)
+    for part in timings[chosen[0]["key"]]["milliseconds_a_round"]:
+        widths = [timings[r["key"]]["milliseconds_a_round"][part] for r in chosen]
+        how = {"label": part, "color": PART_COLOURS[part], "height": 0.72, "edgecolor": "white"}
+        axis.barh(range(len(chosen)), widths, left=start, **how)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    for y, (end, r) in enumerate(zip(start, chosen, strict=True)):
+        text = f"{speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}"
+        axis.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+    axis.set_yticks(range(len(chosen)), [f"{r['names']['draft']}, {tree_name(r)}" for r in chosen])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.3 * max(start))
+    axis.set_xlabel("ms a round")
+    axis.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper right", ncols=4)
+    return figure

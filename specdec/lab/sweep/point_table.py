@@ -1,0 +1,111 @@
+"""The table of a sweep's points, and the words that belong to it, for the page and the terminal."""
+
+from rich.table import Table
+
+from specdec.cli.terminal import console
+from specdec.lab.sweep.results import by_drafter, tree_name
+from specdec.lab.sweep.store import groups
+from specdec.structs import FILTERS, PENALTIES, Sampling
+
+COLUMNS = {  # of the table of points: heading -> is it a number?
+    "drafter": False,
+    "tree": False,
+    "tau": True,
+    "95 %": True,
+    "accepted to depth 1, 2, ...": False,
+    "draft, verify: ms a round": True,
+    "tokens/s": True,
+    "to plain": True,
+    "identical": True,
+}
+
+
+def decoded(group: list[dict]) -> list[dict]:
+    """The points of a group that decoded with a drafter."""
+    return [r for r in group if r["kind"] == "decode" and "skipped" not in r and r["names"]["draft"] != "none"]
+
+
+def title_of(group: list[dict]) -> str:
+    names, sampling = group[0]["names"], group[0]["settings"]["sampling"]
+    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    return f"{names['benchmark']}, {names['target']}, {how}"
+
+
+def conditions_of(group: list[dict]) -> str:
+    names, s = group[0]["names"], group[0]["settings"]
+    sampling = Sampling(**s["sampling"])  # what older results do not have was off
+    told = [name for name in FILTERS if not sampling.active.isdisjoint(FILTERS)]  # all, if one is on
+    told += [name for name in PENALTIES if name in sampling.active]
+    words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn"]
+    words += [f"{name} {getattr(sampling, name):g}" for name in told]
+    words += [f"batch size {s['batch_size']}", s["dtype"], s["device"], "raw prompts" if s["raw"] else "chat template"]
+    if (precision := s.get("matmul_precision", "highest")) != "highest":
+        words.append(f"products of {precision} precision")
+    words += [f"{name} {value}" for name, value in s["template"].items()]
+    return ", ".join(words) + "."
+
+
+def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
+    """What must be known before a number of this group is believed."""
+    points, notes = decoded(group), []
+    if group[0]["names"]["skipped_records"]:
+        notes.append(f"{group[0]['names']['skipped_records']} records of the benchmark could not be used.")
+    left_out = max((r["turns_left_out"] for r in points), default=0)
+    if left_out:
+        notes.append(f"Turns left out because they do not fit the target's context: {left_out}.")
+    lossy = sorted({r["settings"]["tree"]["verifier"] for r in points if not r["names"]["lossless"]})
+    if lossy:
+        notes.append(f"Lossy: {', '.join(lossy)} does not keep the target's distribution.")
+    different = [r for r in points if r.get("identical", r["rows"]) < r["rows"]]
+    if different:
+        notes.append(f"Points with answers that differ from plain decoding's: {len(different)}.")
+    busy = sum(t["load"] > t["machine"]["cores"] for t in (timings[r["key"]] for r in group) if "load" in t)
+    if busy:
+        notes.append(
+            f"The machine had more to do than it has cores while {busy} points were measured: do not compare times."
+        )
+    return notes
+
+
+def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:
+    """A row {"cells", "best"} for each decoded point, plain decoding first. best: the drafter's fastest point."""
+    points = decoded(group)
+    plain = [r for r in group if r["kind"] == "decode" and r["names"]["draft"] == "none"]
+    base = timings[plain[0]["key"]]["tokens_per_second"] if plain else None
+    fastest = {
+        max(mine, key=lambda r: timings[r["key"]]["tokens_per_second"] or 0.0)["key"]
+        for mine in by_drafter(points).values()
+    }
+    return [{"cells": _cells(r, timings[r["key"]], base), "best": r["key"] in fastest} for r in plain + points]
+
+
+def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
+    tau, rate = r["metrics"]["tau"], timing["tokens_per_second"]
+    spent = timing["milliseconds_a_round"]
+    plainly = r["names"]["draft"] == "none"
+    drafted = 1 - (r["metrics"]["undrafted_share"]["value"] or 0)  # of all rounds, as tau is; vLLM's are of these alone
+    rates = [drafted * e["value"] for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
+    return [
+        "plain decoding" if plainly else r["names"]["draft"],
+        "" if plainly else tree_name(r),
+        f"{tau['value']:.2f}",
+        "" if tau["low"] is None or plainly else f"{tau['low']:.2f}–{tau['high']:.2f}",
+        " ".join(f"{100 * share:.0f}" for share in rates) + (" %" if rates else ""),
+        "" if spent["draft"] is None else f"{spent['draft']:.2f}, {spent['verify']:.2f}",
+        f"{rate:.0f}" if rate else "",
+        f"{rate / base:.2f}" if rate and base else "",
+        "" if plainly or "identical" not in r else f"{r['identical']} of {r['rows']}",
+    ]
+
+
+def print_tables(results: list[dict], timings: dict[str, dict]) -> None:
+    screen = console(160)
+    for group in groups(results):
+        table = Table(title=f"{title_of(group)}: {conditions_of(group)}")
+        for name, number in COLUMNS.items():
+            table.add_column(name, justify="right" if number else "left")
+        for row in table_of(group, timings):
+            table.add_row(*row["cells"])
+        screen.print(table)
+        for note in notes_of(group, timings):
+            screen.print(note)

@@ -1,0 +1,113 @@
+"""The points of a sweep: which drafter, which tree, and a key of all that the result depends on."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from specdec.acceptance import FILE
+from specdec.api import load_drafter
+from specdec.contracts import Drafter
+from specdec.lab.models import short_name
+from specdec.model.checkpoint import weight_files
+from specdec.model.names import SMALL_FILES, bundled, resolve
+from specdec.model.target import Target
+from specdec.trees.spec import TreeSpec
+
+ROOT = Path(__file__).parents[3]
+# The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
+CODE = ("specdec", "specdec/drafters", "specdec/trees")
+NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
+LAB = {
+    "specdec/lab/sweep/benchmarks", "specdec/lab/sweep/conversations", "specdec/lab/sweep/points",
+    "specdec/lab/sweep/sweep", "specdec/lab/traces/diagnose", "specdec/lab/traces/metrics",
+    "specdec/lab/traces/summary", "specdec/lab/wrapped",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter as a sweep's settings name it, with the settings of `specdec.load_drafter`."""
+
+    name: str
+    path: str
+    token_map: str | None = None
+    feedback: str | None = None
+
+    @classmethod
+    def read(cls, setting: str | dict, whole: bool = False) -> "Draft":
+        """whole: where the setting gives no name, the whole path is it, and not its end (`short_name`)."""
+        given = {"draft": setting} if isinstance(setting, str) else dict(setting)
+        unknown = set(given) - {"draft", "token_map", "feedback", "name"}
+        if unknown or not isinstance(given.get("draft"), str):
+            wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+            raise ValueError(f"an entry of draft {wrong}; known are draft, token_map, feedback, name")
+        path, token_map = bundled(given["draft"]), given.get("token_map")
+        short = given["draft"] if whole else short_name(path)
+        name = given.get("name") or "".join([short, " FR-Spec" if token_map else ""])
+        return cls(name, path, token_map and bundled(token_map), given.get("feedback"))
+
+    def identity(self) -> dict:
+        """What it drafts with, whatever the files are called."""
+        token_map = self.token_map and _file_digest(Path(self.token_map))
+        weights = self.path if self.path.split(":")[0] == "ngram" else signature(self.path)
+        return {"weights": weights, "token_map": token_map, "feedback": self.feedback}
+
+    def load(self, target: Target) -> Drafter:
+        return load_drafter(self.path, target, token_map=self.token_map, feedback=self.feedback)
+
+
+@dataclass
+class SweepPoint:
+    """One run of a sweep: a drafter with a tree, plain decoding, or the measuring of a drafter's best tree."""
+
+    kind: str  # 'decode', or 'best_tree'
+    draft: Draft | None  # None: plain decoding
+    tree: TreeSpec | None
+    settings: dict  # all that the result depends on
+    names: dict  # what the report calls it
+    key: str = field(init=False)  # of kind and settings
+
+    def __post_init__(self) -> None:
+        told = json.dumps({"kind": self.kind} | self.settings, sort_keys=True)
+        self.key = hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def tree_settings(tree: TreeSpec) -> dict[str, int | bool | None]:
+    """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
+    nodes = None if tree.topk == 1 else tree.num_draft_tokens
+    kind = {"block": True} if tree.block else {}
+    return {"topk": tree.topk, "steps": tree.steps, "num_draft_tokens": nodes} | kind
+
+
+def signature(path: str) -> str:
+    """A digest of a checkpoint's weights, configs, tokenizer and templates, byte by byte.
+
+    Raises ValueError if there is none."""
+    folder = resolve(path)
+    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != FILE} | set(
+        weight_files(folder)
+    )
+    digests = [[file.name, _file_digest(file)] for file in sorted(files)]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+
+
+def _file_digest(file: Path) -> str:
+    try:
+        with file.open("rb") as content:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror}") from None
+
+
+def code_version() -> str:
+    """A digest of the code that decoding and its metrics go through, and of torch's version."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for package in CODE:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            name = file.relative_to(ROOT).with_suffix("").as_posix()
+            if name in LAB or not name.startswith((*NOT_CODE, "specdec/lab/")):
+                digest.update(f"{name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,176 @@
+"""A sweep as a page that needs nothing else, and as PNG files.
+
+The page holds its figures as SVG, and the part of matplotlib's own font that it uses. It needs no network and no other
+file.
+"""
+
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import matplotlib
+from fontTools import subset
+from jinja2 import Environment
+from markupsafe import Markup
+
+from specdec import __version__
+from specdec.cli.files import output_folder, write_text, write_whole
+from specdec.lab.figure_style import svg_and_png
+from specdec.lab.sweep import figures
+from specdec.lab.sweep.diagnostic_figures import diagnostics
+from specdec.lab.sweep.gallery import best_tree_svg, round_svg
+from specdec.lab.sweep.point_table import COLUMNS, conditions_of, decoded, notes_of, table_of, title_of
+from specdec.lab.sweep.results import best, by_drafter, tree_name
+from specdec.lab.sweep.store import groups
+
+REPORT, FIGURES = "report.html", "figures"
+WHY = (
+    "Each drafter's point with the greatest tau. Calibration: drafted tokens whose parent was accepted; on the dashed "
+    "line the drafter is right as often as it thinks. Entropy: where the target chose a token for which there were "
+    "drafts. Larger markers hold more tokens. Hidden state: what the drafter feeds back to itself, mean and the range "
+    "from the 10th to the 90th percentile. Entropy and hidden states are of a few questions decoded once more."
+)
+BEST = "Each drafter's point with the greatest tau."
+DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function, caption
+    "tau": ("tau by tree", figures.heat_maps, "One scale of colour. A dash: no such tree, or not measured."),
+    "cost": (
+        "tau against cost",
+        figures.cost,
+        "Right: the points for which no other costs as little and gives more are joined and named; dashed, lines of "
+        "equal speed.",
+    ),
+    "parts": ("Time of a round", figures.parts, "Fastest first. Prefill is left out."),
+    "depth": (
+        "Acceptance by depth",
+        figures.depth,
+        f"Share of the rounds that accepted at least so many drafted tokens. {BEST}",
+    ),
+    "categories": ("tau by category", figures.categories, BEST),
+    "diagnostics": ("Why", diagnostics, WHY),
+}
+
+
+@dataclass
+class ReportFigure:
+    title: str
+    svg: Markup
+    caption: str
+
+
+def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
+    """Write report.html and figures/*.png into a sweep's folder; returns the page's path.
+
+    Raises ValueError if nothing was measured, or they cannot be written."""
+    if not any(decoded(group) for group in groups(results)):
+        raise ValueError(f"{out} holds no point that decoded with a drafter: there is nothing to report")
+    page = [_section(out, number, group, timings) for number, group in enumerate(groups(results), 1)]
+    environment = Environment(autoescape=True, trim_blocks=True)
+    template = environment.from_string((files("specdec.lab.sweep") / "report.html.jinja").read_text(encoding="utf-8"))
+    values = {
+        "title": "Speculative decoding: sweep of " + ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results)),
+        "facts": _facts(results, timings, command),
+        "groups": page,
+    }
+    letters = set(template.render(values, font="", bold=""))
+    html = template.render(values, font=_font("DejaVuSans", letters), bold=_font("DejaVuSans-Bold", letters))
+    write_text(out / REPORT, html)
+    return out / REPORT
+
+
+def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]) -> dict:
+    points = decoded(group)
+    columns = [{"name": name, "number": is_number} for name, is_number in COLUMNS.items()]
+    chosen = [best(mine) for mine in by_drafter(points).values()]
+    measured = [r for r in group if r["kind"] == "best_tree" and "skipped" not in r]
+    skipped = [r for r in group if "skipped" in r]
+    return {
+        "title": title_of(group),
+        "conditions": conditions_of(group),
+        "notes": notes_of(group, timings),
+        "table": {"columns": columns, "rows": table_of(group, timings)},
+        "figures": _figures(out, number, points, timings),
+        "coverage": [_coverage(r) for r in chosen],
+        "best_trees": [tree for r in measured for tree in _best_trees(r)],
+        "gallery": [tree for r in chosen for tree in _gallery(r)],
+        "skipped": [{"draft": r["names"]["draft"], "tree": _asked(r), "why": r["skipped"]} for r in skipped],
+    }
+
+
+def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[ReportFigure]:
+    drawn = []
+    for name, (title, make, caption) in DRAWN.items() if points else ():
+        arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
+        made = svg_and_png(make, *arguments)
+        if made is None:
+            continue
+        svg, png = made
+        file = output_folder(out / FIGURES) / f"{number}-{name}.png"
+        write_whole(file, lambda aside, png=png: aside.write_bytes(png))
+        drawn.append(ReportFigure(title, Markup(svg), caption))
+    return drawn
+
+
+def _asked(r: dict) -> str:
+    tree = r["settings"].get("tree")
+    return tree_name(r) if tree else "best tree"
+
+
+def _coverage(r: dict) -> dict:
+    told = r["diagnostics"]["coverage"]
+    missed = ", ".join(f"{text!r} {count}" for text, count in told["missed"]) or "none"
+    share = "" if told["share"] is None else f"{told['share']:.1%}"
+    return {"draft": r["names"]["draft"], "size": f"{told['size']:,}", "share": share, "missed": missed}
+
+
+def _best_trees(r: dict) -> list[dict]:
+    return [
+        {
+            "questions": r["questions"],
+            "caption": f"{r['names']['draft']}, {nodes} nodes: expected tau {tree['expected_tau']:.2f}",
+            "svg": Markup(best_tree_svg(tree["paths"], r["accept"])),
+        }
+        for nodes, tree in r["trees"].items()
+    ]
+
+
+def _gallery(r: dict) -> list[dict]:
+    return [
+        {
+            "caption": f"{r['names']['draft']}, {tree_name(r)}, question {e['question']}, after {e['context']} tokens: "
+            f"{len(e['path']) - 1} accepted",
+            "svg": Markup(round_svg(e)),
+        }
+        for e in r["examples"]
+    ]
+
+
+def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
+    machines = list(dict.fromkeys(tuple(t["machine"].items()) for t in timings.values() if "machine" in t))
+    told = [
+        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}"
+        for m in map(dict, machines)
+    ]
+    versions = [f"torch {m['torch']}, Python {m['python']}" for m in map(dict, machines)]
+    skipped = sum("skipped" in r for r in results)
+    return [
+        ("machine", "; ".join(dict.fromkeys(told))),
+        ("versions", f"specdec {__version__}, " + "; ".join(dict.fromkeys(versions))),
+        ("command", command),
+        ("points", f"{len(results) - skipped} measured; combinations that do not fit: {skipped}"),
+    ]
+
+
+def _font(name: str, letters: set[str]) -> str:
+    """The part of matplotlib's font that has these letters, as a WOFF file in base64."""
+    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf"
+    options = subset.Options(flavor="woff", layout_features=["kern"], drop_tables=["FFTM"])
+    font = subset.load_font(str(path), options)
+    part = subset.Subsetter(options)
+    part.populate(text="".join(letters))
+    part.subset(font)
+    file = io.BytesIO()
+    subset.save_font(font, file, options)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,112 @@
+"""The folder of a sweep: what its points measured, put together in a fixed order.
+
+Each point has a folder points/KEY/, written whole or not at all:
+    result.json   what was decoded: settings, metrics with intervals, diagnostics; the same in every run
+    times.json    how long it took, and on what machine
+    trace/        the trace (docs/trace.md)
+results.jsonl and timings.jsonl hold the first two, a line a point.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from specdec.cli.files import replace_folder, write_text
+from specdec.engine.recorder import Recorder
+from specdec.engine.trace_files import write_trace
+from specdec.lab.sweep.points import SweepPoint, code_version
+from specdec.model.checkpoint import read_json
+from specdec.verify import sample_and_match
+
+POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
+RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
+
+
+def point_folder(out: Path, key: str) -> Path:
+    return out / "points" / key
+
+
+def done(out: Path, point: SweepPoint) -> bool:
+    return (point_folder(out, point.key) / RESULT).is_file()
+
+
+def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder: Recorder | None = None) -> None:
+    head = {"kind": point.kind, "key": point.key, "names": point.names, "settings": point.settings}
+
+    def fill(aside: Path) -> None:
+        if recorder is not None:
+            write_trace(recorder.trace, aside / TRACE)
+        (aside / TIMES).write_text(json.dumps({"key": point.key} | took) + "\n", encoding="utf-8")
+        (aside / RESULT).write_text(json.dumps(head | found) + "\n", encoding="utf-8")
+
+    replace_folder(point_folder(out, point.key), fill, POINT, "a sweep's point")
+
+
+def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
+    """All points in a sweep's folder: (results in a fixed order, times by key, number of points left out).
+
+    Points that another version of the code made do not compare, and are left out. A result gets an entry
+    `identical` if there is plain decoding of the same questions and the rule draws as that does: how many answers are
+    the same."""
+    folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
+    results = [read_json(folder / RESULT) for folder in folders]
+    now = code_version()
+    current = [r for r in results if r["settings"]["code"] == now]
+    plain = {_conditions(r): r["answers"] for r in current if r["names"]["draft"] == "none"}
+    for r in current:
+        answers = r.pop("answers", None)
+        base = plain.get(_conditions(r))
+        if answers is not None and base is not None and _settled(r["settings"]):
+            r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
+    current.sort(key=_order)
+    timings = {r["key"]: read_json(point_folder(out, r["key"]) / TIMES) for r in current}
+    return current, timings, len(results) - len(current)
+
+
+def _settled(settings: dict) -> bool:
+    return settings["sampling"]["temperature"] == 0 or settings.get("tree", {}).get("verifier") == str(sample_and_match)
+
+
+def _conditions(result: dict) -> str:
+    """What two points share that answer the same questions in the same way, with any drafter and tree."""
+    own = ("draft", "tree", "probe", "best_tree")
+    return json.dumps({k: v for k, v in result["settings"].items() if k not in own}, sort_keys=True)
+
+
+def groups(results: list[dict]) -> list[list[dict]]:
+    """The results by target, benchmark and way to decode, in order."""
+    found: dict[str, list[dict]] = {}
+    for r in results:
+        found.setdefault(_conditions(r), []).append(r)
+    return list(found.values())
+
+
+def _order(result: dict) -> tuple:
+    tree = result["settings"].get("tree") or {}
+    names = result["names"]
+    shape = [tree.get(name) or 0 for name in ("topk", "steps", "num_draft_tokens")]
+    return (names["target"], names["benchmark"], _conditions(result), names["draft"] != "none", names["draft"],
+            result["kind"] == "best_tree", shape, result["key"])  # fmt: skip
+
+
+def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
+    """Write results.jsonl and timings.jsonl of all points in the folder, and return what `collect` returns.
+
+    results.jsonl is the same however often the sweep was interrupted. Several sweeps may share a folder: the last one
+    to finish writes the points of all."""
+    with locked(out):
+        results, timings, old = collect(out)
+        for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            write_text(out / name, text)
+    return results, timings, old
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the folder: other processes wait."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,269 @@
+"""A sweep: every drafter with every tree on one benchmark.
+
+Each point is one recorded run, kept under a key of all that it depends on (`points`, `store`). So a sweep that was
+interrupted goes on, and what has been measured is not measured again.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.cli.lock import only_writer
+from specdec.contracts import Drafter
+from specdec.engine.engine import Engine, Result
+from specdec.engine.recorder import Recorder, describe
+from specdec.lab.machine import processor
+from specdec.lab.sweep.benchmarks import Benchmark
+from specdec.lab.sweep.conversations import converse, template_settings
+from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
+from specdec.lab.sweep.store import done, point_folder, write_point
+from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
+from specdec.lab.traces.summary import summary
+from specdec.machine import matmul_precision
+from specdec.model.target import Target
+from specdec.structs import Sampling, Verifier
+from specdec.trees import Chain
+from specdec.trees.optimal import expected_tau, measure_acceptance, most_nodes, optimal_paths
+from specdec.trees.spec import TreeSpec
+
+
+@dataclass
+class Sweep:
+    """Measures points. Its fields are what all points share."""
+
+    target: Target
+    target_identity: str
+    benchmark: Benchmark
+    out: Path
+    sampling: Sampling
+    verifier: Verifier
+    max_new_tokens: int
+    sample_draft: bool = False
+    batch_size: int = 1
+    seed: int = 0
+    raw: bool = False
+    thinking: bool | None = None
+    resamples: int = 1000
+    probe: int = 4  # questions decoded once more with a `Probe`
+    traces: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "batch_size", "resamples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.raw, self.template = template_settings(self.target, self.raw, self.thinking)
+        self.common = {
+            "target": self.target_identity,
+            "benchmark": self.benchmark.digest(),
+            "raw": self.raw,
+            "template": self.template,
+            "sampling": asdict(self.sampling),
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "matmul_precision": matmul_precision(self.target.device),
+            "device": self.target.device.type,
+            "decoder": type(self.target).__name__,
+            "resamples": self.resamples,
+            "code": code_version(),
+        }
+        self.names = {
+            "target": Path(self.target.name).name,
+            "benchmark": self.benchmark.name,
+            "questions": len(self.benchmark.questions),
+            "skipped_records": self.benchmark.skipped,
+        }
+
+    def points(
+        self, drafts: list[Draft], trees: list[TreeSpec], baseline: bool, best_tree: dict | None
+    ) -> list[SweepPoint]:
+        """Plain decoding if `baseline`; then for each drafter the points of all trees, and that of its best tree.
+
+        best_tree: {"questions", "steps", "topk", "num_draft_tokens"}: how many questions the best tree is measured on,
+        how deep and wide it may be, and the list of sizes that it is made for. None: no best tree."""
+        plain = SweepPoint("decode", None, None, self.common, self.names | {"draft": "none"})
+        found = [plain] if baseline else []
+        for draft in drafts:
+            mine = self.common | {"draft": draft.identity()}
+            names = self.names | {"draft": draft.name}
+            for tree in trees:
+                told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
+                settings = mine | {"tree": told, "probe": self.probe}
+                called = names | ({"draft": f"{draft.name}, over the block"} if tree.block else {})
+                found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
+            if best_tree is not None:
+                found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
+        twice = {p.key: p for p in reversed(found)}
+        return [twice[key] for key in dict.fromkeys(p.key for p in found)]
+
+    def run(
+        self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
+    ) -> None:
+        """Measure what is not there yet. progress: told of every point 'reused', 'skipped: why' or 'measured'.
+
+        A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
+        skipped, and why."""
+        loaded, drafter = None, None
+        for point in points:
+            with only_writer(point_folder(self.out, point.key), wait=True):  # another process may be at this point
+                if done(self.out, point):
+                    progress(point, "reused")
+                    continue
+                if point.draft is not None and point.draft != loaded:
+                    loaded, drafter = point.draft, point.draft.load(self.target)
+                progress(point, self._make(point, drafter))
+
+    def _make(self, point: SweepPoint, drafter: Drafter | None) -> str:
+        """Write the point, and say what became of it: 'measured' or 'skipped: why'."""
+        try:
+            engine = self.engine(point, drafter)
+        except ValueError as error:
+            write_point(self.out, point, {"skipped": str(error)}, {})
+            return f"skipped: {error}"
+        self._measure(point, engine) if point.kind == "decode" else self._best_tree(point, engine)
+        return "measured"
+
+    def engine(self, point: SweepPoint, drafter: Drafter | None) -> Engine:
+        if point.draft is None or point.kind == "best_tree":
+            return Engine(self.target, *(() if point.draft is None else (drafter, Chain(1))))
+        tree = point.tree
+        if not tree.block:
+            tree = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
+        return Engine(self.target, drafter, tree.build(), self.verifier)
+
+    def _decode(self, token: int) -> str:
+        return self.target.tokenizer.decode([token])
+
+    def _how(self) -> dict:
+        return {
+            "sampling": self.sampling,
+            "seed": self.seed,
+            "raw": self.raw,
+            "template": self.template,
+        }
+
+    def _measure(self, point: SweepPoint, engine: Engine) -> None:
+        questions = self.benchmark.questions
+        warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
+        converse(engine, questions[: self.batch_size], **warm, **self._how())  # the same rounds as will be measured
+        told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
+        recorder = Recorder({"names": point.names, "settings": point.settings} | told)
+        results, left_out = converse(
+            engine,
+            questions,
+            max_new_tokens=self.max_new_tokens,
+            batch_size=self.batch_size,
+            name=recorder.name,
+            observer=recorder,
+            **self._how(),
+        )
+        rows = recorder.trace.rows
+        if not rows:
+            raise ValueError(
+                f"no question of {self.benchmark.name} fits the target's context of {self.target.config.context} "
+                f"tokens with max_new_tokens {self.max_new_tokens}"
+            )
+        if all(len(row.tokens) < 2 for row in rows):
+            raise ValueError(
+                f"every answer to {self.benchmark.name} is one token long, and the first token is not drafted: "
+                f"raise max_new_tokens ({self.max_new_tokens}), or take another benchmark"
+            )
+        found = summary(rows, resamples=self.resamples)
+        found |= {
+            "turns_left_out": left_out,
+            "tokens": sum(len(row.tokens) for row in rows),
+            "nodes_a_round": sum(map(sum, (row.drafted for row in rows))) / max(found["rounds"], 1) + 1,
+            "finish": {end: sum(row.finish == end for row in rows) for end in ("eos", "length", "context")},
+            "answers": [hashlib.sha256(json.dumps(row.tokens).encode()).hexdigest()[:8] for row in rows],
+            "diagnostics": {"context": by_context(rows, resamples=self.resamples)},
+        }
+        if engine.drafter is not None:
+            covered = coverage(rows, engine.drafter, self._decode)
+            found["diagnostics"] |= {"calibration": calibration(rows), "coverage": covered} | self._probe(engine)
+            found["examples"] = examples(rows, self._decode)
+        write_point(self.out, point, found, times(results), recorder if self.traces else None)
+
+    def _probe(self, engine: Engine) -> dict:
+        """What traces do not hold, from a few questions decoded once more."""
+        questions = self.benchmark.questions
+        count = min(self.probe, len(questions))
+        if not count:
+            return {}
+        probe = Probe(engine.drafter)
+        for i in range(count):
+            question = questions[i * len(questions) // count]
+            probed = Engine(self.target, probe, engine.policy, engine.verifier)
+            converse(probed, [question], max_new_tokens=self.max_new_tokens, observer=probe, **self._how())
+        return {"norms": probe.norms(), "entropy": probe.entropy()}
+
+    def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
+        """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
+        make the most of it."""
+        wanted, drafter = point.settings["best_tree"], engine.drafter
+        questions = self.benchmark.questions
+        count = min(wanted["questions"], len(questions))
+        chosen = [questions[i * len(questions) // count] for i in range(count)]
+        results, _ = converse(Engine(self.target), chosen, max_new_tokens=self.max_new_tokens, **self._how())
+        rows = [row for result in results for row in result.rows if len(row.tokens) > 1]
+        if not rows:
+            raise ValueError(
+                f"every answer that the best tree is measured along, of {count}, is one token long: raise "
+                "best_tree.questions or max_new_tokens, or set best_tree=null"
+            )
+        steps = drafter.deepest(wanted["steps"])
+        topk = min(wanted["topk"], drafter.vocab.size)
+        accept = measure_acceptance(
+            self.target,
+            drafter,
+            [row.prompt for row in rows],
+            [row.tokens for row in rows],
+            steps,
+            topk,
+            sampling=self.sampling,
+            seeds=[row.seed for row in rows],
+        ).tolist()
+        sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, steps)]
+        trees = {n: optimal_paths(accept, n) for n in sizes}
+        found = {
+            "questions": count,
+            "accept": accept,
+            "trees": {str(n): {"paths": p, "expected_tau": expected_tau(p, accept)} for n, p in trees.items()},
+        }
+        write_point(self.out, point, found, {})
+
+
+def times(results: list[Result]) -> dict:
+    """How long decoding took, and on what machine. A round of a batch counts once, however many rows it had."""
+    rounds = sum(max(row.trace.rounds for row in result.rows) for result in results)
+    tokens = sum(len(row.tokens) - 1 for result in results for row in result.rows)
+    seconds = sum(result.decode_seconds for result in results)
+    parts = {name: sum(result.parts.get(name, 0.0) for result in results) for name in ("draft", "verify", "commit")}
+    parts["host"] = seconds - sum(parts.values())
+    return {
+        "seconds": seconds,
+        "prefill_seconds": sum(result.prefill_seconds for result in results),
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "rounds": rounds,
+        "milliseconds_a_round": {name: 1e3 * s / rounds if rounds else None for name, s in parts.items()},
+        "load": os.getloadavg()[0],
+        "machine": _machine(),
+    }
+
+
+def _machine() -> dict[str, str | int]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "gpu": gpu or "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -1,0 +1,110 @@
+"""Drafters and trees on a benchmark (Hydra):  specdec sweep benchmark=mt_bench draft=DRAFT topk=[1,4]
+
+Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
+The same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from specdec.api import DEMO_TARGET, load_target
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.hydra_entry import hydra_command
+from specdec.lab.machine import command_line
+from specdec.lab.models import own_names
+from specdec.lab.sweep.benchmarks import load_benchmark
+from specdec.lab.sweep.point_table import print_tables
+from specdec.lab.sweep.points import Draft, SweepPoint, signature
+from specdec.lab.sweep.store import locked, write_results
+from specdec.lab.sweep.sweep import Sweep
+from specdec.machine import set_matmul_precision
+from specdec.training.loop.parallel import join_processes
+from specdec.training.train import check_folder, instantiate
+from specdec.trees.spec import TreeSpec
+
+
+def as_list(value) -> list:
+    return list(value) if isinstance(value, list) else [value]
+
+
+def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world: int) -> list[SweepPoint]:
+    """The points that this process of this job measures. shard: which of the `shards` jobs this is."""
+    if shards < 1 or not 0 <= shard < shards:
+        raise ValueError(f"shard must lie between 0 and shards - 1, got shard {shard} of {shards}")
+    return points[shard * world + rank :: shards * world]
+
+
+def drafts_of(entries: list[str | dict]) -> list[Draft]:
+    """Drafters that the settings name, each under a name of its own (`own_names`)."""
+    names = own_names(entries, lambda entry, whole: Draft.read(entry, whole).name)
+    return [replace(Draft.read(entry), name=name) for entry, name in zip(entries, names, strict=True)]
+
+
+def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
+    """All points that the settings ask for. Raises ValueError for settings that name none."""
+    drafts = drafts_of(as_list(settings["draft"]))
+    best = settings["best_tree"]
+    if best is not None:
+        best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
+    trees = TreeSpec.grid(settings["topk"], settings["steps"], settings["num_draft_tokens"], settings["block"])
+    return sweep.points(drafts, trees, settings["baseline"], best)
+
+
+def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, int]:
+    """Measure the points; returns how many were measured, reused and skipped. Those skipped are named."""
+    counts = {"measured": 0, "reused": 0, "skipped": 0}
+    with tqdm(total=len(points), desc="points", disable=quiet) as bar:
+
+        def progress(point: SweepPoint, what: str) -> None:
+            if what.startswith("skipped"):
+                tqdm.write(f"{point.draft.name} {point.tree} {what}", file=sys.stderr)
+            counts[what.split(":")[0]] += 1
+            bar.update()
+
+        sweep.run(points, progress)
+    return counts
+
+
+@one_sentence_errors
+def run(config: DictConfig) -> None:
+    settings = OmegaConf.to_container(config, resolve=True)
+    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier)
+    out = Path(config.out)
+    check_folder(out, resume=True)
+    processes = join_processes(config.device)
+    benchmark = load_benchmark(**settings["benchmark"])
+    name = config.target.path or DEMO_TARGET
+    how = {"dtype": config.target.dtype, "device": processes.device, "device_map": config.target.device_map}
+    set_matmul_precision(config.target.matmul_precision)
+    target = load_target(name, **how)
+    same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
+    common = {key: settings[key] for key in same}
+    sweep = Sweep(target, signature(str(name)), benchmark, out, sampling, verifier, **common)
+    points = plan(settings, sweep)
+    mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
+    counts = measure(sweep, mine, quiet=not processes.main)
+    results, timings, old = write_results(out)
+    if old:
+        print(f"{old} points of {out} were left out: another version of the code made them", file=sys.stderr)
+    there = {r["key"] for r in results}
+    waiting = sum(point.key not in there for point in points)
+    if not waiting:  # the last of the processes and jobs that share `out` reports
+        print_tables(results, timings)
+        if config.report:
+            from specdec.lab.sweep.report import write_report  # here, as matplotlib takes a second to import
+
+            with locked(out):
+                write_report(out, results, timings, command=command_line())
+            print(f"report: {out / 'report.html'}")
+    print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
+
+
+main = hydra_command(run, "sweep")
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Why a drafter is accepted as often as it is: numbers from traces, and a probe for what traces do not hold.
+
+All results are plain values that JSON has; `None` stands where nothing was seen.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from specdec.contracts import Drafter, DraftState
+from specdec.engine.recorder import TracedRound, TracedRow
+from specdec.engine.report import RoundReport
+from specdec.lab.traces.metrics import Rows
+from specdec.lab.traces.summary import bootstrap
+from specdec.lab.wrapped import WrappedDrafter
+
+CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
+NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bins of `Probe.entropy`
+
+
+# From traces
+
+
+def calibration(rows: Rows, bins: int = 10) -> dict:
+    """Is the drafter as often right as it thinks? Counted are the drafted tokens whose parent was accepted.
+
+    Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the probability under the
+    drafter: draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
+    1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy does not
+    tell probabilities."""
+    examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
+    groups: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
+    for probability, accepted in examined:
+        groups[min(int(probability * bins), bins - 1)].append((probability, accepted))
+    out = [
+        {
+            "draft": sum(q for q, _ in group) / len(group),
+            "accepted": sum(taken for _, taken in group) / len(group),
+            "count": len(group),
+        }
+        for group in groups
+        if group
+    ]
+    off = sum(abs(b["accepted"] - b["draft"]) * b["count"] for b in out)
+    return {"bins": out, "error": off / len(examined) if examined else None}
+
+
+def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
+    """(probability under the drafter given its parent, was it accepted?) of each child of an accepted node."""
+    path, parents, logq = set(r.path), r.tree.parents.tolist(), r.tree.logq.tolist()
+    for node in range(1, len(parents)):
+        own = logq[node] - logq[parents[node]]
+        if parents[node] in path and not math.isnan(own):
+            yield min(math.exp(own), 1.0), node in path
+
+
+def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:
+    """tau by the tokens of context that a round began with, with 95 % intervals over questions.
+
+    Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round."""
+    bins = list(zip(edges, (*edges[1:], math.inf), strict=True))
+    sums = {id(row): _by_bin(row.rounds, bins) for row in rows}
+
+    def taus(some: Rows) -> list[float]:
+        totals = [
+            [sum(x) for x in zip(*column, strict=True)] for column in zip(*(sums[id(r)] for r in some), strict=True)
+        ]
+        return [emitted / rounds if rounds else math.nan for emitted, rounds in totals]
+
+    if not rows:
+        return []
+    counts = [sum(sums[id(row)][i][1] for row in rows) for i in range(len(bins))]
+    out = []
+    for (low, high), count, value, interval in zip(
+        bins, counts, taus(rows), bootstrap(taus, rows, resamples=resamples), strict=True
+    ):
+        if count:
+            ends = [None if math.isnan(end) else end for end in interval]
+            out.append({"from": low, "to": high if math.isfinite(high) else None, "rounds": count, "value": value}
+                       | {"low": ends[0], "high": ends[1]})  # fmt: skip
+    return out
+
+
+def _by_bin(rounds: list[TracedRound], bins: list[tuple[float, float]]) -> list[tuple[int, int]]:
+    """(tokens emitted, rounds) by bin."""
+    found = [[r for r in rounds if low <= r.context < high] for low, high in bins]
+    return [(sum(len(r.emitted) for r in group), len(group)) for group in found]
+
+
+def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: int = 10) -> dict:
+    """How much of what the target said the drafter could have proposed.
+
+    Returns {"share", "tokens", "size", "missed"}. missed holds the most frequent of the other tokens as [text, count].
+    """
+    said = Counter(token for row in rows for token in row.tokens)
+    total = sum(said.values())
+    known = drafter.vocab.contains().tolist()
+    missed = sorted(((token, n) for token, n in said.items() if not known[token]), key=lambda both: (-both[1], both[0]))
+    lost = sum(count for _, count in missed)
+    return {
+        "share": 1 - lost / total if total else None,
+        "tokens": total,
+        "size": drafter.vocab.size,
+        "missed": [[decode(token), count] for token, count in missed[:most]],
+    }
+
+
+def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
+    """Up to three trees to look at: of the rounds that drafted the first one that accepted the most tokens, the first
+    that accepted the median number, and the first that accepted none.
+
+    Returns [{"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}]. draft and target hold
+    each token's probability given its parent, under the drafter (None if the policy does not tell) and under the
+    target. bonus is the text of the token behind the path, None if the text ended before."""
+    found = [(row, r) for row in rows for r in row.rounds if r.drafted]
+    counts = sorted(r.accepted for _, r in found)
+    wanted = list(dict.fromkeys((counts[-1], counts[len(counts) // 2], 0))) if counts else []
+    firsts = [next((both for both in found if both[1].accepted == count), None) for count in wanted]
+    return [_example(*both, decode) for both in firsts if both is not None]
+
+
+def _example(row: TracedRow, r: TracedRound, decode: Callable[[int], str]) -> dict:
+    parents, logq = r.tree.parents.tolist(), r.tree.logq.tolist()
+    own = [math.exp(min(q - logq[parent], 0.0)) for q, parent in zip(logq, parents, strict=True)]
+    return {
+        "question": row.question,
+        "context": r.context,
+        "tokens": [decode(token) for token in r.tree.tokens.tolist()],
+        "parents": parents,
+        "draft": [None if math.isnan(q) else round(q, 4) for q in own],
+        "target": [round(p, 4) for p in r.tree.logp.exp().tolist()],
+        "path": r.path,
+        "bonus": decode(r.emitted[-1]) if len(r.emitted) == len(r.path) else None,
+    }
+
+
+# What traces do not hold
+
+
+class Probe(WrappedDrafter):
+    """A drafter and an observer at once, for `Engine(target, probe, tree)` and `generate(..., observer=probe)`.
+
+    It drafts as the drafter that it holds, and notes the hidden states of each step and the entropies where something
+    was drafted. It takes one row at a time. It waits for the device, so the times of such a decoding mean nothing."""
+
+    def __init__(self, drafter: Drafter):
+        super().__init__(drafter)
+        self.hidden: dict[int, list[Tensor]] = {}  # norms by step; step 0 is the state from the target's own features
+        self.target: list[tuple[float, bool]] = []  # (entropy of the target, was a child accepted?) of examined places
+        self.draft: list[tuple[float, bool]] = []  # (entropy of the drafter, was a child accepted?) of roots
+        self._root, self._next = math.nan, math.nan  # entropy of the drafter at this round's root and at the next one
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        return self._root_state(super().admit(row, first, feats, tokens, n))
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._root_state(super().extend(feats, tokens, n, max_len))
+
+    def _root_state(self, state: DraftState) -> DraftState:
+        self._root, self._next = self._next, float(_entropy(state.logits[0, 0]))
+        self._note(0, state)
+        return state
+
+    def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
+        state = super().step(tokens, hidden, level, ancestors)
+        self._note(level, state)
+        return state
+
+    def __call__(self, report: RoundReport) -> None:
+        if report.tree is None:
+            return
+        if len(report.rows) != 1:
+            raise ValueError("a probe takes one row at a time")
+        path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()
+        parents = set(report.tree.parents[0, 1:].tolist())
+        entropy = _entropy(report.logits[0, path]).tolist()
+        for place, node in enumerate(path):
+            if node in parents:  # else nothing was drafted behind it
+                self.target.append((entropy[place], place + 1 < len(path)))
+        if 0 in parents:
+            self.draft.append((self._root, len(path) > 1))
+
+    def _note(self, step: int, state: DraftState) -> None:
+        # What n-grams and draft models keep of a position are numbers of another kind, no hidden state.
+        if state.hidden.is_floating_point() and state.hidden.shape[-1] > 1:
+            self.hidden.setdefault(step, []).append(state.hidden[0].float().norm(dim=-1).flatten().cpu())
+
+    def norms(self) -> list[dict]:
+        """Norms of the hidden state by draft step. A state that grows or shrinks with every step leaves the range that
+        training knew.
+
+        Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile."""
+        out = []
+        for step, parts in sorted(self.hidden.items()):
+            values = torch.cat(parts).double()
+            low, high = values.quantile(torch.tensor([0.1, 0.9], dtype=torch.float64)).tolist()
+            out.append({"step": step, "mean": values.mean().item(), "low": low, "high": high, "count": len(values)})
+        return out
+
+    def entropy(self) -> dict[str, list[dict]]:
+        """The share accepted by entropy in nats, at temperature 1: by that of the target where it chose the next token,
+        and by that of the drafter at the root.
+
+        Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out."""
+        return {"target": _binned(self.target), "draft": _binned(self.draft)}
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """logits [...,V] -> nats [...]; logits of -inf count as nothing."""
+    logp = logits.float().log_softmax(-1)
+    return -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+
+
+def _binned(seen: list[tuple[float, bool]], edges: Sequence[float] = NATS) -> list[dict]:
+    out = []
+    for low, high in pairwise(edges):
+        group = [(h, taken) for h, taken in seen if low <= max(h, 0.0) < high]
+        if group:
+            mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))
+            out.append({"entropy": mean, "accepted": share, "count": len(group)})
+    return out

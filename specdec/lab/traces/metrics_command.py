@@ -1,0 +1,69 @@
+"""Every metric of one trace or more:  specdec metrics TRACE ..."""
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.table import Table
+
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.flags import command_parser
+from specdec.cli.terminal import console
+from specdec.engine.trace_files import read_trace
+from specdec.lab.traces.metrics import BY_DEPTH, METRICS
+from specdec.lab.traces.summary import summary
+
+
+def tables(summaries: dict[str, dict]) -> list[Table]:
+    """Tables of summaries by name: the metrics, the metrics by depth, and tau by category where there are any."""
+    count = "\n".join(f"{name}: {s['questions']} questions, {s['rounds']} rounds" for name, s in summaries.items())
+    scalar = Table("metric", *summaries, title="metrics", caption=count)
+    for name in METRICS:
+        scalar.add_row(name, *(_cell(s["metrics"][name]) for s in summaries.values()))
+    deep = Table("metric", "depth", *summaries, title="by depth")
+    for name in BY_DEPTH:
+        columns = [s["by_depth"][name] for s in summaries.values()]
+        for d in range(max(map(len, columns))):
+            cells = [_cell(column[d]) if d < len(column) else "-" for column in columns]
+            deep.add_row(name if d == 0 else "", str(d + 1), *cells)
+    categories = list(dict.fromkeys(name for s in summaries.values() for name in s["by_category"]))
+    grouped = Table("category", *summaries, title="tau by category")
+    for category in categories:
+        found = [s["by_category"].get(category) for s in summaries.values()]
+        grouped.add_row(category, *(_cell(f["metrics"]["tau"]) if f else "-" for f in found))
+    return [scalar, deep, *([grouped] if categories else [])]
+
+
+def _cell(entry: dict[str, float | None]) -> str:
+    if entry["value"] is None:
+        return "-"
+    between = "" if entry["low"] is None else f" [{entry['low']:.3f}, {entry['high']:.3f}]"
+    return f"{entry['value']:.3f}{between}"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = command_parser(
+        "metrics", "Every metric of one trace or more; docs/metrics.md says what each means.", "TRACE ..."
+    )
+    p.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a folder that --trace wrote")
+    p.add_argument("--level", type=float, default=0.95, help="of the confidence intervals (default 0.95)")
+    p.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over questions (default 1000)")
+    p.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+    p.add_argument("--json", action="store_true", help="one JSON object, a trace's folder to its metrics, and no table")
+    return p
+
+
+@one_sentence_errors
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    how = {"level": args.level, "resamples": args.resamples, "seed": args.seed}
+    summaries = {str(folder): summary(read_trace(folder).rows, **how) for folder in args.traces}
+    if args.json:
+        print(json.dumps(summaries))
+        return
+    for table in tables(summaries):
+        console(160).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 
-.PHONY: demo test lint wheels clean
+.PHONY: demo test test-all lint wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
@@ -16,6 +16,11 @@ test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
+
+test-all: $(VENV)/.tested
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(RUN) -m pytest --numprocesses auto --dist worksteal --whole
 
 lint: $(VENV)/.tested
 	$(VENV)/bin/ruff check --fix .

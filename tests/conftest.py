@@ -3,6 +3,7 @@
 Fixtures import what they make them with, as the process that only hands tests out to others reads this file too.
 """
 
+import hashlib
 import os
 
 import checkout  # noqa: F401  (processes that tests start import this checkout too, installed or not)
@@ -24,6 +25,30 @@ TEXTS = [
     "What is 12 + 30? It is 42.",
     "Ein Straßenname, ein Café, 日本語.",
 ]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true", help="run all cases of tests marked `matrix`, not a tenth of them")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of every test marked `matrix` keep a fixed tenth of the cases, at least one."""
+    if config.getoption("--whole"):
+        return
+    matrices: dict[str, list[tuple[str, str]]] = {}
+    for item in items:
+        if item.get_closest_marker("matrix"):
+            name = hashlib.sha256(item.name.encode()).hexdigest()
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append((name, item.nodeid))
+    left_out = {nodeid for cases in matrices.values() for _, nodeid in sorted(cases)[max(len(cases) // 10, 1) :]}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+    items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+@pytest.fixture(scope="session")
+def whole(request) -> bool:
+    """Whether all cases are asked for (`--whole`): tests that draw their cases draw a tenth of them otherwise."""
+    return request.config.getoption("--whole")
 
 
 @pytest.fixture

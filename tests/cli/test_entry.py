@@ -86,9 +86,7 @@ def test_everything_is_installed():
     """pip takes folders with an __init__.py, and of other files what package-data names."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     named = {f.resolve() for pattern in data["specdec"] for f in (ROOT / "specdec").glob(pattern)}
-    named |= {
-        f for f in (ROOT / "conf").rglob("*.yaml") if "conf/**/*.yaml" in data["specdec"]
-    }  # glob follows no links
+    named |= {f for f in (ROOT / "conf").rglob("*.yaml") if "conf/**/*.yaml" in data["specdec"]}
     for package in ("specdec", "drafters", "trees", "training", "conf"):
         files = [f for f in (ROOT / package).rglob("*") if f.is_file() and f.suffix != ".pyc"]
         for file in files:

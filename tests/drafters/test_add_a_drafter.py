@@ -69,5 +69,5 @@ def test_a_checkpoint_does_not_choose_what_code_runs(recipe, tmp_path):
     drafter = instantiate({k: v for k, v in recipe.items() if k != "draft_vocab_size"}, target=target)
     drafter.recipe = {"_target_": "os.system", "command": "true"}
     save_drafter(drafter, tmp_path / "draft", target)
-    with pytest.raises(ValueError, match="must be a function under `specdec.drafters`"):
+    with pytest.raises(ValueError, match=r"must be a function under `specdec\.drafters`"):
         load_drafter(tmp_path / "draft", target)

@@ -11,7 +11,7 @@ from specdec.cli.signals import Terminated
 from specdec.cli.summary import LOSSY, drafting
 from specdec.engine.sequence import Sequence
 from specdec.model.names import called
-from specdec.text import StopStrings, clean, decode_row, encode_chat
+from specdec.text import clean, decode_row, encode_chat
 from specdec.verify import in_words
 
 COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
@@ -69,18 +69,9 @@ def _turn(session: Session, history: list[dict[str, str]], message: str) -> None
 
 
 def _answer(session: Session, history: list[dict[str, str]]) -> Sequence:
-    args = session.args
-    screen = Screen(session.target, quiet=False, trees=args.show_trees, stops=session.stops)
+    screen = Screen(session.target, quiet=False, trees=session.args.show_trees, stops=session.stops)
     with session.signals as signals:
-        result = session.engine.generate(
-            [encode_chat(session.target, history)],
-            max_new_tokens=args.max_new_tokens,
-            sampling=session.sampling,
-            stop=[StopStrings(session.target.tokenizer, session.stops) if session.stops else None],
-            seed=[(args.seed, len(history) // 2)],
-            observer=session.observer(screen, session.engine),
-        )
-    row = result.rows[0]
+        row = session.run([encode_chat(session.target, history)], screen, first=len(history) // 2).rows[0]
     screen.end()
     print(f"[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
     if signals.number == signal.SIGTERM:

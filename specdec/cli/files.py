@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from platformdirs import user_cache_path
 from safetensors import SafetensorError
 
 Made = TypeVar("Made")
@@ -32,10 +33,10 @@ def output_folder(path: Path | str) -> Path:
 
 
 def kept_folder(name: str) -> Path:
-    """A folder under $XDG_CACHE_HOME or ~/.cache, made if it is not there, for what can be made anew.
+    """Make and return a folder of the user's cache ($XDG_CACHE_HOME or ~/.cache on Linux).
 
     Raises ValueError if nothing can be written there."""
-    return output_folder(_cache() / name)
+    return output_folder(user_cache_path("specdec") / name)
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Kept:
     @property
     def file(self) -> Path:
         key = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return _cache() / self.folder / f"{key}.json"
+        return user_cache_path("specdec") / self.folder / f"{key}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
         """What `of` makes of the entries. None where nothing is kept, or what is kept cannot be read."""
@@ -62,10 +63,6 @@ class Kept:
         output_folder(self.file.parent)
         content = {**entries, "identity": self.identity}
         write_text(self.file, json.dumps(content, indent=1, default=str) + "\n")
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec"
 
 
 def check_writable(path: Path) -> None:

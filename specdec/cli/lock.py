@@ -1,10 +1,8 @@
-"""One writer to an output: a second process is refused, and told who has it.
+"""One writer to an output: a second process is refused, and the message names the owner.
 
-The lock is the system's (`flock`), which ends with its process however that ends. So the lock of a dead owner is simply
-free. The file says who holds it, for the message, and goes when the work is done.
+The system's lock ends with its process, however that ends, so the lock of a dead process is free.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -13,68 +11,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 
 @contextmanager
 def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> Iterator[None]:
-    """Hold the output `out` while its writer works. inside: it is a folder that is written into, and the lock lies
-    there; else it is replaced as a whole, and the lock lies beside it. wait: until it is free, instead of refusing.
+    """Hold the output `out` while its writer works.
 
-    Raises ValueError, with process and host, if another process holds it, or if no lock can be made there."""
+    Args:
+        out: File or folder that is written.
+        inside: The lock file lies inside the folder `out`, for a folder whose files are written one by one. By default
+            it lies next to `out`, which is replaced as a whole.
+        wait: Wait until the output is free instead of raising.
+
+    Raises:
+        ValueError: Another process holds the output (the message names process and host), or no lock can be made there.
+    """
     out = Path(os.path.abspath(out))
-    lock = out / ".writer.lock" if inside else out.with_name(f".{out.name}.lock")
-    made = [folder for folder in lock.parents if not folder.exists()]
-    file = _take(lock, out, wait)
+    path = out / ".writer.lock" if inside else out.with_name(f".{out.name}.lock")
+    made = [folder for folder in path.parents if not folder.exists()]
+    lock = FileLock(path, timeout=-1 if wait else 0, fallback_to_soft=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        _sign(path, out)
+    except Timeout:
+        raise ValueError(
+            f"{out} is being written by {_owner(path)}: wait for it, end it, or choose another place"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror}") from None
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)  # before it is free, so that nobody takes a lock that is about to go
-        os.close(file)
-        for folder in made:  # where nothing was written nothing is left
+        path.unlink(missing_ok=True)  # before the release: nobody else can have locked this file by then
+        lock.release()
+        for folder in made:  # leave no empty folders
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _take(lock: Path, out: Path, wait: bool) -> int:
-    """The descriptor of the lock's file, which is held."""
+def _owner(path: Path) -> str:
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            except BlockingIOError:
-                owner = _owner(file)
-                os.close(file)
-                raise ValueError(
-                    f"{out} is being written by {owner}: wait for it, end it, or choose another place"
-                ) from None
-            if _is_at(file, lock):
-                break
-            os.close(file)  # its owner was done with it between the two calls
-        _sign(file, out)
-    except OSError as error:
-        raise ValueError(f"cannot write {out}: {error.strerror}") from None
-    return file
-
-
-def _is_at(file: int, lock: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), lock.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _owner(file: int) -> str:
-    try:
-        said = json.loads(os.pread(file, 4096, 0))
-        return f"process {said['pid']} on {said['host']}"
-    except (ValueError, KeyError, TypeError):
+        owner = json.loads(path.read_text())
+        return f"process {owner['pid']} on {owner['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
         return "another process"
 
 
-def _sign(file: int, out: Path) -> None:
-    """Write down who holds the lock, and tell of an owner that ended without letting go."""
-    if os.fstat(file).st_size:
-        print(f"note: {_owner(file)}, which wrote {out}, has ended; this process goes on", file=sys.stderr)
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+def _sign(path: Path, out: Path) -> None:
+    """Write the owner into the lock file, and report an owner that ended without releasing it."""
+    if path.stat().st_size:
+        print(f"note: {_owner(path)}, which wrote {out}, has ended; this process goes on", file=sys.stderr)
+    path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -272,6 +273,18 @@ def test_a_text_is_json_of_a_schema(demo, tmp_path):
     file.write_text('{"type": "arrey"}')
     with pytest.raises(SystemExit):
         demo("--json-schema", str(file))
+
+
+def test_answers_of_a_chat_are_json_of_a_schema(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("llguidance")
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "array", "items": {"enum": ["sea", "sky"]}, "minItems": 2, "maxItems": 2}')
+    messages = iter(["Hello!", "Again."])
+    monkeypatch.setattr("builtins.input", lambda _: next(messages, None) or _stop(messages))
+    cli.main(["--chat", "--max-new-tokens", "24", "--json-schema", str(file)])
+    answers = re.findall(r"^\[\s*\".*\]$", capsys.readouterr().out, re.MULTILINE)
+    assert len(answers) == 2
+    assert all(set(json.loads(answer)) <= {"sea", "sky"} for answer in answers)
 
 
 def test_penalties_and_logprobs(demo):

@@ -259,7 +259,7 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3).rounds[0]
     assert len(outcomes) > 1
     assert all(outcome.tau >= 1 for outcome in outcomes)
-    report = command.inspect.inspect(tmp_path / "it")
+    report = command.description.inspect(tmp_path / "it")
     assert report["problems"] == []
     assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
 

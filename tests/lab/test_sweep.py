@@ -133,7 +133,7 @@ def test_a_signature_is_of_what_the_files_hold(drafter_path, tmp_path):
 
 
 def test_the_code_version_is_of_what_measures(monkeypatch):
-    before, root = code_version(), Path(sweep.__file__).parents[2]
+    before, root = code_version(), Path(sweep.__file__).parents[3]
     for name in (*NOT_CODE, *LAB):
         assert (root / name).is_dir() or (root / f"{name}.py").is_file(), "specdec/lab/sweep/points.py names lost files"
     real = Path.read_bytes
@@ -146,7 +146,12 @@ def test_the_code_version_is_of_what_measures(monkeypatch):
     assert all(
         map(
             changed,
-            ("specdec/engine/engine.py", "specdec/lab/traces/metrics.py", "drafters/eagle3.py", "trees/dynamic.py"),
+            (
+                "specdec/engine/engine.py",
+                "specdec/lab/traces/metrics.py",
+                "specdec/drafters/eagle3.py",
+                "specdec/trees/dynamic.py",
+            ),
         )
     )
     assert not any(

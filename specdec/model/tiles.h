@@ -1,5 +1,4 @@
-// The instructions of AMX that `amx.h` is made of. tests/model/tiles_in_software.h has the same functions in software,
-// for processors without AMX.
+// The AMX instructions that `amx.h` uses.
 
 #pragma once
 

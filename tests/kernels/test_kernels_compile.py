@@ -69,6 +69,7 @@ def test_as_many_programs_are_resident_as_parts_are_made_for(compiled):
         assert programs * line["warps"] * 32 * -(-line["registers"] // 8) * 8 <= REGISTERS, line
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ["plain, sampled", "EAGLE-3, tree of 60", "EAGLE-3, tree of 60, graphs"])
 def test_texts_of_any_length_take_the_same_few_variants(case, tmp_path):
     """2,000 tokens with a window of 512, and a second text. Of each call in a round attention has a few variants: the

@@ -57,6 +57,7 @@ def test_greedy_text_is_the_same(device, family, triton_everywhere):
     assert got.trace.accepted == wanted.trace.accepted
 
 
+@pytest.mark.matrix
 @on_devices
 @pytest.mark.parametrize("tree", [Chain(4), DynamicTree(2, 3, 7)], ids=["chain", "dynamic"])
 @pytest.mark.parametrize("sliding", [None, (True, False, True)], ids=["full", "sliding"])
@@ -97,6 +98,7 @@ def nodes_of(tree: TracedTree | None) -> tuple | None:
     return tree and (tree.tokens.tolist(), tree.parents.tolist())
 
 
+@pytest.mark.matrix
 @on_devices
 @pytest.mark.parametrize("tree", [Chain(3), DynamicTree(2, 3, 6)], ids=["chain", "dynamic"])
 @pytest.mark.parametrize("name", NAMES["drafter"])

@@ -10,6 +10,7 @@ from config_keys import FAMILIES, outcomes
 HARMLESS = {("pad_token_id", "True"), ("pad_token_id", "0.5"), ("return_dict", "False"), ("head_dim", "None")}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_key_is_read_as_transformers_reads_it_or_refused(family, tmp_path, capfd):
     with warnings.catch_warnings():

@@ -17,7 +17,7 @@ from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
 from specdec.trees import DynamicTree
 
 ROWS = native.has_rows()
-AMX = ROWS and (torch.cpu._is_amx_tile_supported() or torch.ops.specdec_rows.tiled(64, 2))  # test_amx.py has it so
+AMX = ROWS and (torch.cpu._is_amx_tile_supported() or torch.ops.specdec_rows.tiled(64, 2))
 with torch.no_grad(), mock.patch.object(native, "has_rows", return_value=False):
     PACKS = pack(torch.full((16, 16), 1 / 3)) is not None
     FP16 = isinstance(pack(torch.zeros(16, 16)), Fp16Weight)

@@ -86,6 +86,7 @@ def test_logits_and_taps_match_transformers(case, tmp_path, capsys):
     torch.testing.assert_close(feats, out.hidden_states[3], rtol=0, atol=1e-4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_text_is_that_of_generate(case, tmp_path):
     model = save_hf(tmp_path, head=15.0, **CASES[case])

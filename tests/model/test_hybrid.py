@@ -59,6 +59,7 @@ DRAFTERS = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_chains_give_plain_text_alone_and_together(name, target, plain):
     create, chains = DRAFTERS[name]
@@ -128,6 +129,7 @@ def test_a_module_that_forgets_its_state_is_run_one_by_one(tmp_path):
     assert load_target(tmp_path, tokenizer=False).state_budget == float("inf")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("recurrent", ["target", "draft model"])
 def test_what_is_chosen_by_acceptance_is_a_chain(target, recurrent, tmp_path, monkeypatch):
     """Acceptance is measured for several children of a node on any pair."""

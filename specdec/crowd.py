@@ -1,7 +1,7 @@
-"""Engines for sequences that come and go, where rounds are recorded: what is compiled before the first of them, and
-what such rounds cost.
+"""Engines with an adaptive policy, priced by rounds as they are played, and what a server compiles before it starts.
 
-Costs are measured once for a machine, a pair, a tree, a crowd and a way to record, and kept in the user's cache folder.
+The costs of recorded rounds are measured once for a machine, a pair, a tree, a `Crowd` and a way to record, and stored
+in the user's cache folder.
 """
 
 import sys
@@ -25,48 +25,58 @@ from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
 from specdec.structs import Sampling
 
-SETTLE, STEPS = 2, 8  # rounds of a kind in a row: so many do not count, and so many do
+SETTLE, STEPS = 2, 8  # rounds of a kind in a row: the first few are not timed, the others are if there is room
 
 
 @dataclass(frozen=True)
 class Crowd:
-    """What `Engine.reserve` is told where sequences come and go."""
+    """The sequences that an engine is prepared for."""
 
     rows: int
-    room: int
+    room: int | None = None  # tokens of each; None: as many as it takes to time rounds
     reads: Reads = Reads.TOKENS
+    together: bool = False  # they begin together, so every round has all rows, and none is free for another sequence
 
     @contextmanager
     def begun(self, engine: Engine) -> Iterator[None]:
-        """Room for them, and nothing is kept of their prompts."""
-        prefixes, engine.prefixes = engine.prefixes, None
+        """Reserve room for them in the engine, which stores no prompts meanwhile."""
+        before = engine.prefixes, engine.compact
+        engine.prefixes, engine.compact = None, not self.together
         try:
-            engine.reserve(self.rows, self.room, reads=self.reads)
+            room = self.room or CONTEXT + (SETTLE + STEPS) * engine.round.path + 3
+            engine.reserve(self.rows, room, reads=self.reads)
             yield
         finally:
-            engine.prefixes = prefixes
+            engine.prefixes, engine.compact = before
+
+    @property
+    def widths(self) -> list[int]:
+        """The numbers of rows that rounds are recorded for."""
+        return [self.rows] if self.together else widths_up_to(self.rows)
 
 
 def adaptive_engine(name: str, crowd: Crowd, target, drafter: Drafter, tree: TreePolicy, *given, **how) -> Engine:
-    """An engine whose rounds follow the policy of this name. given, how: as for `Engine`. Where rounds are recorded
-    what they cost is measured with the engine itself."""
+    """Return an engine whose rounds follow the policy of this name. given, how: as for `Engine`.
+
+    Recorded rounds are timed with the engine itself. If sequences come and go, they are compiled first."""
     kind, _ = parts_of(name)
     probe = (Probe if kind == Survival.name else DepthProbe)(sizes_of(over_block(drafter, tree)))
     probe.name = kind
     engine = Engine(target, drafter, tree, *given, adaptive=probe, **how)
     costs = None if engine.graphs is None else partial(kept_recorded_curve, engine, crowd)
-    prepare(engine, crowd)
+    if not crowd.together:
+        prepare(engine, crowd)
     engine.adaptive = make_policy(name, target, drafter, tree, rows=crowd.rows, costs=costs)
     return engine
 
 
 def prepare(engine: Engine, crowd: Crowd) -> None:
-    """Compile what a crowd is decoded with at temperature 0, whatever number of them, if the engine compiles. Other
-    rounds are compiled as soon as they are played. An adaptive policy is a `DepthProbe`."""
+    """Compile the rounds of greedy texts for every number of rows, if the engine compiles. Other rounds are compiled
+    when they are first played. An adaptive policy must be a `DepthProbe`."""
     if engine.graphs is None or not engine.graphs.backend.any_bound:
         return
     with crowd.begun(engine):
-        for number in widths_up_to(crowd.rows):
+        for number in crowd.widths:
             _time_steps(engine, number, 1)
     engine.graphs.finish()
 
@@ -101,7 +111,7 @@ def measure_recorded_curve(engine: Engine, crowd: Crowd, repeats: int = REPEATS)
     """Times recorded rounds of 1, 2, 4, ... rows and of the levels that they may draft, with all that the host
     does for them. It is told as seconds beside the target's forward. Also returns whether the machine was busy, by
     plain rounds. The engine was prepared."""
-    rest, busy, choices, numbers = {}, False, levels_of(engine), widths_up_to(crowd.rows)
+    rest, busy, choices, numbers = {}, False, levels_of(engine), crowd.widths
     with crowd.begun(engine):
         for number in numbers:
             found = [_time_steps(engine, number, STEPS) for _ in range(repeats)]
@@ -113,27 +123,29 @@ def measure_recorded_curve(engine: Engine, crowd: Crowd, repeats: int = REPEATS)
 
 
 def _time_steps(engine: Engine, rows: int, steps: int) -> list[float]:
-    """Seconds of a round of so many rows, of so many rounds the one in the middle. With a `DepthProbe` for each number
-    of levels that rounds may draft."""
-    choices = [0] if engine.adaptive is None else levels_of(engine)
-    new = (SETTLE + STEPS) * len(choices) * engine.round.path + 1
-    if engine.room < new + 2:
-        raise ValueError(f"a text may have {engine.room} tokens, and to record and time rounds takes {new + 2}")
-    length, added, found = min(CONTEXT, engine.room - new - 1), [], []
-    for row in range(rows):
-        prompt = [(7 * i + 3 + row) % engine.target.vocab for i in range(length)]
-        added.append(engine.add(prompt, max_new_tokens=new, sampling=Sampling(), eos=frozenset()))
-    for number in choices:
+    """Return the median seconds of a round of so many rows, of `steps` rounds or as many as there is room for. With a
+    `DepthProbe`, return one for each number of levels that rounds may draft."""
+    path, found = engine.round.path, []
+    count = min(SETTLE + steps, (engine.room - 3) // path)
+    if count <= SETTLE:
+        least = (SETTLE + 1) * path + 3
+        raise ValueError(f"a text may have {engine.room} tokens, and to record and time rounds takes {least}")
+    new = count * path + 1
+    length = min(CONTEXT, engine.room - new - 1)
+    for number in [0] if engine.adaptive is None else levels_of(engine):
         if engine.adaptive is not None:
             engine.adaptive.levels = number
-        seconds = []
-        while len(seconds) < SETTLE + steps:
+        added, seconds = [], []
+        for row in range(rows):
+            prompt = [(7 * i + 3 + row) % engine.target.vocab for i in range(length)]
+            added.append(engine.add(prompt, max_new_tokens=new, sampling=Sampling(), eos=frozenset()))
+        while len(seconds) < count:
             begun = time.perf_counter()
             report = engine.step()
             seconds += [] if report.prefill else [time.perf_counter() - begun]
         found.append(float(np.median(seconds[SETTLE:])))
-    for sequence in added:
-        engine.abort(sequence)
-    while engine.step() is not None:
-        pass
+        for sequence in added:
+            engine.abort(sequence)
+        while engine.step() is not None:
+            pass
     return found

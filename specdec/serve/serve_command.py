@@ -154,6 +154,8 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         models.check_pair(", or --no-draft to decode plainly")
     if args.adaptive is not None and args.no_draft:
         raise ValueError("--adaptive contradicts --no-draft")
+    if args.compile and args.no_graphs:
+        raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     tree = None if args.no_draft else tree_of(args).build()
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specdec.adaptive import Policy
+from specdec.calibrate import Crowd, adaptive_engine
 from specdec.contracts import Drafter, TreePolicy
-from specdec.crowd import Crowd, adaptive_engine
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.fits import most_steps

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 from specdec import kernels
 from specdec.adaptive import Survival
-from specdec.calibrate import HELP
+from specdec.calibrate import HELP, Crowd, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.contracts import Drafter
-from specdec.crowd import Crowd, adaptive_engine, prepare
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads

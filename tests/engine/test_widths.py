@@ -14,7 +14,7 @@ from test_compiled_graph import Interpreted
 from specdec import calibrate
 from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
 from specdec.api import generate
-from specdec.crowd import Crowd, adaptive_engine, prepare
+from specdec.calibrate import Crowd, adaptive_engine, prepare
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.guide import Guide
@@ -213,7 +213,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
     """Of each number of rows plain rounds, and those of the whole tree: what is compiled drafts all levels or none.
     Behind that nothing more is recorded for greedy texts, whatever ends them. The next engine finds the costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("specdec.crowd.BUSY", 1e9)
+    monkeypatch.setattr("specdec.calibrate.BUSY", 1e9)
     monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)  # as an interpreted graph takes weights
     engine = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert (engine.adaptive.name, engine.adaptive.curve.choices) == (name, [0, 3])
@@ -228,7 +228,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
             levels.add(report.nodes - 1)
     assert levels <= {0, 3}
     assert len(made) == 8
-    monkeypatch.setattr("specdec.crowd.measure_recorded_curve", None)
+    monkeypatch.setattr("specdec.calibrate.measure_recorded_curve", None)
     again = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert again.adaptive.curve.rest == engine.adaptive.curve.rest
 
@@ -344,7 +344,7 @@ def test_generate_measures_the_rounds_that_it_plays(backend, tmp_path, monkeypat
     how = {"max_new_tokens": [30, 9, 20]}
     prompts = [[3, 5, 7], [1], [2, 4]]
     make = calibrate.make_policy
-    monkeypatch.setattr("specdec.crowd.make_policy", lambda *g, **h: curves.append(make(*g, **h)) or curves[0])
+    monkeypatch.setattr("specdec.calibrate.make_policy", lambda *g, **h: curves.append(make(*g, **h)) or curves[0])
     graphs = backend()
     found = generate(target, prompts, tiny_drafter(target), tree="1/3/4", adaptive="ema", graphs=graphs, **how)
     assert [row.tokens for row in found.rows] == [row.tokens for row in generate(target, prompts, **how).rows]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specdec.adaptive import Policy
-from specdec.calibrate import make_policy
+from specdec.calibrate import Crowd, adaptive_engine
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine, Result
@@ -115,10 +115,12 @@ def generate(
     if isinstance(drafter, str | Path):
         drafter = load_drafter(drafter, target)
     tree = as_tree(tree, drafter)
+    parts = target, drafter, tree, as_verifier(verifier)
+    how = {"children": children, "graphs": graphs, "compile": compile}
     if isinstance(adaptive, str) and drafter is not None:
-        adaptive = make_policy(adaptive, target, drafter, tree, rows=len(as_prompts(prompts)))
-    how = {"children": children, "graphs": graphs, "compile": compile, "adaptive": adaptive}
-    return answer(Engine(target, drafter, tree, as_verifier(verifier), **how), prompts, **request)
+        crowd = Crowd(len(as_prompts(prompts)), together=True)
+        return answer(adaptive_engine(adaptive, crowd, *parts, **how), prompts, **request)
+    return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **request)
 
 
 def as_target(target: Target | str | Path) -> Target:

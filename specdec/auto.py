@@ -21,7 +21,8 @@ import json
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -33,6 +34,7 @@ from specdec.cli.files import Kept
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
+from specdec.engine.sequence import Sequence
 from specdec.machine import machine
 from specdec.structs import Sampling
 from specdec.trees.optimal import most_nodes, optimal_paths
@@ -147,14 +149,14 @@ def candidates(
     return list(found.values())
 
 
-def _width(paths: Sequence[Sequence[int]]) -> int:
+def _width(paths: abc.Sequence[abc.Sequence[int]]) -> int:
     """How many nodes of a level below the root's are expanded at most; 0 for a tree of one level."""
     inner = {tuple(path[:-1]) for path in paths if len(path) > 1}
     depths = [len(path) for path in inner]
     return max((depths.count(depth) for depth in set(depths)), default=0)
 
 
-def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
+def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
     """The fastest tree of those that are timed last, or none. compiled: times compiled rounds, if they are to be the
     fastest."""
     once = seconds_of(PLAIN.tree, SHORTEST)
@@ -170,7 +172,9 @@ def choose(all_trees: Sequence[Candidate], seconds_of: Timer, compiled: Timer | 
     return Choice(best.tree, best.tau, speedup, rate, busy=busy)
 
 
-def _first_costs(all_trees: Sequence[Candidate], seconds_of: Timer, once: float) -> tuple[dict[Candidate, float], bool]:
+def _first_costs(
+    all_trees: abc.Sequence[Candidate], seconds_of: Timer, once: float
+) -> tuple[dict[Candidate, float], bool]:
     """Costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
 
     once: seconds of a plain round, about."""
@@ -193,7 +197,7 @@ def _fitting(seconds: float, one: float, most: int) -> int:
     return int(np.clip(seconds / one, SHORTEST, most))
 
 
-def _of_different_depths(ranking: Sequence[Candidate]) -> list[Candidate]:
+def _of_different_depths(ranking: abc.Sequence[Candidate]) -> list[Candidate]:
     """The first tree of each depth, and of these the first few."""
     found: dict[int, Candidate] = {}
     for c in ranking:
@@ -202,7 +206,7 @@ def _of_different_depths(ranking: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _time(
-    trees: Sequence[Candidate], seconds_of: Timer, rounds: Callable[[Candidate], int], turns: int
+    trees: abc.Sequence[Candidate], seconds_of: Timer, rounds: Callable[[Candidate], int], turns: int
 ) -> tuple[dict[Candidate, float], list[float]]:
     """How many plain rounds a round of each tree takes, the median of all turns; and by turn a plain round's seconds.
 
@@ -217,7 +221,7 @@ def _time(
     return {c: statistics.median(found) for c, found in costs.items()}, plain
 
 
-def _plane(points: Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tuple[int, int, int]], float]:
+def _plane(points: abc.Sequence[tuple[tuple[int, int, int], float]]) -> Callable[[tuple[int, int, int]], float]:
     """The cost of a round by shape: the formula at the top, by least squares on relative errors."""
     sizes = sorted({nodes for (nodes, _, _), _ in points if nodes in SIZES})
 
@@ -254,18 +258,22 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     """Seconds a round of `batch` rows behind a context of CONTEXT tokens, or as many as fit."""
     new = (rounds + 3) * engine.round.path + 1
     length = max(1, min(CONTEXT, engine.target.config.context - new - 1))
-    prompt = [(7 * i + 3) % engine.target.vocab for i in range(length)]
-    # As `generate` would, so that its compiled rounds are these: as many tokens may end a text, but none of them comes.
-    ends = frozenset(range(-len(engine.target.eos), 0))
     engine.reserve(batch, length + new, reads=Reads.TOKENS)
-    for _ in range(batch):
-        engine.add(prompt, max_new_tokens=new, sampling=sampling, eos=ends)
+    add_rows(engine, batch, length, new, sampling)
     for _ in range(2):  # the prefill, and a round
         engine.step()
     start = time.perf_counter()
     for _ in range(rounds):
         engine.step()
     return (time.perf_counter() - start) / rounds
+
+
+def add_rows(engine: Engine, rows: int, length: int, new: int, sampling: Sampling | None = None) -> list[Sequence]:
+    """Add sequences of `length` tokens that end after `new` more."""
+    # As `generate` would, so that its compiled rounds are these: as many tokens may end a text, but none of them comes.
+    how = {"max_new_tokens": new, "sampling": sampling, "eos": frozenset(range(-len(engine.target.eos), 0))}
+    texts = [[(7 * i + 3 + row) % engine.target.vocab for i in range(length)] for row in range(rows)]
+    return [engine.add(text, **how) for text in texts]
 
 
 def identity(target, drafter: Drafter, acceptance: Acceptance | None) -> dict:

@@ -44,7 +44,6 @@ ROOMS = [
     ["specdec.trees", "specdec.drafters"],
     ["specdec.auto"],
     ["specdec.calibrate", "specdec.model_settings"],
-    ["specdec.crowd"],
     ["specdec.api"],
     ["specdec.training", "specdec.serve"],
     ["specdec.lab"],

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +94,7 @@ class Costed(Policy):
     """A policy that goes by what rounds cost."""
 
     curve: Curve | None
+    sizes: Sequence[int]  # [D+1] nodes of the trees of 0, 1, ... D levels
     tries_deep = True  # what drafts are worth is known of those only that were drafted
     rounds = 0  # that were planned
     asked, levels, left = 0, 0, 0  # the rows of the last choice, what was chosen, and for how many rounds it stands yet
@@ -126,7 +128,7 @@ class Costed(Policy):
             self.left -= 1
             return self.levels
         if self._begins():
-            return self._deepest(rows)
+            return self._deepest()
         self.asked, self.left = rows, STRETCH - 1
         self.levels = self._settle(self._best(rows))
         self.trial, self.thought = self._tries(rows), self.rounds
@@ -136,9 +138,9 @@ class Costed(Policy):
         """How many levels to draft for so many rows, by what is known."""
         raise NotImplementedError
 
-    def _deepest(self, rows: int) -> int:
+    def _deepest(self) -> int:
         """How many levels to draft in rounds that are to tell something."""
-        raise NotImplementedError
+        return len(self.sizes) - 1
 
     def _begins(self) -> bool:
         """So little is known that a round is to tell something."""
@@ -152,7 +154,7 @@ class Costed(Policy):
                 return [0] * FEW_PLAIN
             if self.tries_deep and self.rounds >= self.deep_due:
                 self.deep_due = self.rounds + DEEP
-                return [self._deepest(rows)]
+                return [self._deepest()]
             near = self.near[_load(rows)]
             if self.timed and near.passed(self.rounds - self.thought):
                 levels = self.now + (1 if near.count % 2 else -1)
@@ -165,7 +167,7 @@ class Costed(Policy):
             tries = self.tries.setdefault(load, Tries(soon, 2 * soon, SELDOM, soon))
             if tries.passed(self.rounds - self.thought):
                 self.tried, deep = tries, self.tries_deep and tries.count % 2 == 0
-                return [self._deepest(rows)] * FEW_DEEP if deep else [self.promising] * FEW
+                return [self._deepest()] * FEW_DEEP if deep else [self.promising] * FEW
         return []
 
     def _settle(self, levels: int) -> int:

@@ -108,15 +108,15 @@ class Confident(Estimator):
         return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
 
 
-ESTIMATORS = ("told", "calibrated", "margin", "confidence")
+ESTIMATORS = {"told": Told, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
 
 
 def make_estimator(name: str, levels: int) -> Estimator:
-    """ValueError for a name that is none."""
+    """Return the estimator of this name for trees of so many levels. ValueError for a name that is none."""
     if name not in ESTIMATORS:
         raise ValueError(f"there is no estimator {name!r}; there are {', '.join(ESTIMATORS)}")
-    kinds = {"calibrated": Calibrated, "margin": Margin}
-    return kinds[name](levels) if name in kinds else {"told": Told, "confidence": Confident}[name]()
+    kind = ESTIMATORS[name]
+    return kind(levels) if issubclass(kind, Calibrated) else kind()
 
 
 def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -57,6 +57,12 @@ class Rates:
         """[D] the probability that a round accepts this level, if it drafts so deep."""
         return self.values().cumprod()
 
+    def speed(self, curve: Curve, sizes: np.ndarray, rows: int) -> np.ndarray:
+        """[D+1] tokens a second that a row is expected to get, by levels. sizes: as for `Ema`."""
+        rest, verify = curve.at(rows)
+        tokens = np.concatenate([[1.0], 1 + self.reach().cumsum()])
+        return tokens[: len(sizes)] / (rest[: len(sizes)] + verify[sizes])
+
 
 class Ema(Costed):
     """The depth with the most expected tokens a second: by running averages of acceptance, and by measured costs."""
@@ -72,14 +78,8 @@ class Ema(Costed):
     def _begins(self) -> bool:
         return self.rounds <= BEGIN
 
-    def _deepest(self, rows: int) -> int:
-        return len(self.sizes) - 1
-
     def _best(self, rows: int) -> int:
-        rest, verify = self.curve.at(rows)
-        depths = len(self.sizes)
-        tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])[:depths]
-        return self._fastest(rows, tokens / (rest[:depths] + verify[self.sizes]))
+        return self._fastest(rows, self.rates.speed(self.curve, self.sizes, rows))
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

@@ -50,9 +50,6 @@ class Survival(Costed):
         self.hope = 0.0
         self.hoped = self.given = float(reach[1:].sum())
 
-    def _deepest(self, rows: int) -> int:
-        return len(self.sizes) - 1
-
     def _best(self, rows: int) -> int:
         rest, verify = self.curve.at(rows)
         tokens = 1 + (self.tokens - 1) * (self.given / self.hoped)

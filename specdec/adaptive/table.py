@@ -42,20 +42,14 @@ class Table(Costed):
         as for `Rates`."""
         found = cls(dict.fromkeys(curve.rows, 0))
         found.curve, found.sizes, found.rates = curve, np.asarray(sizes), Rates(prior)
-        found.depths = [curve.fastest(found._speed(rows)) for rows in found.starts]
+        found.depths = [curve.fastest(found.rates.speed(curve, found.sizes, rows)) for rows in found.starts]
         return found
 
     def _best(self, rows: int) -> int:
         at = max(bisect_right(self.starts, rows) - 1, 0)
         if self.timed:
-            self.depths[at] = self._fastest(rows, self._speed(rows))
+            self.depths[at] = self._fastest(rows, self.rates.speed(self.curve, self.sizes, rows))
         return self.depths[at]
-
-    def _speed(self, rows: int) -> np.ndarray:
-        """[D+1] tokens a second that a row is expected to get, by levels."""
-        rest, verify = self.curve.at(rows)
-        tokens = np.concatenate([[1.0], 1 + self.rates.reach().cumsum()])
-        return tokens[: len(self.sizes)] / (rest[: len(self.sizes)] + verify[self.sizes])
 
     def learn(self, outcome: Outcome) -> None:
         """How often drafts are right, where a server tells what rounds take. What is not drafted stays as it was."""

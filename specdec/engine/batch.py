@@ -19,11 +19,10 @@ from specdec.adaptive import Policy
 from specdec.contracts import DraftState
 from specdec.engine.clock import Clock
 from specdec.engine.guide import Guide
-from specdec.engine.masks import masks_of
 from specdec.engine.prefill import Reading
 from specdec.engine.report import Reads
 from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import MOST_LIKELY, Sequence
+from specdec.engine.sequence import MOST_LIKELY, Masks, Sequence
 from specdec.sampling.filters import settings_of
 from specdec.sampling.penalties import Penalties
 from specdec.structs import Sampling, SamplingBatch, Survivors
@@ -162,7 +161,7 @@ class Batch:
             self.round.noise([s.seed for s in sequences]),
             self.clock,
             penalties_of(sequences, self.round.target.config.vocab, self.device),
-            masks_of(sequences),
+            Masks(sequences) or None,
             any(s.logprobs is not None for s in sequences),
             min(MOST_LIKELY, self.round.target.vocab) if any(s.top for s in sequences) else 0,
             self._steps(sequences),
@@ -278,5 +277,7 @@ class Batch:
         if penalties is not None:
             penalties.compact(index)
         if self.sequences:
-            settings = replace(self.settings, sampling=self._sampling(self.sequences), masks=masks_of(self.sequences))
+            settings = replace(
+                self.settings, sampling=self._sampling(self.sequences), masks=Masks(self.sequences) or None
+            )
             self.settings = replace(settings, steps=self._steps(self.sequences))

@@ -11,7 +11,6 @@ from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
-from specdec.engine.conclude import conclude
 from specdec.engine.graphs import Backend, make_graphs, widths_up_to
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.overlap import Loop
@@ -19,7 +18,7 @@ from specdec.engine.prefill import Reading
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.round import Round
-from specdec.engine.sequence import Sequence, Stop, make_sequence, make_sequences, per_row
+from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
 from specdec.model.target import Target
 from specdec.sampling.filters import settings_of
 from specdec.sampling.grammar import Grammar
@@ -185,11 +184,9 @@ class Engine:
         loop, batch = self.loop, self.loop.batch
         batch.clock.fold()
         if self.waiting and batch.free() and not (self.read_part and batch.going()):
-            read = loop.drain()
-            return conclude(read, batch.clock, batch.guide) if read is not None else self._admit()
+            return loop.drain() or self._admit()
         self.read_part = batch.captured = False
-        read = loop.next()
-        return None if read is None else conclude(read, batch.clock, batch.guide, batch.captured)
+        return loop.next()
 
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading
@@ -240,10 +237,16 @@ class Engine:
         costs a copy, so an `Observer` says what it reads."""
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
-        size = {"vocab": config.vocab, "context": config.context}
-        rows = make_sequences(prompts, max_new_tokens, sampling, seed, stop, eos, logprobs, **size)
-        for row, own in zip(rows, per_row(grammar, len(rows), "grammar"), strict=True):
-            row.obey(own)
+        size, count = {"vocab": config.vocab, "context": config.context}, len(prompts)
+        if not prompts:
+            raise ValueError("no prompt was given")
+        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "grammar": grammar}
+        given["seed"] = [(seed, row) for row in range(count)] if isinstance(seed, int) else seed
+        of_rows = zip(prompts, *(per_row(value, count, name) for name, value in given.items()), strict=True)
+        rows = [
+            make_sequence(prompt, limit, own, seed, stop, eos, logprobs, **size).obey(grammar)
+            for prompt, limit, own, stop, grammar, seed in of_rows
+        ]
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),

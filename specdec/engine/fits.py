@@ -1,30 +1,31 @@
-"""Which targets, drafters, tree policies and verifiers go together. Each check raises ValueError, one sentence."""
+"""Which targets, drafters, tree policies and verifiers fit together."""
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
 from specdec.structs import Verifier
 
 
-def check_chain(target: Target, drafter: Drafter, policy: TreePolicy) -> None:
+def checked(target: Target, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:
+    """Return the policy, over the drafter's block if it takes marginals.
+
+    Raises ValueError, one sentence, for parts that do not fit together."""
+    children = f"this tree's nodes have up to {policy.topk} children: take topk 1"
     for what, part in (("target", target), ("draft model", drafter)):
         if part.chains_only and policy.topk > 1:
-            raise ValueError(
-                f"this {what} has recurrent layers, which take chains only, and this tree's nodes have up to "
-                f"{policy.topk} children: take topk 1"
-            )
+            raise ValueError(f"this {what} has recurrent layers, which take chains only, and {children}")
+    policy, most = over_block(drafter, policy), most_steps(drafter)
+    if most is not None and policy.steps > most:
+        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {most} tokens ahead at most")
+    if policy.topk > drafter.vocab.size:
+        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+    if verifier.chains_only and policy.topk > 1:
+        raise ValueError(f"{verifier} verifies chains only, and {children}")
+    return policy
 
 
 def most_steps(drafter: Drafter) -> int | None:
     """How many tokens ahead a drafter can guess; None: any number."""
     return min((most for most in (drafter.max_steps, drafter.block) if most is not None), default=None)
-
-
-def check_steps(drafter: Drafter, policy: TreePolicy) -> None:
-    most = most_steps(drafter)
-    if most is not None and policy.steps > most:
-        raise ValueError(f"steps is {policy.steps}, but this drafter guesses {most} tokens ahead at most")
-    if policy.topk > drafter.vocab.size:
-        raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
 
 
 def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
@@ -39,10 +40,3 @@ def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
             "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
         )
     return policy.within(drafter.block)
-
-
-def check_verifier(verifier: Verifier, policy: TreePolicy) -> None:
-    if verifier.chains_only and policy.topk > 1:
-        raise ValueError(
-            f"{verifier} verifies chains only, and this tree's nodes have up to {policy.topk} children: take topk 1"
-        )

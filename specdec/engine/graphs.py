@@ -149,7 +149,7 @@ def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: boo
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(f"{why}; decode without compiling")
-    if device.type == "cpu" and not wanted:
+    if device.type == "cpu" and wanted is None:
         return CompiledRounds(aside)
     if device.type == "cuda" and wanted in (True, None):
         if set(backends()) != {"torch"}:

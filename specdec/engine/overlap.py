@@ -11,24 +11,12 @@ import torch
 from torch import Tensor
 
 from specdec.engine.batch import Batch
+from specdec.engine.report import RoundReport
 from specdec.engine.round import RoundOutput
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling, SamplingBatch
 
-
-@dataclass
-class ReadRound:
-    """A round as the host has read it."""
-
-    output: RoundOutput
-    sequences: list[Sequence]  # of its rows
-    sampling: Sampling | SamplingBatch  # of its rows
-    tokens: list[list[int]]
-    counts: list[int]
-    logprobs: list[list[float]] | None = None
-    likely: list[list[list[int]]] | None = None
-    likely_logprobs: list[list[list[float]]] | None = None
-    levels: list[int] | None = None  # of the tree, by row; None: all of them
+TOLD = "logprobs", "likely", "likely_logprobs"  # of `RoundOutput.to_read`, what a sequence may keep with its tokens
 
 
 class Reader:
@@ -59,13 +47,13 @@ class Reader:
 
 
 @dataclass
-class _Pending:
+class _Launched:
     """A round that was launched and not read."""
 
     output: RoundOutput
     sequences: list[Sequence]
     sampling: Sampling | SamplingBatch
-    copy: int  # `Reader.start`'s number
+    copy: int = 0  # the number that `Reader.start` returned
 
 
 class Loop:
@@ -76,7 +64,7 @@ class Loop:
     def __init__(self, batch: Batch, lag: int):
         self.batch, self.most = batch, lag
         self.reader = Reader(batch.device)
-        self.pending: list[_Pending] = []
+        self.pending: list[_Launched] = []
         self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
 
     @property
@@ -88,22 +76,22 @@ class Loop:
         self.batch.admit(sequences)
         self.ended = self._over()
 
-    def next(self) -> ReadRound | None:
-        """Launch what is to be launched, and read the oldest round; None if there is none. Whoever takes a round adds
-        it to its sequences before asking for another.
+    def next(self) -> RoundReport | None:
+        """Launch what is to be launched, read the oldest round and add its tokens to its sequences; None if there is
+        none.
 
         A round that the sequences' limits show to be void is not launched, so what is launched in vain is one round,
         where a text ends early."""
         while going := self.batch.going():
             launched = self._launch(going)
             if len(self.pending) > self.lag or not launched:
-                return self._read(self.pending.pop(0))
+                return self._report(self.pending.pop(0), self.batch.captured)
         self.pending.clear()  # void: all their rows ended before
         return None
 
-    def drain(self) -> ReadRound | None:
-        """Read the oldest round without launching another."""
-        return self._read(self.pending.pop(0)) if self.pending else None
+    def drain(self) -> RoundReport | None:
+        """As `next`, without launching another round."""
+        return self._report(self.pending.pop(0)) if self.pending else None
 
     def rest(self) -> None:
         """Nothing decodes any more, and nobody waits: hold nothing of what has ended."""
@@ -120,7 +108,7 @@ class Loop:
         over = self._over()
         ended, self.ended = (over, over) if self.lag else (self.ended, over)
         output = self.batch.launch(known + self.batch.round.path * len(self.pending), ended)
-        rows = _Pending(output, self.batch.sequences, self.batch.settings.sampling, 0)
+        rows = _Launched(output, self.batch.sequences, self.batch.settings.sampling)
         if self.lag:
             rows.copy = self.reader.start(list(output.to_read().values()))
         self.pending.append(rows)
@@ -129,8 +117,29 @@ class Loop:
     def _over(self) -> set[Sequence]:
         return {s for s in self.batch.sequences if s.finish is not None}
 
-    def _read(self, pending: _Pending) -> ReadRound:
-        output = pending.output
-        made = output.to_read()
-        read = self.reader.finish(pending.copy) if self.lag else [x.tolist() for x in made.values()]
-        return ReadRound(output, pending.sequences, pending.sampling, **dict(zip(made, read, strict=True)))
+    def _report(self, launched: _Launched, captured: bool = False) -> RoundReport:
+        """Read a round, and add what it emitted to its sequences. captured: a round was recorded in this step."""
+        out, batch = launched.output, self.batch
+        made = out.to_read()
+        lists = self.reader.finish(launched.copy) if self.lag else [x.tolist() for x in made.values()]
+        read = dict(zip(made, lists, strict=True))
+        counts, levels, told = read["counts"], read.get("levels"), [read.get(name) for name in TOLD]
+        emitted, accepted = [], []
+        for i, (row, count) in enumerate(zip(launched.sequences, counts, strict=True)):
+            if row.finish is not None:
+                emitted.append([])
+                accepted.append(0)
+                continue
+            row.trace.accepted.append(count - 1)
+            row.trace.undrafted += out.nodes == 1 or (levels is not None and levels[i] == 0)
+            kept = row.add(read["tokens"][i][:count], *(None if x is None else x[i] for x in told))
+            row.trace.emitted.append(len(kept))
+            emitted.append(kept)
+            accepted.append(min(count - 1, len(kept)))
+        if out.played is not None:
+            batch.guide.learn(out.played, counts)
+        batch.clock.mark("host")
+        report = RoundReport(launched.sequences, emitted, accepted, launched.sampling, batch.clock)
+        report.tree, report.verdict, report.logits, report.logprobs = out.tree, out.verdict, out.logits, told[0]
+        report.levels, report.experts, report.nodes, report.captured = levels, out.experts, out.nodes, captured
+        return report

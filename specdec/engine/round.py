@@ -1,7 +1,7 @@
 """One round: draft, verify, commit, extend. It knows nothing of batches, loops or graphs.
 
 Everything in it happens on the device, without waiting: `tests/engine/test_no_sync.py` holds it to that. Only texts
-that obey a grammar make their rounds wait (`specdec.engine.masks`).
+that obey a grammar make their rounds wait (`specdec.engine.sequence.Masks`).
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from torch import Tensor
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.clock import Clock, SilentClock
-from specdec.engine.fits import check_chain, check_steps, check_verifier, over_block
+from specdec.engine.fits import checked
 from specdec.engine.guide import Guide, Played, Watch
 from specdec.engine.held import HOLD
-from specdec.engine.masks import Masks
 from specdec.engine.prefill import Reading
 from specdec.engine.report import Reads
+from specdec.engine.sequence import Masks
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
 from specdec.sampling.draws import sample
@@ -83,7 +83,7 @@ class RoundOutput:
     launched: bool = False  # in the place of a replay, as what was recorded cannot be run yet
 
     def to_read(self) -> dict[str, Tensor]:
-        """What the host wants to know, by the names of `overlap.ReadRound`."""
+        """What the host wants to know, by name."""
         made = {"tokens": self.tokens, "counts": self.n, "logprobs": self.logprobs, "levels": self.levels}
         made |= {"likely": self.likely, "likely_logprobs": self.likely_logprobs}
         return {name: x for name, x in made.items() if x is not None}
@@ -116,10 +116,7 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
-            check_chain(target, drafter, policy)
-            policy = over_block(drafter, policy)
-            check_steps(drafter, policy)
-            check_verifier(verifier, policy)
+            policy = checked(target, drafter, policy, verifier)
             children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
         self.children = children

@@ -4,10 +4,12 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from specdec.engine.traces import RowTrace
-from specdec.sampling.grammar import Grammar, Matcher
+from specdec.sampling.grammar import Grammar, Matcher, masked
 from specdec.sampling.noise import Seed
-from specdec.structs import Sampling
+from specdec.structs import DraftTree, Sampling
 
 MOST_LIKELY = 20  # as OpenAI's interface has it
 
@@ -107,6 +109,24 @@ class Sequence:
         return self
 
 
+class Masks:
+    """Masks the logits of rows whose text obeys a grammar. A row that has ended has no matcher any more."""
+
+    def __init__(self, sequences: abc.Sequence[Sequence]):
+        """sequences: of the rows."""
+        self.sequences = list(sequences)
+
+    def __bool__(self) -> bool:
+        """Whether any text goes on that obeys a grammar."""
+        return any(s.matcher is not None for s in self.sequences)
+
+    def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
+        """As `specdec.sampling.grammar.masked`. What the rows have emitted must have been added to the sequences.
+        This waits for the tree."""
+        seen = () if tree is None or not self else (tree.tokens.tolist(), tree.parents.tolist())
+        return masked(logits, [s.matcher for s in self.sequences], *seen)
+
+
 def make_sequence(
     prompt: list[int],
     max_new_tokens: int,
@@ -143,29 +163,6 @@ def make_sequence(
         logprobs=[] if logprobs or top_logprobs else None,
         top=min(top_logprobs, vocab),
     )
-
-
-def make_sequences(
-    prompts: abc.Sequence[list[int]],
-    max_new_tokens: int | abc.Sequence[int] = 128,
-    sampling: Sampling | abc.Sequence[Sampling] | None = None,
-    seed: int | abc.Sequence[Seed | int] = 0,
-    stop: abc.Sequence[Stop | None] | None = None,
-    eos: frozenset[int] = frozenset(),
-    logprobs: bool = False,
-    **target: int,
-) -> list[Sequence]:
-    """A sequence for each prompt; what is a list or tuple has one value for each. A seed s for all gives row i the seed
-    (s, i); s for one row is (s, 0). target: as for `make_sequence`."""
-    if not prompts:
-        raise ValueError("no prompt was given")
-    count = len(prompts)
-    limits, samplings = per_row(max_new_tokens, count, "max_new_tokens"), per_row(sampling, count, "sampling")
-    seeds = [(seed, row) for row in range(count)] if isinstance(seed, int) else per_row(seed, count, "seed")
-    return [
-        make_sequence(*own, eos, logprobs, **target)
-        for own in zip(prompts, limits, samplings, seeds, per_row(stop, count, "stop"), strict=True)
-    ]
 
 
 def check_prompt(prompt: list[int], vocab: int, context: int) -> None:

@@ -12,9 +12,8 @@ from specdec.contracts import DraftState
 from specdec.engine.batch import Batch, Progress, eos_of
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.guide import Guide
-from specdec.engine.masks import Masks
 from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import MOST_LIKELY, Sequence
+from specdec.engine.sequence import MOST_LIKELY, Masks, Sequence
 from specdec.model.cache import KVCache
 from specdec.structs import Sampling, SamplingBatch, Survivors
 

@@ -14,11 +14,10 @@ from typing import TypeVar
 
 from specdec import kernels
 from specdec.adaptive import Survival
-from specdec.calibrate import HELP
+from specdec.calibrate import HELP, Crowd, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.contracts import Drafter
-from specdec.crowd import Crowd, adaptive_engine, prepare
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads
@@ -154,6 +153,8 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         models.check_pair(", or --no-draft to decode plainly")
     if args.adaptive is not None and args.no_draft:
         raise ValueError("--adaptive contradicts --no-draft")
+    if args.compile and args.no_graphs:
+        raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     tree = None if args.no_draft else tree_of(args).build()
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)

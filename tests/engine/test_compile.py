@@ -4,10 +4,13 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
+from specdec.cli import generate
 from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
+from specdec.model_settings import ModelSettings
+from specdec.serve import serve_command
 from specdec.trees import Chain
 
 try:
@@ -86,3 +89,17 @@ def test_products_with_packed_weights(dtype, kind, monkeypatch):
     assert torch.equal(out, expected)
     used = {str(node.target).split(".")[0] for node in graphs[0].module.graph.nodes if node.op == "call_function"}
     assert used & {"quantized", "mkldnn"} == set()
+
+
+def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
+    """Flags are read before models."""
+    monkeypatch.setattr(ModelSettings, "load_target", None)
+    words = ["--compile", "--no-graphs"]
+    for check in (
+        lambda: generate.check_flags(generate.parser().parse_args(["--prompt", "x", *words])),
+        lambda: serve_command.make_engine(serve_command.parser().parse_args(words)),
+    ):
+        with pytest.raises(ValueError, match="--no-graphs contradicts --compile"):
+            check()
+    with pytest.raises(ValueError, match="graphs=False contradicts compile=True"):
+        Engine(tiny_target(), graphs=False, compile=True)

@@ -12,7 +12,7 @@ from test_conf_matrix import DRAFTED, PAIRS, fresh_drafter, load
 
 from specdec.drafters import eagle3
 from specdec.engine.batch import Batch, Progress
-from specdec.engine.clock import Clock
+from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.engine import Engine
 from specdec.engine.overlap import Loop
 from specdec.engine.round import RoundOutput
@@ -159,6 +159,7 @@ class Script:
 
     def __init__(self, row: Sequence, rounds: list[int]):
         self.sequences, self.rounds, self.log = [row], iter(rounds), []
+        self.captured, self.clock = False, SilentClock()
 
     def going(self) -> list[Sequence]:
         return [row for row in self.sequences if row.finish is None]
@@ -172,9 +173,8 @@ class Script:
 def follow(row: Sequence, rounds: list[int]) -> list[str]:
     script = Script(row, rounds)
     loop = Loop(script, lag=1)
-    while (read := loop.next()) is not None:
-        row.add(read.tokens[0][: read.counts[0]])
-        script.log.append(f"read {read.counts[0]}")
+    while loop.next() is not None:
+        script.log.append(f"read {row.trace.accepted[-1] + 1}")
     return script.log
 
 

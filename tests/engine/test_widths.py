@@ -11,8 +11,10 @@ from policies import Depths
 from tape import Tape
 from test_compiled_graph import Interpreted
 
+from specdec import calibrate
 from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
-from specdec.crowd import Crowd, adaptive_engine
+from specdec.api import generate
+from specdec.calibrate import Crowd, adaptive_engine, prepare
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.guide import Guide
@@ -211,7 +213,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
     """Of each number of rows plain rounds, and those of the whole tree: what is compiled drafts all levels or none.
     Behind that nothing more is recorded for greedy texts, whatever ends them. The next engine finds the costs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("specdec.crowd.BUSY", 1e9)
+    monkeypatch.setattr("specdec.calibrate.BUSY", 1e9)
     monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)  # as an interpreted graph takes weights
     engine = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert (engine.adaptive.name, engine.adaptive.curve.choices) == (name, [0, 3])
@@ -226,7 +228,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
             levels.add(report.nodes - 1)
     assert levels <= {0, 3}
     assert len(made) == 8
-    monkeypatch.setattr("specdec.crowd.measure_recorded_curve", None)
+    monkeypatch.setattr("specdec.calibrate.measure_recorded_curve", None)
     again = measured_engine(name, frozenset({7}), graphs=Interpreted())
     assert again.adaptive.curve.rest == engine.adaptive.curve.rest
 
@@ -316,8 +318,37 @@ def test_costs_of_rounds_that_are_padded():
     assert curve.served[4][0] == 0
 
 
-def test_a_room_that_is_too_short_to_time_rounds_in():
+def test_rounds_are_prepared_and_timed_in_any_room_for_a_few_of_them(tmp_path, monkeypatch):
+    """A chain of 16 levels in a room of 128 tokens: not all eight rounds fit that are timed elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
     target = tiny_target()
     drafter = tiny_drafter(target)
-    with pytest.raises(ValueError, match="a text may have 20 tokens, and to record and time rounds takes"):
-        adaptive_engine("ema", Crowd(2, 20), target, drafter, Chain(3), graphs=Tape())
+    engine = Engine(target, drafter, Chain(16), graphs=Interpreted())
+    prepare(engine, Crowd(1, 128))
+    assert len(engine.graphs.backend.made) == 1
+    engine = adaptive_engine("ema", Crowd(1, 128), target, drafter, Chain(16), graphs=Interpreted())
+    assert engine.adaptive.curve.choices == [0, 16]
+    with pytest.raises(ValueError, match="a text may have 14 tokens, and to record and time rounds takes 15"):
+        adaptive_engine("ema", Crowd(2, 14), target, drafter, Chain(3), graphs=Tape())
+
+
+@pytest.mark.parametrize("backend", [Tape, Interpreted])
+def test_generate_measures_the_rounds_that_it_plays(backend, tmp_path, monkeypatch):
+    """Recorded ones of all rows, which the generation replays: nothing is measured eagerly or recorded twice."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
+    monkeypatch.setattr("specdec.calibrate.measure_curve", None)
+    monkeypatch.setattr("specdec.api.decode_row", lambda tokenizer, tokens, stops: "")
+    target, curves = tiny_target(), []
+    how = {"max_new_tokens": [30, 9, 20]}
+    prompts = [[3, 5, 7], [1], [2, 4]]
+    make = calibrate.make_policy
+    monkeypatch.setattr("specdec.calibrate.make_policy", lambda *g, **h: curves.append(make(*g, **h)) or curves[0])
+    graphs = backend()
+    found = generate(target, prompts, tiny_drafter(target), tree="1/3/4", adaptive="ema", graphs=graphs, **how)
+    assert [row.tokens for row in found.rows] == [row.tokens for row in generate(target, prompts, **how).rows]
+    assert curves[0].curve.rows == [3]
+    assert curves[0].curve.choices == ([0, 1, 2, 3] if backend is Tape else [0, 3])
+    made = graphs.captures if backend is Tape else len(graphs.made)
+    assert made == len(curves[0].curve.choices)

@@ -1,8 +1,8 @@
 """A target's weights in the formats of other engines, written from memory. Tokens are called by their numbers.
 
-CTranslate2's classes (`ctranslate2.specs`) write its model. Its converter of transformers' checkpoints would do for most
-models, but it drops `head_dim` where that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5; the
-engine reads both). llama.cpp's GGUF file is written by the package `gguf`, which knows its names of tensors.
+CTranslate2's classes (`ctranslate2.specs`) write its model. Its converter of transformers' checkpoints does not fit: it
+drops `head_dim` where that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). llama.cpp's GGUF file
+is written by the package `gguf`, which knows its names of tensors.
 """
 
 from collections.abc import Iterator
@@ -147,7 +147,7 @@ def metadata(config: ModelConfig, name: str) -> dict[str, object]:
 
 
 def tensors(target: Target, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors by transformers' names, and the factors that llama.cpp divides a plain rope's frequencies by."""
+    """Yield all tensors under transformers' names, and the divisors of a plain rope's frequencies."""
     config = target.config
     if config.rope.scaling == "llama3":
         plain = type(config.rope)(config.rope.theta).inverse_frequencies(config.head_dim)

@@ -1,8 +1,8 @@
 """A target's weights in the formats of other engines, written from memory. Tokens are called by their numbers.
 
 CTranslate2's classes (`ctranslate2.specs`) write its model. Its converter of transformers' checkpoints does not fit: it
-drops `head_dim` where that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). llama.cpp's GGUF file
-is written by the package `gguf`, which knows its names of tensors.
+drops `head_dim` where that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). The package `gguf`
+writes the file of llama.cpp, whose names of tensors it knows.
 """
 
 from collections.abc import Iterator

@@ -23,43 +23,47 @@ COMMANDS = {
     "doctor": ("specdec.drafters.formats.__main__", "inspect, check, convert and export draft checkpoints"),
     "tree": ("specdec.lab.replay.optimal_tree", "measure acceptance, and write the best static tree"),
     "tune": ("specdec.lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
-    "compare": ("specdec.lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
-    "sweep": ("specdec.lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
-    "jobs": ("specdec.cli.jobs", "a command as several jobs, here or on a cluster"),
-    "metrics": ("specdec.lab.traces.metrics_command", "every metric of a trace, with intervals"),
     "prove": ("specdec.lab.proof.prove", "test that decoding is lossless"),
     "bench": ("specdec.lab.bench.bench_command", "our engine against transformers"),
     "bench serve": ("specdec.lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),
-    "simulate load": ("specdec.lab.load.simulate_load", "adaptive policies at any load, and their regret"),
-    "simulate": ("specdec.lab.cost.simulate", "what if: the speed-up on hardware given by numbers"),
+    "sweep": ("specdec.lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
+    "compare": ("specdec.lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
+    "metrics": ("specdec.lab.traces.metrics_command", "every metric of a trace, with intervals"),
+    "jobs": ("specdec.cli.jobs", "a command as several jobs, here or on a cluster"),
 }
+LAB = ("sweep", "compare", "metrics", "jobs")  # commands for studies: `specdec lab NAME`; `specdec NAME` works too
+LAB_DOES = f"commands for studies: {', '.join(LAB)}"
 
 
-def overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {does}" for name, (_, does) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: specdec COMMAND [options]",
-            "",
-            "Speculative decoding: train a drafter, decode with it, prove it lossless, measure it.",
-            "",
-            *lines,
-            "",
-            "specdec COMMAND --help says more of one; specdec --version prints the version.",
-            'Try:  specdec generate --prompt "Write a short story about a dragon." --compare',
-        ]
-    )
+def overview(lab: bool = False) -> str:
+    """Return the help: of the commands for studies, or of all others."""
+    does = {name: words for name, (_, words) in COMMANDS.items() if (name in LAB) == lab}
+    does |= {} if lab else {"lab": LAB_DOES}
+    width = max(map(len, does))
+    prefix = "specdec lab" if lab else "specdec"
+    lines = [
+        f"usage: {prefix} COMMAND [options]",
+        "",
+        "Speculative decoding: train a drafter, decode with it, prove it lossless, measure it.",
+        "",
+        *(f"  {name:{width}}  {words}" for name, words in does.items()),
+        "",
+        f"{prefix} COMMAND --help says more of one; specdec --version prints the version.",
+        'Try:  specdec generate --prompt "Write a short story about a dragon." --compare',
+    ]
+    return "\n".join(lines[:-1] if lab else lines)
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """The command that a line names, by one word or two, and the words behind it."""
+    """Return the command that a line names, by one word or two, and the words after it."""
+    if words[0] == "lab" and words[1:2] and words[1] in LAB:
+        return words[1], words[2:]
     count = 2 if " ".join(words[:2]) in COMMANDS else 1
     return " ".join(words[:count]), words[count:]
 
 
 def nearest(name: str) -> str:
-    """'did you mean ...? ' for a name that is near to a command's, or that a flag of one has; else nothing."""
+    """Return 'did you mean ...? ' for a name that is near to a command's, or that a flag of one has; else nothing."""
     if name == "chat":
         return "did you mean generate --chat? "
     near = difflib.get_close_matches(name, COMMANDS, 1)
@@ -72,6 +76,11 @@ def main(argv: list[str] | None = None) -> None:
     if name in ("-h", "--help", "help"):
         print(overview())
         return
+    if name == "lab" and (not rest or rest[0] in ("-h", "--help")):
+        print(overview(lab=True))
+        return
+    if name == "lab":
+        raise ValueError(f"there is no command {'lab ' + rest[0]!r}; specdec lab --help lists all")
     if name == "--version":
         print(__version__)
         return

@@ -1,4 +1,4 @@
-"""One command as several jobs, by a launcher of Hydra:  specdec jobs parts=4 hydra/launcher=joblib -- COMMAND
+"""One command as several jobs, by a launcher of Hydra:  specdec lab jobs parts=4 hydra/launcher=joblib -- COMMAND
 
 COMMAND is any other of specdec's, without its name. In it {part} becomes the job's number, from 0, and {parts} how many
 there are. Without a launcher the jobs run one after the other. docs/jobs.md has examples.
@@ -37,7 +37,7 @@ def main() -> None:
         return
     if "--" not in words or words[-1] == "--":
         raise ValueError(
-            "write the command behind --, as in: specdec jobs parts=2 -- sweep shards={parts} shard={part}"
+            "write the command behind --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"
         )
     cut = words.index("--")
     before, command = words[:cut], words[cut + 1 :]

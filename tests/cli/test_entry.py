@@ -29,8 +29,16 @@ def test_the_overview_fits_a_screen_and_names_every_command(capsys):
     assert lines == shown([], capsys).splitlines()
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 100
+    of_lab = shown(["lab"], capsys).splitlines()
     for name in entry.COMMANDS:
-        assert sum(line.startswith(f"  {name}  ") for line in lines) == 1
+        shown_in = of_lab if name in entry.LAB else lines
+        assert sum(line.startswith(f"  {name}  ") for line in shown_in) == 1
+    assert sum(line.startswith("  lab  ") for line in lines) == 1
+
+
+def test_commands_of_the_lab_have_two_names_and_others_one():
+    assert entry.split(["lab", "jobs", "parts=2"]) == entry.split(["jobs", "parts=2"]) == ("jobs", ["parts=2"])
+    assert entry.split(["lab", "train"]) == ("lab", ["train"])
 
 
 def test_the_overview_loads_no_command():

@@ -55,7 +55,16 @@ def test_a_sweep_of_two_jobs_is_the_sequential_one(target_path, drafter_path, tm
         "report=false", "traces=false",
     ]  # fmt: skip
     assert run_here(sweep, *settings, f"out={tmp_path / 'one'}").returncode == 0
-    launch = [sys.executable, "-m", "specdec", "jobs", "parts=2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    launch = [
+        sys.executable,
+        "-m",
+        "specdec",
+        "lab",
+        "jobs",
+        "parts=2",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+    ]
     command = ["--", "sweep", *settings, "shards={parts}", "shard={part}", f"out={tmp_path / 'two'}"]
     done = subprocess.run(
         [*launch, f"out={tmp_path / 'jobs'}", *command],

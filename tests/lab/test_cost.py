@@ -12,7 +12,7 @@ from specdec.cli.files import Kept
 from specdec.engine.engine import Engine
 from specdec.lab.cost import kept
 from specdec.lab.cost.kept import identity, measured_costs
-from specdec.lab.cost.model import CostModel, hats
+from specdec.lab.cost.model import CostModel
 from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSpec
@@ -94,11 +94,6 @@ def test_nothing_is_told_beyond_what_was_measured(setting, batch, message):
         CostModel(known_points()).round(setting, 50.0, batch)
 
 
-def test_hats_are_the_weights_of_interpolation():
-    assert hats([1, 2, 4], 3) == [0, 0.5, 0.5]
-    assert hats([1, 2, 4], 9) == [0, 0, 1]
-
-
 def test_the_grid_holds_every_tree_that_can_be_made_once():
     settings = useful_trees((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
     assert len(set(settings)) == len(settings)
@@ -126,12 +121,9 @@ def test_rounds_are_timed_where_they_say(pair):
     for _, parts in found:
         assert tuple(parts) == PARTS
         assert min(parts.values()) > 0
-
-
-def test_plain_rounds_are_timed_too(pair):
-    found = time_rounds(Engine(pair[0]), [[3, 5]], 5, Sampling())
-    assert [context for context, _ in found] == [3, 4, 5]
-    assert all(tuple(parts) == ("verify", "host") for _, parts in found)
+    plain = time_rounds(Engine(target), [[3, 5]], 5, Sampling())
+    assert [context for context, _ in plain] == [3, 4, 5]
+    assert all(tuple(parts) == ("verify", "host") for _, parts in plain)
 
 
 def test_measuring_covers_the_probes(pair):
@@ -145,6 +137,8 @@ def test_measuring_covers_the_probes(pair):
         assert model.round(setting, 20.0, 2) > 0
     assert statistics.median(model.errors()) < 1
     assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
+    with pytest.raises(ValueError, match="too short to measure"):
+        measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
 
 
 def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
@@ -166,11 +160,6 @@ def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
     assert identity(*pair, statics=[tree]) != before
 
 
-def test_a_context_that_is_too_short(pair):
-    with pytest.raises(ValueError, match="too short to measure"):
-        measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
-
-
 # Kept measurements
 
 
@@ -188,19 +177,14 @@ def calls(monkeypatch, tmp_path):
     return found
 
 
-def test_costs_are_measured_once(pair, calls, tmp_path):
+def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp_path):
+    target, drafter = pair
     first = measured_costs(*pair, TEXT, topks=(1, 2))
     again = measured_costs(*pair, [1, 2, 3], topks=(1, 2))  # another text takes as long
-    assert len(calls) == 1
     assert again.points == first.points == known_points()
+    measured_costs(tiny_target(seed=9), tiny_drafter(target, seed=9), TEXT, topks=(1, 2))  # the same shapes
+    assert len(calls) == len(list(tmp_path.rglob("*.json"))) == 1
     measured_costs(*pair, TEXT, topks=(1, 2), remeasure=True)
-    assert len(calls) == 2
-    assert len(list(tmp_path.rglob("*.json"))) == 1
-
-
-def test_what_changes_times_is_measured_anew(pair, calls):
-    target, drafter = pair
-    measured_costs(target, drafter, TEXT, topks=(1, 2))
     measured_costs(target, tiny_drafter(target, draft_vocab=8), TEXT, topks=(1, 2))
     measured_costs(tiny_target(layers=4), drafter, TEXT, topks=(1, 2))
     measured_costs(target, drafter, TEXT, topks=(1, 2, 4))
@@ -210,15 +194,13 @@ def test_what_changes_times_is_measured_anew(pair, calls):
         measured_costs(target, drafter, TEXT, topks=(1, 2))
     finally:
         torch.set_num_threads(threads)
-    assert len(calls) == 5
-    measured_costs(tiny_target(seed=9), tiny_drafter(target, seed=9), TEXT, topks=(1, 2))  # the same shapes
-    assert len(calls) == 5
+    assert len(calls) == 6
 
 
 def test_what_cannot_be_read_is_measured_anew(pair, calls):
     file = Kept("costs", identity(*pair, topks=(1, 2))).file
     file.parent.mkdir(parents=True)
-    for damaged in ('{"points": [{"setting": 3}]}', '{"points"', "[]"):
+    for damaged in ('{"points": [{"tree": 3}]}', '{"points"', "[]"):
         file.write_text(damaged)
         measured_costs(*pair, TEXT, topks=(1, 2))
     assert len(calls) == 3

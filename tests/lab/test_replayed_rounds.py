@@ -11,7 +11,7 @@ from helpers import tiny_drafter, tiny_target
 from specdec import kernels as backends
 from specdec.lab.bench import kernels, replayed_rounds
 from specdec.lab.bench.formulas import TINY, KernelCase, Shapes, cases
-from specdec.lab.bench.replayed_rounds import Report, Scene
+from specdec.lab.bench.replayed_rounds import Scene
 from specdec.trees import DynamicTree
 from specdec.verify import sample_and_match
 
@@ -59,13 +59,6 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(monkeypatch, tmp_path):
     assert result["extend"]["ms"] > 0
 
 
-def test_what_is_known_is_on_disk(tmp_path):
-    report = Report(tmp_path / "a.json", {"head": 1})
-    for name in ("one", "two"):
-        report.add(name, lambda name=name: {"of": name})
-        assert json.loads((tmp_path / "a.json").read_text())[name] == {"of": name}
-
-
 @torch.inference_mode()
 def test_the_same_round_is_played_again_and_again():
     """The parts leave caches as they were, and each of them is what the round does."""
@@ -111,16 +104,21 @@ def test_kernels_are_on_disk_after_each(monkeypatch, tmp_path):
     def absent():
         raise ImportError("no such kernel")
 
+    saved, file = [], tmp_path / "a.json"
+
     def made(*names: str):
-        return lambda: {name: KernelCase(lambda: None, lambda: None, moved=8) for name in names}
+        def make() -> dict[str, KernelCase]:
+            saved.append(sorted(json.loads(file.read_text()).get("kernels", [])))
+            return {name: KernelCase(lambda: None, lambda: None, moved=8) for name in names}
+
+        return make
 
     monkeypatch.setattr(kernels, "cases", lambda *sizes: {"a": made("a"), "b": absent, "c": made("c", "d")})
     monkeypatch.setattr(torch, "compile", lambda run, **how: run)
-    saved = []
-    result = kernels.benchmark(
-        Shapes(torch.device("cpu"), **TINY), 8, 64, 1, lambda so_far: saved.append(sorted(so_far["kernels"]))
-    )
-    assert saved == [["a"], ["a", "b"], ["a", "b", "c"], ["a", "b", "c", "d"]]
-    assert result["kernels"]["b"] == {"error": "ImportError: no such kernel"}
+    result = kernels.benchmark(Shapes(torch.device("cpu"), **TINY), 8, 64, 1, file)
+    assert saved == [[], ["a", "b"]]
+    assert result == json.loads(file.read_text())
+    assert sorted(result["kernels"]) == ["a", "b", "c", "d"]
+    assert result["kernels"]["b"] == {"failed": "ImportError: no such kernel"}
     assert {"us", "gb_per_s", "share_of_ceiling"} <= set(result["kernels"]["d"]["kernel"])
     assert {"machine", "versions", "revision", "ceiling"} <= set(result)

@@ -1,8 +1,6 @@
 """Tuning: predictions follow the engine's rounds, real runs decide, and the file that is written decodes."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from specdec.lab.cost.rounds import useful_trees
 from specdec.lab.cost.tune import (
     MeasuredRate,
     Prediction,
+    clairvoyant,
     finalists,
     measure_rates,
     predict,
@@ -29,7 +28,6 @@ from specdec.lab.cost.tune import (
 from specdec.lab.replay import record
 from specdec.trees.spec import TreeSpec
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = TreeSpec(1, 2, 3), TreeSpec(2, 2, 5)
 
@@ -99,6 +97,9 @@ def test_a_prediction_by_hand():
     plain = predict(costs, None, emitted, [4, 9])
     assert plain.tokens_per_second == pytest.approx(9 / (9 + 0.1 * (22 + 55)))
     assert plain.tau == 1
+    assert predict(costs, CHAIN, [[], [2, 1]], [3, 4]).tau == 3 / 2  # a text without a round is passed over
+    with pytest.raises(ValueError, match="nothing can be predicted"):
+        predict(costs, CHAIN, [[], []], [3, 4])
 
 
 def test_rounds_that_draft_less_cost_less():
@@ -142,16 +143,6 @@ def test_n_grams_are_predicted_as_they_run(batch):
     assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
-def test_texts_of_one_token_predict_nothing():
-    with pytest.raises(ValueError, match="nothing can be predicted"):
-        predict(Known({CHAIN: 1.0}), CHAIN, [[], []], [3, 4])
-
-
-def test_texts_without_a_round_are_passed_over():
-    costs = Known({CHAIN: 2.0})
-    assert predict(costs, CHAIN, [[], [2, 1]], [4, 9]).tokens_per_second == pytest.approx(3 / 4)
-
-
 @pytest.mark.parametrize("batch", [1, 3])
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
@@ -172,12 +163,35 @@ def test_replay_and_known_times_predict_real_runs(pair, batch):
         assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 
+def test_the_clairvoyant_bound(pair):
+    """No sequence of choices by round is faster: all of them are tried on a text."""
+    target, drafter = pair
+    trees = [CHAIN, TREE]
+    superset = record(target, drafter, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
+    costs = Known({CHAIN: 1.5, TREE: 2.0, None: 1.1}, a_token=0.01)
+    accepted = {tree: superset._acceptance(tree, "", None).accepted.tolist() for tree in trees}
+    roots = int(superset.roots[0])
+
+    def least(root: int) -> float:
+        if root >= roots:
+            return 0.0
+        ways = [(None, 0), *((tree, accepted[tree][root]) for tree in trees)]
+        return min(float(costs.round(tree, 4 + root, 1)) + least(root + 1 + n) for tree, n in ways)
+
+    bound = clairvoyant(costs, superset, trees, [4])
+    assert bound == pytest.approx(roots / least(0))
+    plain, ranking = predict_all(costs, superset, trees, [4])
+    assert max(plain.tokens_per_second, ranking[0].tokens_per_second) < bound
+
+
 def test_every_width_that_may_win_is_tried():
     rates = {(4, 2): 100, (4, 3): 99, (4, 1): 98, (2, 2): 95, (1, 2): 91, (8, 2): 80}
     ranking = [Prediction(TreeSpec(*at, 9), rate, 2.0, 0.1) for at, rate in rates.items()]
     assert [p.tokens_per_second for p in finalists(ranking, 4)] == [100, 95, 91, 99]
     assert [p.tokens_per_second for p in finalists(ranking, 2)] == [100, 95]
     assert len(finalists(ranking, 20)) == 6
+    static = TreeSpec(3, 3, 6, "tree.yaml")
+    assert static in [p.tree for p in finalists([*ranking[:4], Prediction(static, 94, 2.0, 0.1)], 3)]
 
 
 # Real runs
@@ -210,7 +224,7 @@ def planted(monkeypatch):
         monkeypatch.setattr(lab, "measure_rates", fake)
         said = Said({s: [[2, 2], [2]] for s in (CHAIN, TREE)})
         costs = Known({CHAIN: 1.0, TREE: 1.01, None: 0.9})
-        return tune(costs, said, [CHAIN, TREE], None, None, [[1], [2]])
+        return tune(costs, said, [CHAIN, TREE], None, None, [[1], [2]], batch=2)
 
     return plant
 
@@ -222,52 +236,12 @@ def test_the_fastest_that_was_tried_wins(planted):
     assert tuned.verdict == "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"
 
 
-def test_a_static_tree_is_written_as_its_file(tmp_path):
-    tree = TreeSpec(3, 3, 6, str(tmp_path / "tree.yaml"))
-    assert lab.tree_entries(tree) == {"tree": str(tmp_path / "tree.yaml")}
-    ranking = [
-        Prediction(TREE, 10.0, 2.0, 0.1),
-        Prediction(TreeSpec(2, 3, 6), 9.9, 2.0, 0.1),
-        Prediction(tree, 9.5, 2, 0.1),
-    ]
-    assert tree in [p.tree for p in finalists(ranking, 2)]
-
-
 def test_plain_decoding_wins_where_nothing_beats_it(planted):
     tuned = planted({None: 100.0, CHAIN: 60.0, TREE: 75.0})
     assert tuned.best[0].tree is None
     assert tuned.best_draft[0].tree == TREE
     assert tuned.verdict.startswith("decode plainly: no setting beats plain decoding (100.0 tokens/s) here")
     assert "reaches 0.75 of it" in tuned.verdict
-
-
-# The check of it
-
-
-def load_check():
-    spec = importlib.util.spec_from_file_location("tune_check", ROOT / "scripts" / "tune_check.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("chosen", "off", "passed"),
-    [((4, 3, 12), 0.0, True), ((4, 3, 12), 0.2, False), ((1, 1, 2), 0.0, False), ((1, 1, 2), 0.2, False)],
-)
-def test_the_check_fails_where_it_should(chosen, off, passed):
-    """24 settings at 51 to 74 tokens/s, the chosen one at 71 unless it is the slowest of them; predictions `off`."""
-    check = load_check()
-    assert len(set(check.TREES)) == 24
-    rates = {str(s): 51.0 + i for i, s in enumerate(check.TREES)} | {"4/3/12": 71.0, "plain": 90.0}
-    rows = [{"name": name, "measured": rate, "predicted": (1 + off) * rate} for name, rate in rates.items()]
-    found = check.conclude(rows, str(TreeSpec(*chosen)))
-    assert found["passed"] == passed
-    assert found["best_of_24_tokens_per_second"] == 74
-    assert found["tuned_to_best"] == pytest.approx(rates[str(TreeSpec(*chosen))] / 74)
-    assert found["median_error"] == pytest.approx(off)
-    assert found["median_error_beside_a_common_factor"] == pytest.approx(0)
-    assert found["plain_is_faster_than_all"]
 
 
 # The command

@@ -18,6 +18,7 @@ from specdec.lab.bench.agreement import compare_texts
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
 from specdec.lab.cost.memory import PeakMemory
 from specdec.lab.cost.simulated_tau import MARK
+from specdec.lab.output import sentence
 from specdec.structs import Sampling
 
 Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the prompts of this trial
@@ -270,9 +271,3 @@ def _median_rate(
     trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
 ) -> float:
     return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
-
-
-def sentence(error: Exception) -> str:
-    """What went wrong, in one line: our own sentences as they are, other errors with their type."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return line if isinstance(error, ValueError) and line else f"{type(error).__name__}: {line}"

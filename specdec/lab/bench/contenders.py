@@ -1,7 +1,7 @@
 """Ways to decode that a benchmark compares: our engine, and `generate` of transformers in its several settings."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +23,7 @@ from specdec.verify import sample_and_match
 
 @dataclass
 class TimedRun:
-    """One decoding of one prompt. A step is a round, or without drafts a token. The first token is the prefill's."""
+    """One decoding of one prompt. A step is a round, or one token without drafts. The prefill emits the first token."""
 
     tokens: list[int]
     seconds: float
@@ -33,44 +33,47 @@ class TimedRun:
 
 
 class NotAvailable(ValueError):
-    """A contender that cannot take part, and why."""
+    """A contender cannot take part; the message gives the reason."""
 
 
 class Contender:
     """Decodes one prompt of token ids into `new` tokens. No end-of-text token ends it."""
 
     ours = False  # decodes with this project's engine
-    peer = False  # decodes with another engine than transformers, and with the target's own weights
+    peer = False  # decodes with an engine other than transformers, and with the target's own weights
     drafts = False  # its speed depends on what is accepted
-    weights: int  # bytes, those of a drafter or an assistant included
-    settle_seconds = 0.0  # for so long after its work its threads may spin
+    weights: int  # bytes, including those of a drafter or an assistant
+    settle_seconds = 0.0  # for this long after a run its threads may spin
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         raise NotImplementedError
 
     def moved(self, target, context: float) -> float:
-        """Bytes that plain decoding with its weights must read for the token behind `context` tokens."""
+        """Return the bytes that plain decoding with its weights must read for the token after `context` tokens."""
         return read_bytes(target, context, packed=self.ours)
 
     def details(self) -> dict:
-        """Further entries of its rows, such as the version of an engine."""
+        """Return further entries of its rows, such as the version of an engine."""
         return {}
 
 
 class _Marks(Observer):
-    """When the engine's steps were told."""
+    """Notes the time of every step, and at the first one the bytes of the caches."""
 
     reads = Reads.TOKENS
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, engine: Engine):
+        self.engine, self.times, self.cache_bytes = engine, [], 0
 
     def __call__(self, report: RoundReport) -> None:
         self.times.append(time.perf_counter())
+        if not self.cache_bytes:
+            caches = (self.engine.loop.batch.cache, getattr(self.engine.drafter, "cache", None))
+            self.cache_bytes = sum(size_of(cache.layers) for cache in caches if cache is not None)
 
 
 class Ours(Contender):
-    """This project's engine, plainly or with a drafter."""
+    """This project's engine, plain or with a drafter."""
 
     ours = True
 
@@ -82,8 +85,8 @@ class Ours(Contender):
         verifier: Verifier = sample_and_match,
         compiled: bool = False,
     ):
-        """compiled: rounds are (docs/compile.md), on a GPU of torch's operators in the place of our kernels."""
-        # A simulated tau counts rounds that draft: nobody may leave one out.
+        """compiled: compile the rounds (docs/compile.md), on a GPU from torch's operators instead of our kernels."""
+        # A simulated tau counts rounds that draft, so no row may abstain.
         how = {"compile": compiled, "abstain": not isinstance(verifier, SimulatedTau)}
         self.operators = torch_operators if compiled and target.device.type == "cuda" else nullcontext
         try:
@@ -95,8 +98,8 @@ class Ours(Contender):
         self.weights = weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        marks = _Marks()
-        with self.operators(), _Caches(self.engine) as caches:
+        marks = _Marks(self.engine)
+        with self.operators():
             wait(self.engine.device)
             start = time.perf_counter()
             result = self.engine.generate(
@@ -104,12 +107,12 @@ class Ours(Contender):
             )
             seconds = time.perf_counter() - start
         steps = [now - before for before, now in pairwise(marks.times)]
-        return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, caches.bytes())
+        return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, marks.cache_bytes)
 
 
 @contextmanager
 def torch_operators() -> Iterator[None]:
-    """Without our kernels for a while."""
+    """Switch our kernels off for a while."""
     before = dict(zip(kernels.KERNELS, kernels.backends(), strict=True))
     kernels.use("torch")
     try:
@@ -119,27 +122,26 @@ def torch_operators() -> Iterator[None]:
             kernels.use(backend, name)
 
 
-class _Caches:
-    """The caches of a decoding: the one that the target is first called with, and the drafter's."""
+def translated(sampling: Sampling, names: Mapping[str, str], engine: str) -> dict:
+    """Return the settings that are not off, under the engine's `names` for them.
 
-    def __init__(self, engine: Engine):
-        self.engine, self.of_target = engine, None
+    Raises:
+        NotAvailable: For settings that the engine does not have.
+    """
+    if absent := sampling.active - set(names):
+        raise NotAvailable(f"{engine} has no {' and no '.join(sorted(absent))} as it is meant here")
+    return {names[name]: getattr(sampling, name) for name in sampling.active}
 
-    def __enter__(self) -> "_Caches":
-        self.hook = self.engine.target.register_forward_pre_hook(self._keep)
-        return self
 
-    def _keep(self, _, args: tuple) -> None:
-        self.of_target = args[1]
-        self.hook.remove()
+# The settings that transformers' `generate` has too, under the same names.
+SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 
-    def __exit__(self, *_) -> None:
-        self.hook.remove()
 
-    def bytes(self) -> int:
-        drafter = self.engine.drafter
-        caches = [self.of_target, None if drafter is None else drafter.cache]
-        return sum(size_of(cache.layers) for cache in caches if cache is not None)
+def of_transformers(sampling: Sampling) -> dict:
+    """Return arguments of transformers' `generate`. They override the model's own generation config."""
+    translated(sampling, SHARED, "transformers")
+    names = ("repetition_penalty",) if sampling.greedy else SHARED
+    return {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names}
 
 
 class Transformers(Contender):
@@ -155,20 +157,23 @@ class Transformers(Contender):
             assistant.generation_config.eos_token_id = None
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        device = self.model.device
+        how, device, ran = of_transformers(sampling) | self.how, self.model.device, []
         self.model.set_attn_implementation(self.attention)
         ids = torch.tensor([prompt], device=device)
         torch.manual_seed(seed)
         wait(device)
         clock, start = Clock(device), time.perf_counter()
-        runs = _Runs(self.model) if self.drafts else nullcontext(lambda: True)
-        with runs as has_run:
 
-            def step(*_) -> torch.Tensor:  # asked after every step whether to stop
-                if has_run():
-                    clock.mark("step")
-                return torch.zeros(1, dtype=torch.bool, device=device)
+        def step(*_) -> torch.Tensor:
+            """Mark the end of a step. transformers 5.17 also calls this for drafted tokens that no forward has seen."""
+            if ran or not self.drafts:
+                clock.mark("step")
+                ran.clear()
+            return torch.zeros(1, dtype=torch.bool, device=device)
 
+        # A hook in a compiled model would be compiled too.
+        hook = self.model.register_forward_hook(lambda *_: ran.append(True)) if self.drafts else None
+        try:
             out = self.model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -176,67 +181,29 @@ class Transformers(Contender):
                 pad_token_id=0,
                 stopping_criteria=[step],
                 return_dict_in_generate=True,
-                **of_transformers(sampling),
-                **self.how,
+                **how,
             )
+        finally:
+            if hook is not None:
+                hook.remove()
         wait(device)
         seconds = time.perf_counter() - start
         times = [taken for _, taken in clock.intervals()]
-        tokens = out.sequences[0, len(prompt) :].tolist()
-        return TimedRun(tokens, seconds, times[0], times[1:], cache_size(out.past_key_values))
-
-
-class _Runs:
-    """A context whose value tells whether a model has run since it was asked the last time.
-
-    transformers 5.17 asks whether to stop also of what was drafted, before the model has seen that: no step is over."""
-
-    def __init__(self, model: nn.Module):
-        self.model, self.ran = model, False
-
-    def __enter__(self) -> Callable[[], bool]:
-        self.hook = self.model.register_forward_hook(self._note)
-        return self._has_run
-
-    def _note(self, *_) -> None:
-        self.ran = True
-
-    def _has_run(self) -> bool:
-        ran, self.ran = self.ran, False
-        return ran
-
-    def __exit__(self, *_) -> None:
-        self.hook.remove()
-
-
-# The settings that transformers' `generate` has too, under the same names.
-SHARED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-
-def of_transformers(sampling: Sampling) -> dict:
-    """Sampling as arguments of transformers' `generate`. Raises NotAvailable for what it does not have."""
-    if absent := sampling.active - set(SHARED):
-        raise NotAvailable(f"transformers has no {' and no '.join(sorted(absent))}")
-    if sampling.greedy:
-        return {"do_sample": False, "repetition_penalty": sampling.repetition_penalty}
-    return {"do_sample": True} | {name: getattr(sampling, name) for name in SHARED}
-
-
-def cache_size(cache) -> int:
-    """Bytes of a cache of transformers."""
-    return sum(size_of(x for x in (layer.keys, layer.values) if x is not None) for layer in cache.layers)
+        layers = out.past_key_values.layers
+        cache_bytes = size_of(x for layer in layers for x in (layer.keys, layer.values) if x is not None)
+        return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, times[0], times[1:], cache_bytes)
 
 
 def of_transformers_by_name(
     model: Callable[[], nn.Module], assistant: Callable[[], nn.Module] | None
 ) -> dict[str, Callable[[], Contender]]:
-    """How to make transformers' contenders, by name. The models are made when they are first needed."""
+    """Return makers of transformers' contenders, by name. The models are made when they are first needed."""
 
     def compiled() -> Contender:
         from transformers import CompileConfig
 
         config = CompileConfig()
-        config._compile_all_devices = True  # else `generate` compiles on GPUs only, and leaves the cache at that
+        config._compile_all_devices = True  # otherwise `generate` compiles on GPUs only
         return Transformers(model(), cache_implementation="static", compile_config=config)
 
     def assisted() -> Contender:

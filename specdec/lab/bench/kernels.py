@@ -17,19 +17,18 @@ object.
 import argparse
 import json
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from specdec import kernels
 from specdec.cli.errors import one_sentence_errors
-from specdec.lab.bench.device_time import Run, captured, device_seconds
 from specdec.lab.bench.formulas import DTYPE, TINY, KernelCase, Shapes, cases
 from specdec.lab.bench.interpreter import use_interpreter
-from specdec.lab.cost.memory import wait
+from specdec.lab.cost.memory import Run, captured, device_seconds, wait
 from specdec.lab.machine import provenance
-from specdec.lab.output import write_json
+from specdec.lab.output import Report, sentence
 from specdec.model.checkpoint import check_device
 
 
@@ -44,12 +43,8 @@ class Stopwatch:
         return device_seconds(captured(run, self.device), self.device, self.trials, before=self.sweep.zero_)
 
 
-def told(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 def measure(case: KernelCase, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
-    """Every implementation's time, rates and share of the ceiling."""
+    """Return every implementation's time, rates and share of the ceiling."""
     torch.compiler.reset()
     compiled = torch.compile(case.eager, dynamic=False)
     start = time.perf_counter()
@@ -59,19 +54,18 @@ def measure(case: KernelCase, watch: Stopwatch, ceiling: dict[str, float]) -> di
         wait(watch.device)
         line["compile_seconds"] = round(time.perf_counter() - start, 2)
     except Exception as error:  # a benchmark reports what a library cannot do, and goes on
-        line["compile_seconds"] = told(error)
-    ways = {"kernel": case.kernel, "eager": case.eager, "compile": compiled} | (case.others or {})
-    for name, run in ways.items():
+        line["compile_seconds"] = sentence(error)
+    for name, run in ({"kernel": case.kernel, "eager": case.eager, "compile": compiled} | (case.others or {})).items():
         try:
             seconds = watch.seconds(run)
         except Exception as error:
-            line[name] = {"error": told(error)}
+            line[name] = {"error": sentence(error)}
             continue
         rates = {"gb_per_s": case.moved / seconds / 1e9, "tflop_per_s": case.flops / seconds / 1e12}
         share = max(rate / ceiling[unit] for unit, rate in rates.items())
         line[name] = {"us": seconds * 1e6} | rates | {"share_of_ceiling": share}
     times = {name: way["us"] for name, way in line.items() if isinstance(way, dict) and "us" in way}
-    return line | {"fastest": min(times, key=times.get) if times else None}
+    return rounded(line | {"fastest": min(times, key=times.get) if times else None})
 
 
 def measured_ceiling(s: Shapes, watch: Stopwatch) -> dict[str, float]:
@@ -90,25 +84,29 @@ def rounded(value):
 
 
 @torch.no_grad()
-def benchmark(s: Shapes, nodes: int, context: int, trials: int, save: Callable[[dict], None]) -> dict:
-    """All cases; `save` is given the result so far after each."""
+def benchmark(s: Shapes, nodes: int, context: int, trials: int, path: Path) -> dict:
+    """Measure all cases. The file holds the result so far after each."""
     import triton
 
     watch = Stopwatch(s, trials)
-    result = provenance(s.device) | {"ceiling": (ceiling := measured_ceiling(s, watch)), "kernels": {}}
+    result = provenance(s.device) | {"ceiling": rounded(ceiling := measured_ceiling(s, watch))}
     result["versions"] |= {"triton": triton.__version__}
     result["shapes"] = {"nodes": nodes, "context": context, "dtype": str(DTYPE).removeprefix("torch.")}
+    report = Report(path, result)
     for group, make in cases(s, nodes, context).items():
         try:
             made = make()
         except Exception as error:
-            result["kernels"][group], made = {"error": told(error)}, {}
-            save(rounded(result))
+            made = {group: error}
         for name, case in made.items():
-            result["kernels"][name] = measure(case, watch, ceiling)
-            print(f"{name}: {json.dumps(rounded(result['kernels'][name]))}", flush=True)
-            save(rounded(result))
-    return rounded(result)
+            report.add(name, partial(measured, case, watch, ceiling), "kernels")
+    return report.content
+
+
+def measured(case: KernelCase | Exception, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
+    if isinstance(case, Exception):  # it could not be made
+        raise case
+    return measure(case, watch, ceiling)
 
 
 @one_sentence_errors
@@ -126,9 +124,7 @@ def main() -> None:
         use_interpreter()
         kernels.use("triton")
     shapes = Shapes(device, **TINY if args.tiny else {})
-    result = benchmark(shapes, args.nodes, args.context, args.trials, lambda result: write_json(args.out, result))
-    write_json(args.out, result)
-    print(json.dumps(result))
+    print(json.dumps(benchmark(shapes, args.nodes, args.context, args.trials, args.out)))
 
 
 if __name__ == "__main__":

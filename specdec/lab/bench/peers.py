@@ -1,22 +1,197 @@
-"""Other engines as contenders of the benchmark, by name."""
+"""Other engines as contenders of the benchmark: CTranslate2 and llama.cpp. Both decode the target's own weights.
 
-from collections.abc import Callable
+The weights are written from memory and tokens are called by their numbers. So a target needs no tokenizer that another
+engine knows, random weights will do, and nothing is downloaded. The files lie in a temporary folder while the engine
+loads them.
+"""
+
+from collections.abc import Callable, Set
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import MISSING, fields
 from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from specdec.lab.bench.contenders import Contender
-from specdec.lab.bench.peers_ctranslate2 import CTranslate2
-from specdec.lab.bench.peers_llama_cpp import LlamaCpp
+import torch
+
+from specdec.lab.bench import peer_sessions
+from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, translated
+from specdec.lab.bench.peer_weights import write_ctranslate2, write_gguf
+from specdec.lab.cost.memory import read_bytes
+from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES
+from specdec.model.target import Target
+from specdec.structs import Sampling
 
-ENGINES = {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}
+
+class Peer(Contender):
+    """Another engine on the target's weights, in `dtype`, with as many threads as torch has when it is made."""
+
+    engine: str  # its name
+    modules: tuple[str, ...]  # what is imported: the engine first
+    peer = True
+    settle_seconds = 0.3  # Intel's OpenMP spins for 0.2 s
+
+    def __init__(self, target: Target, slots: int, dtype: torch.dtype):
+        """slots: tokens of the longest text that will be decoded, its prompt included."""
+        self.slots, self.dtype, self.threads = slots, dtype, torch.get_num_threads()
+        self.cache_dtype = dtype  # of keys and values
+        if not isinstance(target, Target):
+            raise NotAvailable(
+                f"{self.engine} takes native targets only, and transformers' own modules decode this one"
+            )
+        if target.device.type != "cpu":
+            raise NotAvailable(f"{self.engine} is measured on the CPU only, the target is on {target.device}")
+        self.weights = sum(p.numel() for p in target.parameters()) * dtype.itemsize
+        self.values = 2 * target.config.layers * target.config.kv_heads * target.config.head_dim  # of a token's cache
+        try:
+            self.module, *_ = map(import_module, self.modules)
+        except ImportError as error:
+            raise NotAvailable(f"{self.engine} cannot be imported ({error}): pip install '.[peers]'") from None
+
+    def load(self, fill: Callable[[Path], object], session: type, **settings) -> None:
+        """Start a session in a new process, from a temporary folder that `fill` has filled."""
+        how = {"mp_context": get_context("spawn"), "initializer": peer_sessions.end_with_parent}
+        self.process = ProcessPoolExecutor(1, **how)
+        try:
+            with TemporaryDirectory(prefix="specdec-bench-", ignore_cleanup_errors=True) as folder:
+                fill(Path(folder))
+                self.process.submit(peer_sessions.load, session, folder, settings).result()
+        except BaseException:
+            self.process.shutdown()
+            raise
+
+    def ask(self, request: dict, slots: int) -> TimedRun:
+        """Decode, with a cache of `slots` tokens."""
+        return TimedRun(*self.process.submit(peer_sessions.decode, request).result(), self.cache_bytes(slots))
+
+    def cache_bytes(self, slots: int) -> int:
+        """Return the bytes of the keys and values of this many tokens."""
+        return slots * self.values * self.cache_dtype.itemsize
+
+    def moved(self, target: Target, context: float) -> float:
+        """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""
+        weights = read_bytes(target, 0, packed=False)
+        cache = read_bytes(target, context, packed=False) - weights
+        return (weights * self.dtype.itemsize + cache * self.cache_dtype.itemsize) / target.dtype.itemsize
+
+
+def special_parts(config: ModelConfig, slots: int) -> set[str]:
+    """Return what the model has beyond Llama's plain block, as names of fields of `ModelConfig`.
+
+    Windows that hold all of the `slots` tokens are none. A rope that is scaled is `rope.linear` or `rope.llama3`."""
+    optional = [f for f in fields(config) if f.default is not MISSING]
+    parts = {f.name for f in optional if getattr(config, f.name) != f.default}
+    if config.window is None or config.window >= slots:
+        parts -= {"sliding", "window"}
+    if config.attention_scale == config.head_dim**-0.5:
+        parts.discard("attention_scale")
+    return parts | ({f"rope.{config.rope.scaling}"} if config.rope.scaling != "default" else set())
+
+
+def check_parts(config: ModelConfig, slots: int, known: Set[str], engine: str) -> None:
+    """Raise NotAvailable, with the names, for parts of the model that are not `known`."""
+    if absent := special_parts(config, slots) - known:
+        raise NotAvailable(f"{engine} is not given models with {' and '.join(sorted(absent))}")
+
+
+class CTranslate2(Peer):
+    """`generate_batch` of CTranslate2, which calls back for every token. What it draws does not depend on the seed: its
+    threads have seeds of their own."""
+
+    engine, modules = "CTranslate2", ("ctranslate2",)
+    kinds = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # noqa: RUF012
+    # Without windows: CTranslate2 limits the cache only, and within a longer prompt every token sees all.
+    parts = frozenset(
+        {"qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "activation", "attention_scale",
+         "embed_scale", "local_rope", "rope.linear", "rope.llama3"}
+    )  # fmt: skip
+    # Its repetition penalty leaves out the prompt, so it is not among these.
+    names = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}  # noqa: RUF012
+
+    def __init__(self, target: Target, slots: int, dtype: torch.dtype):
+        super().__init__(target, slots, dtype)
+        self.kind, there = self.kinds[dtype], self.module.get_supported_compute_types("cpu")
+        if self.kind not in there:
+            raise NotAvailable(f"CTranslate2 has no {self.kind} on this processor, it has {', '.join(sorted(there))}")
+        check_parts(target.config, slots, self.parts, self.engine)
+        settings = {"compute_type": self.kind, "intra_threads": self.threads}
+        self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.CTranslate2Session, **settings)
+
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
+        how = {"sampling_topk": 1 if sampling.greedy else 0} | translated(sampling, self.names, self.engine)
+        request = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
+        return self.ask(request, len(prompt) + new - 1)
+
+    def details(self) -> dict:
+        return {"engine": f"ctranslate2 {self.module.__version__}, {self.kind}", "threads": self.threads}
+
+
+class LlamaCpp(Peer):
+    """llama.cpp's server, in `xllamacpp`, which sends each token as a chunk of text. The cache is in fp16, as its own
+    default is, and it chooses flash attention itself."""
+
+    engine, modules = "llama.cpp", ("xllamacpp", "gguf")
+    cells = 256  # it pads a context to a multiple of this many tokens
+    # Its architectures -> the parts of `ModelConfig` that each reads.
+    parts = {  # noqa: RUF012
+        "llama": {"qkv_bias", "o_bias", "mlp_bias", "rope.linear", "rope.llama3"},
+        "qwen2": {"qkv_bias", "rope.linear"},
+        "qwen3": {"qk_norm", "rope.linear"},
+        "gemma3": {"qk_norm", "norm_offset", "sandwich_norms", "activation", "embed_scale", "local_rope", "sliding",
+                   "window"},
+    }  # fmt: skip
+    names = SHARED | {"repetition_penalty": "repeat_penalty"}
+    order = ("penalties", "temperature", "top_k", "top_p", "min_p")  # transformers' order, which is ours
+
+    def __init__(self, target: Target, slots: int, dtype: torch.dtype):
+        super().__init__(target, slots, dtype)
+        self.cache_dtype, name = torch.float16, self.architecture(target.config, slots)
+        self.slots += -slots % self.cells
+        settings = {"slots": self.slots, "threads": self.threads}
+        self.load(
+            lambda folder: write_gguf(folder / peer_sessions.GGUF, target, name, dtype),
+            peer_sessions.LlamaCppSession,
+            **settings,
+        )
+
+    @classmethod
+    def architecture(cls, config: ModelConfig, slots: int) -> str:
+        """Return llama.cpp's name for models of this kind.
+
+        Raises:
+            NotAvailable: For a model with a part that llama.cpp does not read.
+        """
+        qwen2 = config.qkv_bias and not config.o_bias
+        name = "gemma3" if config.sandwich_norms else "qwen3" if config.qk_norm else "qwen2" if qwen2 else "llama"
+        check_parts(config, slots, cls.parts[name], cls.engine)
+        if name == "gemma3" and config.sliding != tuple((layer + 1) % 6 != 0 for layer in range(config.layers)):
+            raise NotAvailable(
+                "in llama.cpp every sixth layer of a Gemma 3 sees all positions, and no other layer does"
+            )
+        return name
+
+    def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
+        request = {"prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "cache_prompt": False}
+        request |= {"samplers": list(self.order), "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": self.slots}
+        request |= translated(sampling, self.names, self.engine)
+        if sampling.greedy:
+            request |= {"samplers": ["penalties", "top_k"], "top_k": 1}
+        return self.ask(request, self.slots)
+
+    def details(self) -> dict:
+        built_for = self.module.get_system_info().strip()
+        return {"engine": f"xllamacpp {self.module.__version__}", "built_for": built_for, "threads": self.threads}
 
 
 def peers_by_name(target, slots: int) -> dict[str, Callable[[], Contender]]:
-    """How to make each: ENGINE with weights of the target's dtype, ENGINE-fp32, -fp16 and -bf16 with those of another.
+    """Return makers: ENGINE with weights of the target's dtype, ENGINE-fp32, -fp16 and -bf16 with those of another.
 
     slots: tokens of the longest text that will be decoded, its prompt included."""
     makers: dict[str, Callable[[], Contender]] = {}
-    for name, engine in ENGINES.items():
+    for name, engine in {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}.items():
         makers[name] = partial(engine, target, slots, target.dtype)
         makers |= {f"{name}-{short}": partial(engine, target, slots, dtype) for short, dtype in DTYPES.items()}
     return makers

@@ -3,9 +3,8 @@
     python -m specdec.lab.bench.replayed_rounds --shape llama_3_1_8b --device cuda --out rounds.json
 
 Weights are random, and rounds emit `--tau` tokens whatever is drafted (`lab.cost.simulated_tau`): times are measured,
-and the speed-up is SIMULATED. On a GPU every part is captured as a CUDA graph of its own, so launches from Python are
-in no time of a part; on the CPU parts are called. Plain decoding is held against the bandwidth that is measured here. A
-part that fails is named with its error, and the run goes on.
+and the speed-up is SIMULATED. On a GPU every part is captured as a CUDA graph of its own, so no part's time includes
+launches from Python; on the CPU parts are called. Plain decoding is compared with the bandwidth that is measured here.
 
 Writes one JSON file, anew after each part; the last line of the output is the same object.
 """
@@ -13,7 +12,6 @@ Writes one JSON file, anew after each part; the last line of the output is the s
 import argparse
 import json
 import statistics
-from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -29,20 +27,19 @@ from specdec.engine.engine import Engine
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.engine.static_batch import buckets
-from specdec.lab.bench.bench import random_prompts, sentence
-from specdec.lab.bench.device_time import Run, captured, device_seconds
+from specdec.lab.bench.bench import random_prompts
 from specdec.lab.bench.shapes import random_head, random_target
-from specdec.lab.cost.memory import bandwidth, read_bytes
+from specdec.lab.cost.memory import Run, bandwidth, captured, device_seconds, read_bytes
 from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.lab.machine import provenance
 from specdec.lab.models import check_counts
-from specdec.lab.output import write_json
+from specdec.lab.output import Report
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.structs import DraftTree, Sampling, Verdict
 from specdec.trees.spec import TreeSpec
 
-NODES = (1, 8, 16, 32)  # forwards that are timed beside that of the tree
-ROOM = 64  # tokens behind the context
+NODES = (1, 8, 16, 32)  # forwards that are timed next to that of the tree
+ROOM = 64  # tokens after the context
 L2_SWEEP = 1 << 28  # bytes
 
 
@@ -131,24 +128,6 @@ class Scene:
         return run
 
 
-class Report:
-    """A result that is on disk as far as it is known."""
-
-    def __init__(self, path: Path, head: dict):
-        self.path, self.content = path, head
-        write_json(path, head)
-
-    def add(self, name: str, measure: Callable[[], dict]) -> dict:
-        """What `measure` gives, or its error, as the entry `name`."""
-        try:
-            self.content[name] = measure()
-        except Exception as error:  # a benchmark reports what does not work, and goes on
-            self.content[name] = {"failed": sentence(error)}
-        write_json(self.path, self.content)
-        print(f"{name}: {json.dumps(self.content[name])}", flush=True)
-        return self.content[name]
-
-
 def replay_ms(run: Run, device: torch.device, trials: int) -> float:
     """Median milliseconds of a part on the device. Before each replay the L2 cache is overwritten, as other parts do;
     meanwhile the replay is launched."""
@@ -200,39 +179,41 @@ def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
             report.add(name, partial(decode, name))
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama_3_1_8b", help="a name of conf/shape")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--topk", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--num-draft-tokens", type=int, default=60)
-    parser.add_argument("--tau", type=float, default=3.0, help="tokens that every round emits")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of the prompt")
-    parser.add_argument("--new-tokens", type=int, default=192, help="of a decoding")
-    parser.add_argument("--trials", type=int, default=20, help="replays of each part; decodings are a fourth of that")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("rounds.json"))
-    args = parser.parse_args()
-    check_counts(args, "context", "new_tokens", "trials")
-    return args
+# Settings that are numbers: the default, and what they are
+FLAGS = {
+    "topk": (10, None),
+    "steps": (8, None),
+    "num_draft_tokens": (60, None),
+    "tau": (3.0, "tokens that every round emits"),
+    "context": (1024, "tokens of the prompt"),
+    "new_tokens": (192, "of a decoding"),
+    "trials": (20, "replays of each part; decodings are a fourth of that"),
+    "seed": (0, None),
+}
 
 
 @one_sentence_errors
 @torch.inference_mode()
 def main() -> None:
-    args = arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama_3_1_8b", help="a name of conf/shape")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    for name, (default, words) in FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=words)
+    parser.add_argument("--out", type=Path, default=Path("rounds.json"))
+    args = parser.parse_args()
+    check_counts(args, "context", "new_tokens", "trials")
     device, shape = check_device(args.device), registry.settings("shape", args.shape)
     tree, verifier = TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build(), SimulatedTau(args.tau)
     verifier.check(tree.steps)
     dtype = choose_dtype(args.dtype, shape["config"], device)
     target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, args.seed)
     drafter = random_head(target, **shape["drafter"], seed=args.seed)
-    ceiling = bandwidth(device)
     title = f"{MARK} tau {args.tau:g}: {target.name}, {str(dtype).removeprefix('torch.')}, {device}"
     head = {"benchmark": title, "simulated": True} | provenance(device)
     head |= {"settings": {name: str(value) for name, value in vars(args).items()}}
+    ceiling = bandwidth(device)
     report = Report(args.out, head | {"bandwidth_bytes_per_second": ceiling})
     prompt = random_prompts(target.vocab, 1, args.seed)(0, args.context)[0]
     scene = Scene(target, drafter, tree, verifier, prompt)

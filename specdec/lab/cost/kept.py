@@ -1,15 +1,15 @@
-"""Measured costs, kept in a file for each machine, pair of shapes and version of the code.
+"""Measured costs, cached in a file for each machine, pair of shapes and version of the code.
 
-A time depends on shapes, not on what was said, so one measurement serves every text.
+A time depends on shapes and not on the text, so one measurement serves every text.
 """
 
 import hashlib
 import json
-from pathlib import Path
 
 import torch
 
 from specdec.cli.files import Kept
+from specdec.cli.revision import code_digest
 from specdec.engine.recorder import versions
 from specdec.lab.cost.model import CostModel
 from specdec.lab.cost.rounds import RoundCost, measure_rounds
@@ -20,11 +20,7 @@ TIMED_CODE = ("specdec", "specdec/drafters", "specdec/trees")  # folders of what
 
 
 def identity(target, drafter, **how) -> dict:
-    """Everything that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
-    source = hashlib.sha256()
-    for folder in TIMED_CODE:
-        for file in sorted((Path(__file__).parents[3] / folder).rglob("*.py")):
-            source.update(file.read_bytes())
+    """Return all that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
     shapes = {
         name: [(key, list(value.shape), str(value.dtype)) for key, value in module.state_dict().items()]
         for name, module in (("target", target), ("drafter", drafter))
@@ -35,36 +31,29 @@ def identity(target, drafter, **how) -> dict:
     return {
         "machine": machine(target.device),
         "versions": versions(),
-        "source": source.hexdigest(),
+        "source": code_digest(TIMED_CODE),
         "pair": hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest(),
         "how": how | {"trees": trees},
     }
 
 
-def _entries(cost: RoundCost) -> dict:
-    return {
-        "setting": None if cost.tree is None else str(cost.tree),
-        "context": cost.context,
-        "batch": cost.batch,
-        "seconds": cost.seconds,
-    }
-
-
-def _model(kept: dict) -> CostModel:
-    return CostModel([_cost(**point) for point in kept["points"]])
-
-
-def _cost(setting: str | None, **entries) -> RoundCost:
-    return RoundCost(None if setting is None else TreeSpec.parse(setting), **entries)
-
-
 def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False, progress=None, **how) -> CostModel:
-    """The costs of a pair on this machine: read where they are kept, else measured and kept.
+    """Return the costs of a pair on this machine, from the cache if they are there, else measured and cached.
 
-    text, progress, how: as in `measure_rounds`. remeasure: measure even where costs are kept."""
+    Args:
+        text, progress, how: As for `measure_rounds`.
+        remeasure: Measure even where costs are cached.
+    """
     measured = Kept("costs", identity(target, drafter, **how))
     if not remeasure and (kept := measured.read(_model)) is not None:
         return kept
     costs = measure_rounds(target, drafter, text, **how, **({"progress": progress} if progress else {}))
-    measured.write({"points": [_entries(cost) for cost in costs]})
+    measured.write({"points": [vars(cost) | {"tree": None if cost.tree is None else str(cost.tree)} for cost in costs]})
     return CostModel(costs)
+
+
+def _model(kept: dict) -> CostModel:
+    points = [
+        point | {"tree": None if point["tree"] is None else TreeSpec.parse(point["tree"])} for point in kept["points"]
+    ]
+    return CostModel([RoundCost(**point) for point in points])

@@ -1,36 +1,57 @@
-"""Memory: how fast a device moves it, how much a decoding takes, and what plain decoding must read for each token."""
+"""Seconds of work on a device; how fast it moves memory; what a decoding takes, and plain decoding must read."""
 
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
+from specdec.engine.clock import Clock
 from specdec.model.cpu_linear import bytes_read
 
+Run = Callable[[], object]
+WARM_UPS = 3
 CPU_BYTES, GPU_BYTES = 1 << 28, 1 << 30
-
-
-def seconds_of(run: Callable[[], object], device: torch.device, trials: int = 5) -> float:
-    """Median seconds of a call, from an idle device until the device has finished, over `trials` after a warm-up."""
-    times = []
-    for trial in range(trials + 1):  # the first warms up
-        wait(device)
-        start = time.perf_counter()
-        run()
-        wait(device)
-        if trial:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
 
 
 def wait(device: torch.device) -> None:
     """Wait until the device has finished what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def captured(run: Run, device: torch.device) -> Run:
+    """Return a call that does `run` again: a CUDA graph of it; on the CPU, where launches cost little, `run` itself.
+
+    It is run a few times first, so that kernels are compiled and libraries have what they need."""
+    if device.type != "cuda":
+        return run
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def device_seconds(run: Run, device: torch.device, trials: int = 5, before: Run = lambda: None) -> float:
+    """Return the median seconds that the device works on `run`, over `trials` after a few warm-ups.
+
+    before: run ahead of each, and not timed."""
+    times = []
+    for _ in range(WARM_UPS + trials):
+        before()
+        clock = Clock(device)
+        run()
+        clock.mark("run")
+        times.append(clock.seconds()["run"])
+    return statistics.median(times[WARM_UPS:])
 
 
 def bandwidth(device: torch.device, size: int | None = None) -> float:
@@ -42,8 +63,8 @@ def bandwidth(device: torch.device, size: int | None = None) -> float:
     size = size or (GPU_BYTES if device.type == "cuda" else CPU_BYTES)
     source = torch.ones(size // 4, device=device)
     copy = torch.empty_like(source)
-    read = size / seconds_of(source.sum, device)
-    return max(read, 2 * size / seconds_of(lambda: copy.copy_(source), device))
+    read = size / device_seconds(source.sum, device)
+    return max(read, 2 * size / device_seconds(lambda: copy.copy_(source), device))
 
 
 def read_bytes(target, context: float, *, packed: bool = True) -> float:
@@ -87,9 +108,3 @@ class PeakMemory:
         else:
             unit = 1 if sys.platform == "darwin" else 1024
             self.bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def resident_bytes() -> int:
-    """Bytes of the resident set of this process now. Linux only."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

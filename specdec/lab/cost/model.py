@@ -15,23 +15,11 @@ sizes. Coefficients are least squares on relative errors, and none is negative.
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from specdec.lab.cost.rounds import PARTS, RoundCost
 from specdec.trees.spec import TreeSpec
-
-
-class Costs(Protocol):
-    """Seconds of a round, by context in tokens and batch size. For an array of contexts they are an array."""
-
-    def round(self, tree: TreeSpec, context: np.ndarray, batch: float) -> np.ndarray: ...
-
-    def plain(self, context: np.ndarray, batch: float) -> np.ndarray: ...
-
-    def empty(self, tree: TreeSpec, context: np.ndarray, batch: float) -> np.ndarray:
-        """A round in which this tree's drafter has nothing to propose: a plain one, whose token it absorbs."""
 
 
 class _Fit:
@@ -114,7 +102,8 @@ def _of(points: list[RoundCost], part: str, width: int | None = None) -> list[tu
 
 
 class CostModel:
-    """`Costs` of this machine, from measured rounds."""
+    """Seconds of rounds on this machine, by context in tokens and batch size. For an array of contexts they are an
+    array."""
 
     def __init__(self, points: Sequence[RoundCost]):
         self.points = list(points)
@@ -127,8 +116,7 @@ class CostModel:
         Raises ValueError for what lies outside the measured topks, nodes or batch sizes, or was not measured."""
         self._check(tree, batch)
         context = np.asarray(context, dtype=float)
-        shares = list(zip(self.fits, hats(self.batches, batch), strict=True))
-        found = [(share, fit.parts(tree, context)) for fit, share in shares if share]
+        found = [(share, fit.parts(tree, context)) for fit, share in self._shares(batch)]
         return {part: sum(share * parts[part] for share, parts in found) for part in PARTS}
 
     def round(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
@@ -136,9 +124,10 @@ class CostModel:
 
     def plain(self, context, batch: float = 1) -> np.ndarray:
         context = np.asarray(context, dtype=float)
-        return sum(s * fit.plain(context) for fit, s in zip(self.fits, hats(self.batches, batch), strict=True) if s)
+        return sum(share * fit.plain(context) for fit, share in self._shares(batch))
 
     def empty(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
+        """A round in which this tree's drafter has nothing to propose: a plain one, whose token it absorbs."""
         return self.plain(context, batch) + self.parts(tree, context, batch)["extend"]
 
     def errors(self) -> list[float]:
@@ -149,6 +138,10 @@ class CostModel:
             measured = sum(p.seconds.values())
             found.append(abs(float(told) - measured) / measured)
         return found
+
+    def _shares(self, batch: float) -> list[tuple["_BatchFit", float]]:
+        """The measured batch sizes next to this one, and how much each counts."""
+        return [(fit, share) for fit, share in zip(self.fits, hats(self.batches, batch), strict=True) if share]
 
     def _check(self, tree: TreeSpec, batch: float) -> None:
         trees = [p.tree for p in self.points if p.tree is not None]

@@ -4,7 +4,7 @@ The engine marks the parts itself. No part is timed alone in a loop, where cache
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,10 +18,9 @@ WIDTHS = (1, 2, 4, 8)
 DEPTHS = (1, 2, 4, 8)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (32, 128, 384)
-NEW_TOKENS = 16  # of one run: some rounds behind the first, which is left out
-# Settings of an engine whose rounds are timed. A CUDA graph does not tell the parts of a round apart, and a batch that
-# keeps the rows that have ended costs the same in every round; so does one whose drafter is not asked whether it has
-# anything to propose.
+NEW_TOKENS = 16  # of one run: some rounds after the first, which is left out
+# Settings of an engine whose rounds are timed. A CUDA graph does not separate the parts of a round. A batch that keeps
+# the rows that have ended costs the same in every round, and so does one whose drafter may not abstain.
 TIMED = {"graphs": False, "compact": False, "abstain": False}
 
 
@@ -121,26 +120,12 @@ def measure_rounds(
             runs += [(tree, context, batch) for tree in (None, *here)]
     engines = {None: Engine(target, **TIMED)}
     engines |= {tree: Engine(target, drafter, tree.build(), **TIMED) for tree in trees}
-    return time_in_turn(engines, runs, text, sampling or Sampling(), repeats, progress)
-
-
-def time_in_turn(
-    engines: Mapping[TreeSpec | None, Engine],
-    runs: Sequence[tuple[TreeSpec | None, int, int]],
-    text: list[int],
-    sampling: Sampling,
-    repeats: int,
-    progress: Callable[[int, int], None] = lambda done, of: None,
-) -> list[RoundCost]:
-    """Time the rounds of all runs, (tree, context, batch size), which take turns, and return medians over all turns.
-
-    engines: by tree, with the settings `TIMED`. text, progress: as in `measure_rounds`."""
     found: dict[tuple, list] = {run: [] for run in runs}
     for repeat in range(-1, repeats):  # -1 warms up
         for done, (tree, context, batch) in enumerate(runs[:: 1 if repeat >= 0 else max(1, len(runs) // 8)], 1):
             prompts = [(text * (1 + context // len(text)))[:context]] * batch
             new = NEW_TOKENS if tree is None else NEW_TOKENS + tree.steps
-            rounds = time_rounds(engines[tree], prompts, new, sampling)
+            rounds = time_rounds(engines[tree], prompts, new, sampling or Sampling())
             if repeat >= 0:
                 found[tree, context, batch] += rounds
                 progress(repeat * len(runs) + done, repeats * len(runs))

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from specdec.cli.files import write_text
 from specdec.cli.settings import REPORT
 from specdec.engine.engine import Engine
-from specdec.lab.cost.model import Costs
+from specdec.lab.cost.model import CostModel
 from specdec.lab.replay import Superset
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSpec
@@ -41,7 +41,7 @@ def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> 
 
 
 def predict(
-    costs: Costs,
+    costs: CostModel,
     tree: TreeSpec | None,
     emitted: list[list[int]],
     prompts: list[int],
@@ -73,7 +73,7 @@ def predict(
     return Prediction(tree, tokens / seconds, tokens / taken, seconds / rounds)
 
 
-def _times(costs: Costs, tree: TreeSpec, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
+def _times(costs: CostModel, tree: TreeSpec, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
     """Seconds of a batch's rounds, each of which drafts so many levels. A static tree without its last levels is taken
     to cost what the whole one does."""
     times = np.empty(len(contexts))
@@ -85,13 +85,32 @@ def _times(costs: Costs, tree: TreeSpec, contexts: np.ndarray, size: int, levels
 
 
 def predict_all(
-    costs: Costs, superset: Superset, trees: Sequence[TreeSpec], prompts: list[int], batch: int = 1
+    costs: CostModel, superset: Superset, trees: Sequence[TreeSpec], prompts: list[int], batch: int = 1
 ) -> tuple[Prediction, list[Prediction]]:
     """Predict plain decoding and every tree; the trees come fastest first."""
     replays = superset.replay_many(trees)
     plain = predict(costs, None, replays[0].emitted, prompts, batch)
     found = [predict(costs, tree, r.emitted, prompts, batch, r.drafted) for tree, r in zip(trees, replays, strict=True)]
     return plain, sorted(found, key=lambda p: -p.tokens_per_second)
+
+
+def clairvoyant(costs: CostModel, superset: Superset, trees: Sequence[TreeSpec], prompts: list[int]) -> float:
+    """Return the tokens/s of a row that drafts in every round with the best of these trees, or not at all.
+
+    It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end."""
+    accepted = [superset._acceptance(tree, "", None) for tree in trees]
+    seconds = tokens = 0.0
+    for start, roots, prompt in zip(superset.starts.tolist(), superset.roots.tolist(), prompts, strict=True):
+        here, contexts = slice(start, start + roots), prompt + np.arange(roots)
+        times = [costs.plain(contexts, 1)]
+        times += [_times(costs, t, contexts, 1, a.levels[here].numpy()) for t, a in zip(trees, accepted, strict=True)]
+        emits = np.stack([np.ones(roots, int), *(1 + a.accepted[here].numpy() for a in accepted)])
+        least = np.zeros(roots + 1)  # seconds from each root to the end
+        for root in range(roots - 1, -1, -1):
+            after = least[np.minimum(root + emits[:, root], roots)]
+            least[root] = min(time[root] + rest for time, rest in zip(times, after, strict=True))
+        seconds, tokens = seconds + least[0], tokens + roots
+    return tokens / seconds
 
 
 def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> list[Prediction]:
@@ -167,6 +186,7 @@ class Tuned:
     plain: Prediction
     ranking: list[Prediction]
     measured: list[tuple[Prediction, MeasuredRate]]  # plain decoding first
+    bound: float | None = None  # tokens/s that no choice of trees by round can exceed (`clairvoyant`); of one row
 
     @property
     def best(self) -> tuple[Prediction, MeasuredRate]:
@@ -194,7 +214,7 @@ class Tuned:
 
 
 def tune(
-    costs: Costs,
+    costs: CostModel,
     superset: Superset,
     trees: Sequence[TreeSpec],
     target,
@@ -208,10 +228,12 @@ def tune(
     """Predict every tree, and decode with the best `tries` of them and plainly.
 
     prompts: token ids; `superset` holds one text of each, in this order. how: as in `measure_rates`."""
-    plain, ranking = predict_all(costs, superset, trees, [len(p) for p in prompts], batch)
+    lengths = [len(p) for p in prompts]
+    plain, ranking = predict_all(costs, superset, trees, lengths, batch)
     tried = [plain, *finalists(ranking, tries)]
     found = measure_rates(target, drafter, prompts, [p.tree for p in tried], batch=batch, **how)
-    return Tuned(plain, ranking, list(zip(tried, found, strict=True)))
+    bound = clairvoyant(costs, superset, trees, lengths) if batch == 1 else None
+    return Tuned(plain, ranking, list(zip(tried, found, strict=True)), bound)
 
 
 def tree_entries(tree: TreeSpec | None) -> dict:
@@ -239,6 +261,7 @@ def report_of(tuned: Tuned) -> dict:
         "plain_tokens_per_second": round(tuned.measured[0][1].tokens_per_second, 2),
         "best_draft": str(tuned.best_draft[0].tree),
         "settings_predicted": len(tuned.ranking),
+        "clairvoyant_tokens_per_second": tuned.bound and round(tuned.bound, 2),
         "tried": tried,
     }
 

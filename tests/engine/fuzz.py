@@ -1,14 +1,13 @@
-"""Random combinations of all that decodes: does every row get the text that it gets alone, decoded plainly?
+"""Decode random cases, and compare every row with its plain decoding alone.
 
-    python scripts/fuzz.py --seconds 600 --out fuzz.json
+    python tests/engine/fuzz.py --seconds 600
 
-A case is drawn from its number (scripts/fuzz_cases.py): a target with windows, biases, soft caps and short contexts; a
-drafter, with few tokens to propose or weights in int8; a tree that fits it; rows with samplings, penalties, grammars,
-stops, ends and limits of their own. They join one after the other, some are aborted, prompts are read in parts, or from
-where they differ from others, and rounds overlap, are replayed or follow an adaptive policy. Tokens, ends and
-log-probabilities are compared. By the default rule drawn text is plain decoding's too, as the noise of a row and
-position is the same. A mistake is printed with its number, and `--first NUMBER --cases 1` is that case again. Ends with
-1 if there was one.
+fuzz_cases.py draws a case from its number: a target with windows, biases, soft caps and short contexts; a drafter, a
+tree, and rows with samplings, penalties, grammars, stop conditions and limits of their own. Rows join one after the
+other, some are aborted, prompts are read in parts or from the prefix cache, and rounds overlap, use graphs or follow an
+adaptive policy. Tokens, finish reasons and log-probabilities are compared. Sampled text must match too: by the default
+rule the noise of a row and position is the same. `--first NUMBER --seconds 0` repeats a failed case. The exit code is
+1 if a row differs.
 """
 
 import argparse
@@ -18,30 +17,18 @@ import time
 import traceback
 from pathlib import Path
 
-import checkout  # noqa: F401
+sys.path.extend(map(str, Path(__file__).resolve().parents[1:3]))
+
 import torch
 from fuzz_cases import Case, Row, draw
 
-from specdec.cli.errors import one_sentence_errors
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
-from specdec.lab.output import write_json
 from specdec.model.target import Target
-
-MOST_STEPS = 5000  # of one case: more, and it does not end
-
-
-def run(case: Case) -> list[str]:
-    """What differs, a sentence each."""
-    wanted = [alone(case.target, row) for row in case.rows]
-    return [
-        f"row {number} {fault}"
-        for number, pair in enumerate(zip(wanted, together(case), strict=True))
-        for fault in differences(*pair)
-    ]
 
 
 def alone(target: Target, row: Row) -> Sequence:
+    """Decode one row plainly."""
     engine = Engine(target)
     engine.reserve(1, target.config.context)
     sequence = row.join(engine)
@@ -51,13 +38,13 @@ def alone(target: Target, row: Row) -> Sequence:
 
 
 def together(case: Case) -> list[Sequence]:
-    """The rows, drafted for, as the schedule lets them join. Others join too, and are aborted."""
+    """Decode all rows speculatively. They join as the schedule says; further rows join and are aborted."""
     engine, rng = Engine(case.target, case.drafter, case.tree, prefixes=case.kept, **case.options), case.schedule
     engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, part=case.part)
     if engine.prefixes is not None:
         engine.prefixes.least = 2
     waiting, joined, passing = list(case.rows), [], []
-    for _ in range(MOST_STEPS):
+    for _ in range(5000):
         if waiting and (not joined or rng.random() < 0.5):
             joined.append(waiting.pop(0).join(engine))
             if rng.random() < 0.15:
@@ -66,61 +53,50 @@ def together(case: Case) -> list[Sequence]:
             engine.abort(passing.pop())
         if engine.step() is None and not waiting:
             return joined
-    raise RuntimeError(f"it does not end within {MOST_STEPS} steps")
+    raise RuntimeError("it does not end within 5000 steps")
 
 
 def differences(wanted: Sequence, got: Sequence) -> list[str]:
     if (wanted.tokens, wanted.finish) != (got.tokens, got.finish):
         return [f"has {got.tokens} ({got.finish}), and alone {wanted.tokens} ({wanted.finish})"]
-    found = []
     for name in ("logprobs", "likely"):
-        ours, theirs = getattr(got, name) or (), getattr(wanted, name) or ()
-        if len(ours) != len(theirs):
-            found.append(f"has {len(ours)} {name}, and alone {len(theirs)}")
-    if got.logprobs and not found:
+        counts = [len(getattr(sequence, name) or ()) for sequence in (got, wanted)]
+        if counts[0] != counts[1]:
+            return [f"has {counts[0]} {name}, and alone {counts[1]}"]
+    if got.logprobs:
         ours, theirs = torch.tensor(got.logprobs), torch.tensor(wanted.logprobs)
         if not torch.allclose(ours, theirs, rtol=0, atol=1e-3):
-            found.append(f"has log-probabilities that are up to {(ours - theirs).abs().max():.2g} from those alone")
-    return found
+            return [f"has log-probabilities that are up to {(ours - theirs).abs().max():.2g} from those alone"]
+    return []
 
 
-def judge(number: int) -> dict | None:
-    """What is wrong with the case of this number; None if nothing is."""
-    about = "not drawn"
+def failures(number: int) -> list[str]:
+    """What is wrong with the case of this number, after its description; empty if nothing is."""
+    about = f"case {number}: not drawn"
     try:
         case = draw(number)
-        about = case.about
-        faults = run(case)
-    except Exception as error:  # any other is a fault too, and the next case goes on
-        faults = [f"{type(error).__name__}: {error}", traceback.format_exc()]
-    return {"case": number, "about": about, "faults": faults} if faults else None
+        about = f"case {number}: {case.about}"
+        wanted = [alone(case.target, row) for row in case.rows]
+        pairs = zip(wanted, together(case), strict=True)
+        found = [f"row {place} {what}" for place, pair in enumerate(pairs) for what in differences(*pair)]
+    except Exception:  # a failure too, and the next case follows
+        found = [traceback.format_exc()]
+    return [about, *found] if found else []
 
 
-def parser() -> argparse.ArgumentParser:
+def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--first", type=int, default=0, help="number of the first case (default 0)")
-    p.add_argument("--cases", type=int, help="no more than so many")
-    p.add_argument("--seconds", type=float, default=60.0, help="begin no case after these (default 60)")
-    p.add_argument("--out", type=Path, help="JSON")
-    return p
-
-
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    torch.set_num_threads(1)  # tiny products gain nothing by a second
-    end, number, found = time.monotonic() + args.seconds, args.first, []
-    while time.monotonic() < end and (args.cases is None or number < args.first + args.cases):
-        fault = judge(number)
-        if fault is not None:
-            found.append(fault)
-            print(f"case {number}: {fault['about']}", *fault["faults"], sep="\n  ")
-        number += 1
-    if args.out is not None:
-        write_json(args.out, {"first": args.first, "cases": number - args.first, "found": found})
-    print(json.dumps({"cases": number - args.first, "wrong": len(found)}))
-    if found:
-        sys.exit(1)
+    p.add_argument("--seconds", type=float, default=60.0, help="start no case after this time (default 60)")
+    args = p.parse_args()
+    torch.set_num_threads(1)  # a second thread does not speed up tiny products
+    end, number, wrong = time.monotonic() + args.seconds, args.first, 0
+    while number == args.first or time.monotonic() < end:
+        if found := failures(number):
+            print(*found, sep="\n  ", flush=True)
+        number, wrong = number + 1, wrong + bool(found)
+    print(json.dumps({"cases": number - args.first, "wrong": wrong}))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,11 @@
 
     python tests/engine/fuzz.py --seconds 600
 
-fuzz_cases.py draws a case from its number: a target with windows, biases, soft caps and short contexts; a drafter, a
-tree, and rows with samplings, penalties, grammars, stop conditions and limits of their own. Rows join one after the
-other, some are aborted, prompts are read in parts or from the prefix cache, and rounds overlap, use graphs or follow an
-adaptive policy. Tokens, finish reasons and log-probabilities are compared. Sampled text must match too: by the default
-rule the noise of a row and position is the same. `--first NUMBER --seconds 0` repeats a failed case. The exit code is
-1 if a row differs.
+fuzz_cases.py draws a case from its number: a target, a drafter, a tree, and rows with samplings, penalties, grammars,
+stop conditions and limits of their own. Rows join one after the other, some are aborted, prompts are read in parts or
+from the prefix cache, and rounds overlap, use graphs or follow an adaptive policy. Tokens, finish reasons and
+log-probabilities are compared. Sampled text must match too: by the default rule the noise of a row and position is the
+same. `--first NUMBER --seconds 0` repeats a failed case. The exit code is 1 if a row differs.
 """
 
 import argparse

@@ -36,7 +36,8 @@ def draft_model(target: Target) -> DraftModel:
 
 MAKERS = DRAFTERS | {"draft-model": draft_model} | {name: partial(tiny_parallel, kind=name) for name in PARALLEL}
 MAKERS |= {name: partial(tiny_block, **switches) for name, switches in MORE_BLOCKS.items()}
-POLICIES = ["restless", "depths", "fixed", "ema", "table", "survival", "survival:told", "survival:margin", "survival:calibrated"]
+POLICIES = ("restless", "depths", "fixed", "ema", "table",
+            "survival", "survival:told", "survival:margin", "survival:calibrated")  # fmt: skip
 
 
 @dataclass(frozen=True)

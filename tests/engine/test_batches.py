@@ -1,6 +1,5 @@
 """Rows of a batch: each as if it were alone, with its own settings, penalties, stop strings and log-probabilities."""
 
-import json
 import random
 from types import SimpleNamespace
 
@@ -9,7 +8,6 @@ import torch
 from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
-from scripts import batch_chart
 from specdec.api import DEMO_TARGET, generate
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
@@ -338,26 +336,6 @@ def test_logprobs_are_the_target_s_own(sampling):
         without = engine.generate(prompts, max_new_tokens=limits, sampling=sampling).rows
         assert [row.tokens for row in without] == [row.tokens for row in rows]
         assert all(row.logprobs is None for row in without)
-
-
-# The chart
-
-
-def test_the_chart_of_throughput(target_path, drafter_path, tmp_path, capsys):
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("The quick\nfox\n12 + 30\n")
-    flags = ["--target", target_path, "--draft", drafter_path, "--prompt-file", prompts, "--batch-sizes", "1,2"]
-    batch_chart.main([*map(str, flags), "--max-new-tokens", "6", "--trials", "1", "--out", str(tmp_path / "out")])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((tmp_path / "out" / "result.json").read_text()) == told
-    assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
-    assert [(p["how"], p["batch"]) for p in told["points"]] == [
-        ("plain", 1), ("speculative", 1), ("plain", 2), ("speculative", 2)
-    ]  # fmt: skip
-    assert all((p["tokens"], p["same_as_alone"], p["rows"]) == (18, 3, 3) for p in told["points"])
-    with pytest.raises(SystemExit):
-        batch_chart.main([*map(str, flags), "--trials", "0"])
-    assert "must be at least 1, got 32 and 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Many mixed requests at once over real connections: everyone gets the text that it has alone, counters add up, and
-nothing is left. `scripts/serve_texts.py` does the same with 500 requests on the bundled pair."""
+nothing is left."""
 
 import asyncio
 

@@ -1,16 +1,10 @@
-"""What `vllm bench serve` 0.32 and `guidellm` 0.8.1 send is taken, and what they look for in answers is there.
-
-`scripts/serve_clients.py` runs the clients themselves, where they are installed."""
-
-import re
-from argparse import Namespace
+"""What `vllm bench serve` 0.32 and `guidellm` 0.8.1 send is taken, and what they look for in answers is there."""
 
 import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-import serve_clients
 from clients import CHAT, TEXT, serve
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
@@ -63,41 +57,3 @@ def test_bodies_of_other_clients_and_the_fields_they_read(pair):
         assert sums["drafts"] > 0
 
     serve(pair, use, told={"acceptance": "summary"})
-
-
-@pytest.mark.parametrize("lie", [0, 1])
-def test_a_client_that_counts_otherwise_than_the_server_is_found(monkeypatch, lie):
-    before = {"drafts": 3, "draft_tokens": 9, "accepted_tokens": 2, "generation_tokens": 7}
-    after = {"drafts": 13, "draft_tokens": 39, "accepted_tokens": 14, "generation_tokens": 30}
-    answers = iter((before, after))
-    monkeypatch.setattr(serve_clients, "counters", lambda url: next(answers))
-
-    def told(*_) -> dict:
-        sums = {"drafts": 10, "draft_tokens": 30, "accepted_tokens": 12 + lie}
-        return {"version": "x 1", "requests": 2, "output_tokens": 23} | sums | serve_clients.ratios(sums)
-
-    found = serve_clients.compared("x", told, Namespace(), "", ["a", "b"], None)
-    assert found["differs"] == (["accepted_tokens", "acceptance_length", "acceptance_rate"] if lie else [])
-
-
-def test_counters_of_the_script(monkeypatch, pair):
-    async def use(server):
-        await server.stream(CHAT, **GUIDELLM)
-        text = (await server.client.get("/metrics")).text
-        monkeypatch.setattr(serve_clients, "urlopen", lambda _: Opened(text))
-        found = serve_clients.counters("")
-        assert found.pop("generation_tokens") == 24
-        assert found == {k: v for k, v in vllm_reads(text).items() if k != "by_position"}
-
-    serve(pair, use)
-
-
-class Opened:
-    def __init__(self, text: str):
-        self.read = re.sub("^#.*\n", "", text, flags=re.MULTILINE).encode
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass

@@ -1,5 +1,5 @@
 """Features from files of hidden states as vLLM writes them. A stand-in writes them here, from transformers' modules:
-the inputs of the layers, and the output of the last one. `scripts/vllm_features.py` does the same with vLLM itself."""
+the inputs of the layers, and the output of the last one."""
 
 import json
 import re

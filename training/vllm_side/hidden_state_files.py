@@ -12,8 +12,7 @@ It needs nothing of this project, so the file may also be copied to where vLLM r
 `ExampleHiddenStatesConnector` with another way to write. That one copies into pinned memory through CUDA streams, which
 a CPU does not have, leaves locks behind, and does not say what is in a file. Here tensor-parallel rank 0 copies as
 torch does on any device, and a file is whole or not there. States keep the dtype in which vLLM computes them. Tried
-with vLLM 0.32.0 on a CPU, in fp32 and bf16, and with two tensor-parallel processes (`scripts/vllm_features.py`); not on
-a GPU.
+with vLLM 0.32.0 on a CPU, in fp32 and bf16, and with two tensor-parallel processes; not on a GPU.
 
 A file holds `hidden_states` [T,layers,H] and `token_ids` [T], as vLLM's own do, and under `specdec` in its header what
 they are: see `about`. State i is the input of layer i, and the last is the output of the last layer, before the norm.

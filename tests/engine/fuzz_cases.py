@@ -1,19 +1,14 @@
-"""Random cases of decoding for scripts/fuzz.py: a target, a drafter, a tree that fits both, rows, and how they decode.
+"""Random decoding cases for fuzz.py: a tiny random target, a drafter, a tree that fits both, rows, engine options.
 
-All is tiny and random. A case follows from its number alone.
+The number of a case determines all of it.
 """
 
 import random
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 
-import checkout
+import numpy as np
 import torch
-from fuzz_ends import Automaton, Digits
-
-sys.path.append(str(checkout.ROOT / "tests"))
-
 from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, tiny_parallel
 from policies import Depths, Restless
 from tape import Tape
@@ -34,81 +29,66 @@ from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.block import most_nodes
 
-MAKERS = (
-    DRAFTERS
-    | {name: partial(tiny_block, **switches) for name, switches in MORE_BLOCKS.items()}
-    | {name: partial(tiny_parallel, kind=name) for name in PARALLEL}
-)
-POLICIES = (
-    "restless",
-    "depths",
-    "fixed",
-    "ema",
-    "table",
-    "survival",
-    "survival:told",
-    "survival:margin",
-    "survival:calibrated",
-)
+
+def draft_model(target: Target) -> DraftModel:
+    return DraftModel(random_model(replace(target.config, layers=2, sliding=target.config.sliding[:2])))
+
+
+MAKERS = DRAFTERS | {"draft-model": draft_model} | {name: partial(tiny_parallel, kind=name) for name in PARALLEL}
+MAKERS |= {name: partial(tiny_block, **switches) for name, switches in MORE_BLOCKS.items()}
+POLICIES = ("restless", "depths", "fixed", "ema", "table",
+            "survival", "survival:told", "survival:margin", "survival:calibrated")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """A prompt and what is asked for it."""
-
     prompt: list[int]
     settings: dict  # of `Engine.add`
-    digits: tuple[int, int] | None  # of its stop
+    digits: int | None  # of its stop condition
 
     def join(self, engine: Engine) -> Sequence:
-        stop = Digits(*self.digits) if self.digits else None
-        return engine.add(self.prompt, stop=stop, **self.settings)
+        return engine.add(self.prompt, stop=Digits(self.digits) if self.digits else None, **self.settings)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded with what. schedule: draws who joins and who is aborted when."""
+    """Everything that one case decodes."""
 
     target: Target
     drafter: Drafter
     tree: TreePolicy
     rows: list[Row]
     part: int  # tokens of a prompt that are read at once, 0 for all
-    kept: int  # bytes for what is kept of prompts
-    schedule: random.Random
+    kept: int  # bytes of the prefix cache
+    schedule: random.Random  # draws when rows join and when they are aborted
     options: dict  # of the engine
     about: str
 
 
 def draw(number: int) -> Case:
-    """The case of this number."""
     rng = random.Random(number)
     target = draw_target(rng)
     name, drafter = draw_drafter(rng, target)
     tree = draw_tree(rng, drafter)
-    options, how = draw_options(rng, target, drafter, tree)
+    options = draw_options(rng, target, drafter, tree)
     rows = [draw_row(rng, target, place) for place in range(rng.choice([1, 1, 2, 3, 5]))]
-    about = f"{name}, {type(tree).__name__} {tree.topk}/{tree.steps}/{tree.num_draft_tokens}, {len(rows)} rows{how}"
+    about = (
+        f"{name}, {type(tree).__name__} {tree.topk}/{tree.steps}/{tree.num_draft_tokens}, {len(rows)} rows, {options}"
+    )
     part, kept = rng.choice([0, 0, 1, 2, 5]), rng.choice([0, 0, 20_000, 1 << 24])
     if kept:
-        rows = [begun_alike(rng, row, rows[0].prompt) for row in rows]
-        about += f", keeps {kept} bytes of prompts"
+        first = rows[0].prompt  # others share a prefix with it
+        shared = [rng.randint(0, len(first)) for _ in rows]
+        rows = [replace(r, prompt=first[:n] + r.prompt[n:] or r.prompt) for r, n in zip(rows, shared, strict=True)]
+        about += f", prefix cache of {kept} bytes"
     return Case(target, drafter, tree, rows, part, kept, random.Random(number), options, about)
-
-
-def begun_alike(rng: random.Random, row: Row, prompt: list[int]) -> Row:
-    """A row whose prompt begins as another does, or more or less so."""
-    same = rng.randint(0, len(prompt))
-    return replace(row, prompt=prompt[:same] + row.prompt[same:] or row.prompt)
 
 
 def draw_target(rng: random.Random) -> Target:
     layers, switches = 3, {}
     if rng.random() < 0.35:
-        switches = {
-            "sliding": tuple(rng.random() < 0.6 for _ in range(layers)),
-            "window": rng.choice([1, 2, 3, 5, 9, 20]),
-        }
+        sliding = tuple(rng.random() < 0.6 for _ in range(layers))
+        switches = {"sliding": sliding, "window": rng.choice([1, 2, 3, 5, 9, 20])}
     for name, value in (
         ("qkv_bias", True), ("qk_norm", True), ("sandwich_norms", True), ("norm_offset", True), ("logit_softcap", 5.0),
         ("attention_scale", 0.2), ("embed_scale", 3.0), ("local_rope", Rope(theta=500.0)),
@@ -123,7 +103,7 @@ def draw_target(rng: random.Random) -> Target:
     )  # fmt: skip
     torch.manual_seed(rng.randrange(1000))
     target = random_model(config)
-    if rng.random() < 0.3:  # then products with weights of bf16 are taken, where there are such
+    if rng.random() < 0.3:  # representable in bf16: kernels for bf16 weights then serve, where there are any
         for parameter in target.parameters():
             parameter.data = parameter.data.bfloat16().float()
     target.eos = frozenset(rng.sample(range(config.vocab), rng.choice([0, 1, 1, 2])))
@@ -133,7 +113,7 @@ def draw_target(rng: random.Random) -> Target:
 def draw_drafter(rng: random.Random, target: Target) -> tuple[str, Drafter]:
     name = rng.choice(list(MAKERS))
     torch.manual_seed(rng.randrange(1000))
-    drafter = draft_model(target) if name == "draft-model" else MAKERS[name](target)
+    drafter = MAKERS[name](target)
     if drafter.heads_in_use() and rng.random() < 0.3:
         few = torch.randperm(drafter.vocab.size)[: rng.choice([3, 5, 8])]
         restrict(drafter, drafter.vocab.to_target(few))
@@ -145,11 +125,6 @@ def draw_drafter(rng: random.Random, target: Target) -> tuple[str, Drafter]:
         round_weights(drafter)
         name += " in int8"
     return name, drafter
-
-
-def draft_model(target: Target) -> DraftModel:
-    """A random model of the target's shape with two of its layers."""
-    return DraftModel(random_model(replace(target.config, layers=2, sliding=target.config.sliding[:2])))
 
 
 def draw_tree(rng: random.Random, drafter: Drafter) -> TreePolicy:
@@ -204,48 +179,32 @@ def draw_row(rng: random.Random, target: Target, place: int) -> Row:
         "top_logprobs": rng.choice([0, 0, 0, 3, 10]),
         "steps": rng.choice([None, None, None, 0, 1, 2, 99]),
     }
-    return Row(prompt, settings, (rng.choice([5, 9, 13]), 0) if rng.random() < 0.3 else None)
+    return Row(prompt, settings, rng.choice([5, 9, 13]) if rng.random() < 0.3 else None)
 
 
 def draw_sampling(rng: random.Random) -> Sampling:
-    penalties = {
-        "repetition_penalty": rng.choice([0.5, 1.3, 2.0]),
-        "presence_penalty": rng.choice([-1.0, 0.5, 2.0]),
-        "frequency_penalty": rng.choice([-0.5, 0.5, 2.0]),
-    }
-    settings = {name: value for name, value in penalties.items() if rng.random() < 0.25}
+    penalties = {"repetition_penalty": [0.5, 1.3, 2.0], "presence_penalty": [-1.0, 0.5, 2.0],
+                 "frequency_penalty": [-0.5, 0.5, 2.0]}  # fmt: skip
+    filters = {"top_k": [1, 2, 5, 100], "top_p": [0.05, 0.5, 0.9, 0.99], "min_p": [0.01, 0.2, 1.0]}
+    settings = {name: rng.choice(values) for name, values in penalties.items() if rng.random() < 0.25}
     if rng.random() < 0.35:
         return Sampling(**settings)
-    filters = {
-        "top_k": rng.choice([1, 2, 5, 100]),
-        "top_p": rng.choice([0.05, 0.5, 0.9, 0.99]),
-        "min_p": rng.choice([0.01, 0.2, 1.0]),
-    }
-    settings |= {name: value for name, value in filters.items() if rng.random() < 0.35}
+    settings |= {name: rng.choice(values) for name, values in filters.items() if rng.random() < 0.35}
     return Sampling(temperature=rng.choice([1e-40, 0.1, 0.5, 1.0, 1.3, 5.0]), **settings)
 
 
-def draw_options(rng: random.Random, target: Target, drafter: Drafter, tree: TreePolicy) -> tuple[dict, str]:
-    """Of the engine, and in words."""
-    options, words = {}, ""
-    for name, value in (("overlap", True), ("compact", False), ("abstain", False)):
-        if rng.random() < 0.25:
-            options[name] = value
-            words += f", {name} {value}"
+def draw_options(rng: random.Random, target: Target, drafter: Drafter, tree: TreePolicy) -> dict:
+    switches = (("overlap", True), ("compact", False), ("abstain", False))
+    options = {name: value for name, value in switches if rng.random() < 0.25}
     if rng.random() < 0.3:
-        kinds = ["likeliest", "coupled", "drawn"] if tree.samples else ["likeliest", "coupled"]
-        options["children"] = rng.choice(kinds)
-        words += f", children {options['children']}"
+        options["children"] = rng.choice(["likeliest", "coupled", *["drawn"] * tree.samples])
     if rng.random() < 0.35:
-        name = rng.choice(POLICIES)
-        options["adaptive"] = draw_policy(rng, name, tree)
-        words += f", adaptive {name}"
+        options["adaptive"] = draw_policy(rng, rng.choice(POLICIES), tree)
     cuts = "adaptive" in options and options["adaptive"].cuts
     if rng.random() < 0.35 and drafter.capturable and target.capturable and not cuts:
         options.pop("overlap", None)
         options["graphs"] = Tape()
-        words += ", replayed"
-    return options, words
+    return options
 
 
 def draw_policy(rng: random.Random, name: str, tree: TreePolicy) -> Policy:
@@ -254,7 +213,66 @@ def draw_policy(rng: random.Random, name: str, tree: TreePolicy) -> Policy:
     if name == "fixed":
         return Fixed(rng.randint(0, tree.steps))
     rows, nodes = (1, 2, 4), sorted({1, 2, tree.num_draft_tokens})
-    share = rng.choice([0.0, 0.02, 0.3])  # what a level or a node more costs
+    share = rng.choice([0.0, 0.02, 0.3])  # relative cost of one more level or node
     rest = {b: [1e-3 * b * (1 + share * level) for level in range(tree.steps + 1)] for b in rows}
     verify = {b: {n: 1e-2 * (1 + share * n * b / 8) for n in nodes} for b in rows}
     return assembled(name, lambda: Curve(rows, rest, verify, True), sizes_of(tree), [0.7] * tree.steps)
+
+
+# Stop conditions and grammars over token ids
+
+
+class Digits:
+    """A `Stop` at the first two consecutive tokens a and b with 3 a + b = 0 modulo `of`."""
+
+    def __init__(self, of: int):
+        self.of, self.last = of, None
+
+    def add(self, token: int) -> bool:
+        done = self.last is not None and (3 * self.last + token) % self.of == 0
+        self.last = token
+        return done
+
+
+class Automaton:
+    """A `Grammar`: a random automaton over token ids. Some states allow the end of the text, and some force it."""
+
+    def __init__(self, rng: random.Random, vocab: int, ends: frozenset[int], states: int = 5):
+        self.ends, self.vocab = ends, vocab
+        inner = [token for token in range(vocab) if token not in ends]
+        fans = [min(len(inner), rng.choice([1, 3, vocab // 2])) for _ in range(states)]
+        self.following = [{token: rng.randrange(states) for token in rng.sample(inner, fan)} for fan in fans]
+        self.final = {state for state in range(states) if rng.random() < 0.3}
+        self.last = {state for state in range(1, states) if rng.random() < 0.15}
+
+    def start(self) -> "Place":
+        return Place(self)
+
+
+class Place:
+    """A `Matcher` of an automaton."""
+
+    def __init__(self, automaton: Automaton):
+        self.automaton, self.path = automaton, [0]
+
+    @property
+    def over(self) -> bool:
+        return self.path[-1] in self.automaton.last
+
+    def take(self, token: int) -> bool:
+        state = self.automaton.following[self.path[-1]].get(token)
+        if state is None or self.over:
+            return False
+        self.path.append(state)
+        return True
+
+    def back(self) -> None:
+        self.path.pop()
+
+    def allowed(self) -> np.ndarray:
+        tokens = [*self.automaton.following[self.path[-1]]]
+        if self.path[-1] in self.automaton.final:
+            tokens += self.automaton.ends
+        bits = np.zeros(-(-self.automaton.vocab // 8) * 8, np.uint8)
+        bits[tokens] = 1
+        return np.packbits(bits, bitorder="little")

@@ -20,9 +20,7 @@ class BlockForward:
     Automodel; speculators and z-lab have a switch).
 
     convolution: channels of a group in DFlash2's convolutions over the slots (`block_layers.SlotConvolution`); 0: there
-    are none. fusion: what a layer makes keys and values of the context from. 'shared': one projection of all taps
-    (DFlash). 'layer': the layer's own mean of the taps, with projections for the context alone (DFlare). 'both': the
-    sum of both, with the projections of the block (DFly).
+    are none.
     """
 
     rows: int
@@ -34,15 +32,12 @@ class BlockForward:
     window_from: str = "slot"
     sliding_causal: bool = True
     convolution: int = 0
-    fusion: str = "shared"
 
     def __post_init__(self) -> None:
         if self.label not in ("p+k", "p+k+1"):
             raise ValueError(f"label must be 'p+k' or 'p+k+1' (which token slot k tells), got {self.label!r}")
         if self.window_from not in ("slot", "anchor"):
             raise ValueError(f"window_from must be 'slot' or 'anchor', got {self.window_from!r}")
-        if self.fusion not in ("shared", "layer", "both"):
-            raise ValueError(f"fusion must be 'shared', 'layer' or 'both', got {self.fusion!r}")
         if self.drafts < 1:
             raise ValueError(f"a block of {self.rows} rows drafts nothing with label {self.label!r}: give it more rows")
         if any(self.sliding) and (self.window is None or self.window < 1):

@@ -11,16 +11,14 @@ from specdec.model.rope import rotate
 
 
 class BlockAttention(DraftAttention):
-    """Attention of the block. Its key and value projections serve the context too, unless that has its own."""
+    """Attention of the block. Its key and value projections serve the context too."""
 
-    def __init__(self, shape: DraftShape, own_context: bool = False):
+    def __init__(self, shape: DraftShape):
         super().__init__(shape, shape.hidden, qk_norm=True)
-        self.context_kv = Linear(shape.hidden, 2 * shape.kv_heads * shape.head_dim, bias=False) if own_context else None
 
     def context(self, features: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Fused features [B,n,H] of context positions -> their keys and values [B,n,K,Dh]."""
-        first = self.heads * self.head_dim
-        weight = self.qkv.weight[first:] if self.context_kv is None else self.context_kv.weight
+        weight = self.qkv.weight[self.heads * self.head_dim :]
         k, v = F.linear(features, weight).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
         return rotate(self.k_norm(k), *rope), v
 
@@ -65,7 +63,7 @@ class BlockLayer(nn.Module):
     def __init__(self, shape: DraftShape, how: BlockForward):
         super().__init__()
         self.input_norm = RMSNorm(shape.hidden, shape.eps)
-        self.attention = BlockAttention(shape, own_context=how.fusion == "layer")
+        self.attention = BlockAttention(shape)
         self.post_norm = RMSNorm(shape.hidden, shape.eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate)
         self.rows = how.rows

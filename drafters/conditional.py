@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specdec.drafters.layers import SumHead
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.layers import Linear, LinearMap, RMSNorm
+from specdec.model.layers import Linear, LinearMap
 
 
 class ConditionalHead(nn.Module):
@@ -23,10 +23,10 @@ class ConditionalHead(nn.Module):
     `settings`."""
 
     rank: int  # its width, of most R
-    head: LinearMap | None  # [U,R], with a row for each token of the draft vocabulary; None: it is the backbone's
+    head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
     candidates = 0  # it chooses among so many tokens, the likeliest by the base logits; 0: among all
 
-    def settings(self) -> dict[str, float]:
+    def settings(self) -> dict[str, int]:
         """What else it is made of, by name."""
         return {}
 
@@ -188,39 +188,6 @@ class AmongBest(SumHead):
         return torch.full_like(logits, -torch.inf).scatter(-1, ids, logits.gather(-1, ids))
 
 
-class HiddenCorrection(ConditionalHead):
-    """DFly's correction of a slot's last hidden state, by a gated MLP of that state and of the embedding of the token
-    before the slot, each with a norm of its own (AngelSpec's dspark.py, which has it from TreeFlash)."""
-
-    def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, eps: float = 1e-6):
-        """rank: inner width of the MLP."""
-        super().__init__()
-        self.rank, self.head, self.eps = rank, None, eps
-        self.register_buffer("embedding", embedding.detach(), persistent=False)
-        hidden = embedding.shape[1]
-        self.hidden_norm, self.embed_norm = RMSNorm(hidden, eps), RMSNorm(hidden, eps)
-        self.gate, self.up = Linear(2 * hidden, rank, bias=False), Linear(2 * hidden, rank, bias=False)
-        self.down = Linear(rank, hidden, bias=False)
-
-    def settings(self) -> dict[str, float]:
-        return {"eps": self.eps}
-
-    def start(self) -> None:
-        """Nothing is corrected."""
-        self.down.weight.zero_()
-
-    def begin(self, anchor: Tensor) -> Tensor:
-        return F.embedding(anchor, self.embedding)
-
-    def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
-        return F.embedding(tokens, self.embedding)
-
-    def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        seen = self.hidden_norm(hidden).expand(-1, carried.shape[1], -1)
-        seen = torch.cat([seen, self.embed_norm(carried)], -1)
-        return self.down(F.silu(self.gate(seen)) * self.up(seen)), carried
-
-
 class Confidence(nn.Module):
     """DSpark's estimate that a slot's token is accepted if those before it are: a linear map of the slot's hidden
     state, and, with a rank, of the Markov embedding of the token before it."""
@@ -242,12 +209,11 @@ HEADS: dict[str, type[ConditionalHead]] = {
     "markov_rnn": RecurrentMarkov,
     "domino": Domino,
     "selector": Selector,
-    "correction": HiddenCorrection,
 }
 
 
 def head_of(
-    kind: str | None, vocab: DraftVocab, embedding: Tensor, rank: int, settings: Mapping[str, float]
+    kind: str | None, vocab: DraftVocab, embedding: Tensor, rank: int, settings: Mapping[str, int]
 ) -> ConditionalHead | None:
     """The conditional head of a name. Raises ValueError for a name or a setting that is not there."""
     if kind is None:

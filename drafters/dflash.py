@@ -17,7 +17,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.block_forward import BlockForward
 from specdec.drafters.block_layers import BlockLayer, SlotConvolution
-from specdec.drafters.conditional import ConditionalHead, Confidence, HiddenCorrection, head_of
+from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
 from specdec.drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
 from specdec.drafters.unroll_block import Blocks, blocks_behind
@@ -60,16 +60,13 @@ class BlockDrafter(Drafter):
             used = sliding in self.sliding
             self.register_buffer(name, forward.seen(sliding) if used else None, persistent=False)
         self.rope = RopeTable(shape.rope, shape.head_dim)
-        self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False) if forward.fusion != "layer" else None
-        self.mix = nn.Parameter(torch.zeros(layers, len(taps))) if forward.fusion != "shared" else None
+        self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape, forward) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
         own = Linear(shape.hidden, vocab.size, bias=False) if head is None else None
         self.head: LinearMap = own or SharedHead(head, vocab.ids)
         self.conditional, self.confidence = conditional, confidence
-        if conditional and conditional.head is None:
-            conditional.head = self.head
         self.base: Tensor | None = None  # [B,block,U] logits of the slots of the tree that grows
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
@@ -89,13 +86,9 @@ class BlockDrafter(Drafter):
         if self.conditional:
             (self.conditional.head,) = others
 
-    def fuse(self, feats: Tensor) -> list[Tensor]:
-        """Features of the target [B,n,F] -> what each layer takes for the context [B,n,H]."""
-        feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower
-        if self.mix is None:
-            return [self.hidden_norm(self.fc(feats))] * len(self.layers)
-        taps, base = feats.unflatten(-1, (len(self.taps), -1)), 0 if self.fc is None else self.fc(feats)
-        return [self.hidden_norm(base + torch.einsum("t,bnth->bnh", share, taps)) for share in self.mix.softmax(-1)]
+    def fuse(self, feats: Tensor) -> Tensor:
+        """Features of the target [B,n,F] -> what every layer takes for the context [B,n,H]."""
+        return self.hidden_norm(self.fc(feats.to(self.embedding.dtype)))  # the drafter's dtype may be narrower
 
     # Decoding
 
@@ -122,7 +115,8 @@ class BlockDrafter(Drafter):
     def _absorb(self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         places = cache.places[: tokens.shape[1]]
         rope, slots = self.rope(cache.lens[:, None] + places), cache.slots_of(places)
-        for index, (layer, features) in enumerate(zip(self.layers, self.fuse(feats), strict=True)):
+        features = self.fuse(feats)
+        for index, layer in enumerate(self.layers):
             cache.write(index, slots, *layer.attention.context(features, rope))
         cache.advance(n, max_len)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
@@ -209,16 +203,11 @@ class BlockDrafter(Drafter):
             yield DraftState(blocks.carried[j], blocks.readout[:, :, j], blocks.head)
 
     def start_from(self, target) -> None:
-        """The head sees the last hidden state at its usual scale. What is added to DFlash changes nothing at first, but
-        that each layer prefers the tap of its own relative depth, as in AngelSpec."""
+        """The head sees the last hidden state at its usual scale. Convolutions change nothing at first."""
         self.norm.weight.fill_(target.final_scale())
         for part in self.modules():
-            if isinstance(part, SlotConvolution | HiddenCorrection):
+            if isinstance(part, SlotConvolution):
                 part.start()
-        if self.mix is not None:
-            layers, taps = (torch.arange(n, device=self.mix.device) / max(n - 1, 1) for n in self.mix.shape)
-            nearest = (layers * (len(taps) - 1)).round()
-            self.mix.copy_(-2 * (torch.arange(len(taps), device=self.mix.device) - nearest[:, None]).abs())
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:

@@ -106,7 +106,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     positions = document_positions(documents)
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
-    keys = [layer.attention.context(features, rope) for layer, features in zip(drafter.layers, fused, strict=True)]
+    keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
     context = BlockContext(keys, documents, positions)
     piece = partial(_piece, drafter, context, tokens)
     if drafter.recompute:

@@ -132,8 +132,6 @@ MORE_BLOCKS = {
     "window before the anchor": {
         "sliding_layers": 1, "window": 2, "window_from": "anchor", "sliding_causal": False,
     },
-    "dflare": {"fusion": "layer"},
-    "dfly": {"fusion": "both", "conditional": "correction"},
 }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ def refuse(server: str, meaning: BlockMeaning) -> None:
     if kind not in HEADS[server]:
         raise ValueError(f"{title} would draft wrongly with this head: it knows no {kind} (train with "
                          "drafter.conditional=markov, or null)")  # fmt: skip
-    if how.fusion != "shared" or how.convolution:
+    if how.convolution:
         raise ValueError(f"{title} is not known to draft with this backbone (train drafter=dflash or dspark)")
     if kind is None and meaning.confidence is None and how.label != "p+k":
         raise ValueError(f"{title} knows DFlash with slot k for token p+k only (train with drafter.label=p+k)")

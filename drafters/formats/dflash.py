@@ -32,11 +32,7 @@ from specdec.drafters.vocab import DraftVocab
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
-FUSIONS = {
-    "shared": "one projection of the taps for all layers",
-    "layer": "a mean of the taps for each layer, with projections of its own",
-    "both": "a projection of the taps for all layers, and a mean of them for each",
-}
+ANGELSPEC, SUPPORTED = ("dflare", "dfly"), "DFlash, DFlash2, DSpark, Domino and JetSpec"
 ALREADY = ("d2t", "t2d", "embed_tokens.weight")
 
 
@@ -121,6 +117,9 @@ def meaning_of(
     """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
     `BlockForward`; windowed: those that count if a layer has a window. What the tensors show is read from them, and not
     from the config. Copies of the target's are left out."""
+    angelspec = [key for key in tensors if key.startswith(("layer_fusion_weights", "hidden_correction."))]
+    if angelspec or config.get("model_arch") in ANGELSPEC:
+        raise ValueError(f"{name}: DFlare and DFly drafters are not supported; supported are {SUPPORTED}")
     shape = read_shape(layer, name)
     for key in ("block_size", "mask_token_id"):
         if not isinstance(config.get(key), int):
@@ -134,8 +133,6 @@ def meaning_of(
         if (taps_of := config.get("conv_kernel_size", 2)) != 2:
             raise ValueError(f"{name}: conv_kernel_size is {taps_of}, but a slot sees 1 slot before it: supported is 2")
         switches = switches | {"convolution": config.get("conv_group_size", 16)}
-    if "layer_fusion_weights" in tensors:
-        switches = switches | {"fusion": "both" if "fc.weight" in tensors else "layer"}
     forward = BlockForward(config["block_size"], config["mask_token_id"], **switches, **windows)
     vocab, sure = layer["vocab_size"], tensors.get("confidence_head.proj.weight")
     if "d2t" not in tensors:
@@ -165,8 +162,6 @@ def conditional_of(config: dict, shape: DraftShape, tensors: Tensors, name: str)
         return {"conditional": "domino", "rank": len(down), "head": settings}
     if (slot := tensors.get("candidate_selector.hidden_projection.weight")) is not None:
         return {"conditional": "selector", "rank": len(slot), "head": {"candidates": config.get("selector_top_k", 16)}}
-    if (gate := tensors.get("hidden_correction.gate_proj.weight")) is not None:
-        return {"conditional": "correction", "rank": len(gate), "head": {"eps": shape.eps}}
     return {}
 
 
@@ -196,8 +191,6 @@ def head_fields(meaning: BlockMeaning) -> dict:
     """The fields of the heads behind the backbone."""
     if meaning.conditional == "selector":
         return {"selector_rank": meaning.rank, "selector_top_k": meaning.head["candidates"]}
-    if meaning.conditional == "correction":
-        return {"enable_hidden_correction": True, "hidden_correction_intermediate_size": meaning.rank}
     if meaning.conditional == "domino":
         settings = {"gru_hidden_dim": meaning.head["state"], "pure_draft_prefix_len": meaning.head["prefix"]}
         return {"emb_dim": meaning.rank, **settings}
@@ -226,7 +219,7 @@ def describe(meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
         "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
         "windows": windows,
         "convolutions": f"over slots, {how.convolution} channels a group" if how.convolution else "none",
-        "fusion": FUSIONS[how.fusion],
+        "fusion": "one projection of the taps for all layers",
         "conditional head": f"{meaning.conditional} of rank {meaning.rank}" if meaning.conditional else "none",
         "confidence head": "none" if meaning.confidence is None else "there",
         "head": "its own" if meaning.own_head else "the target's",
@@ -248,8 +241,6 @@ def readings(meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
 
 def streams(meaning: BlockMeaning, tensors: Tensors) -> int:
     """How many hidden states the drafter fuses."""
-    if (mix := tensors.get("layer_fusion_weights")) is not None:
-        return mix.shape[1]
     return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
 
 

@@ -75,8 +75,6 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
     fields |= convolution_fields(how)
     kind = "DFlash2DraftModel" if how.convolution else "DFlashDraftModel"
     config = {"architectures": [kind], **layer_fields(meaning), "block_size": how.rows}
-    if how.fusion != "shared":
-        config["model_arch"] = {"layer": "dflare", "both": "dfly"}[how.fusion]  # AngelSpec's name for it
     if any(how.sliding) and not how.sliding_causal:
         config["is_causal"] = False
     config |= {"num_target_layers": target.layers if target else None, "dflash_config": fields}
@@ -88,11 +86,9 @@ def convolution_fields(how: BlockForward) -> dict:
 
 
 def check_form(meaning: BlockMeaning, *, heads: tuple[str, ...]) -> None:
-    """Raise ValueError for a conditional head other than `heads`, and for context that is not fused as DFlash's."""
+    """Raise ValueError for a conditional head other than `heads`."""
     if meaning.conditional not in (None, *heads):
         raise ValueError(f"this layout has no conditional head {meaning.conditional!r}: take the layout dflash")
-    if meaning.forward.fusion != "shared":
-        raise ValueError("this layout has one projection of the taps for all layers: take the layout dflash")
 
 
 def recognise_deepspec(config: dict, tensors: Tensors) -> bool:

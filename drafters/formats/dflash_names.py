@@ -5,7 +5,7 @@ from torch import Tensor
 from specdec.drafters.conditional import HEADS
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.fields import layer_parameters
-from specdec.model.checkpoint import fused, whole
+from specdec.model.checkpoint import whole
 
 PARTS = {  # of a conditional head
     "markov": {"embed": "markov_head.markov_w1", "head": "markov_head.markov_w2"},
@@ -13,8 +13,6 @@ PARTS = {  # of a conditional head
 }
 PARTS["markov_gated"] = PARTS["markov"] | {"gate": "markov_head.gate_proj"}
 PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
-PARTS["correction"] = {name: f"hidden_correction.{name}" for name in ("hidden_norm", "embed_norm")}
-PARTS["correction"] |= {name: f"hidden_correction.{name}_proj" for name in ("gate", "up", "down")}
 PARTS["selector"] = {"slot": "candidate_selector.hidden_projection"}
 BARE = {  # parts that are published without `.weight`
     "domino": {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"},
@@ -28,16 +26,9 @@ CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
     """Published tensor names -> where their rows lie in our modules."""
-    out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm")
-    if drafter.fc is not None:
-        out |= whole(drafter.fc, "fc")
-    if drafter.mix is not None:
-        out["layer_fusion_weights"] = drafter.mix, 0, len(drafter.mix)
+    out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
     for i, layer in enumerate(drafter.layers):
         out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-        if (context := layer.attention.context_kv) is not None:
-            rows = [context.out_features // 2] * 2
-            out |= fused(context, [f"layers.{i}.self_attn.{x}_proj_target" for x in "kv"], rows)
         for part, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
             out[f"layers.{i}.{name}.base_kernel"] = part.shares, 0, len(part.shares)
             out |= whole(part.groups, f"layers.{i}.{name}.kernel_projection")

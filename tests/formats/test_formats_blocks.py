@@ -90,20 +90,12 @@ def test_a_folder_is_saved_and_loaded(target, tmp_path):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("switches", [{"fusion": "layer"}, {"fusion": "both", "conditional": "correction", "rank": 6}])
-def test_other_fusions_are_saved_and_loaded(target, tmp_path, switches):
-    drafter = create(target, layers=2, taps=3, block_size=5, **switches)
-    with torch.no_grad():
-        drafter.mix.add_(torch.randn_like(drafter.mix))
-    save_drafter(drafter, tmp_path / "it", target)
-    loaded = load_drafter(tmp_path / "it", target)
-    assert (loaded.switches.fusion, loaded.block) == (switches["fusion"], 4)
-    for (name, ours), theirs in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    meaning, tensors = dflash_layout.FAMILY.dismantle(drafter, target)
-    for layout in (dflash_layout.DEEPSPEC, dflash_layout.SPECULATORS):
-        with pytest.raises(ValueError, match="take the layout dflash"):
-            layout.write(meaning, tensors, facts_of(target))
+@pytest.mark.parametrize("sign", ["layer_fusion_weights", "hidden_correction.gate_proj.weight", {"model_arch": "dfly"}])
+def test_fusions_of_angelspec_are_refused(sign):
+    """DFlare and DFly."""
+    extra, fields = ({sign: torch.zeros(2, 3)}, {}) if isinstance(sign, str) else ({}, sign)
+    with pytest.raises(ValueError, match="dflash: DFlare and DFly drafters are not supported; supported are DFlash, "):
+        golden_drafter("dflash", extra=extra, **fields)
 
 
 def test_a_part_of_the_vocabulary(target, tmp_path):

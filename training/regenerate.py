@@ -15,7 +15,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -80,8 +80,12 @@ def answer_row(messages: list[Message], answer: str) -> dict:
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
-    """Batches of prompts of similar lengths, in random order: so any part of the output is a fair sample of all."""
-    ordered = sorted(prompts, key=lambda prompt: len(prompt.ids))
+    """Number the prompts, and make batches of similar lengths, in random order: any part of the output is a fair sample
+    of all. Raises ValueError if there is no prompt."""
+    if not prompts:
+        raise ValueError("there is no prompt to answer")
+    numbered = [replace(prompt, number=number) for number, prompt in enumerate(prompts)]
+    ordered = sorted(numbered, key=lambda prompt: len(prompt.ids))
     batches = [ordered[i : i + batch_size] for i in range(0, len(ordered), batch_size)]
     random.Random(seed).shuffle(batches)
     return batches
@@ -100,8 +104,7 @@ def regenerate(
     batch_size: int,
     sampling: Sampling,
     seed: int,
-    shard_size: int | None = None,
-    only: int | None = None,
+    **files: int | None,
 ) -> list[Path]:
     """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
@@ -109,36 +112,29 @@ def regenerate(
     other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
     be the same to go on, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
 
-    only: the number of the file that is written; others are somebody else's.
+    files: `shard_size`, the answers of a file (default: all), and `only`, the number of the one file that is written.
     Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
     """
-    if not prompts:
-        raise ValueError("there is no prompt to answer")
     if batch_size < 1:
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
-    batches = plan([replace(prompt, number=i) for i, prompt in enumerate(prompts)], batch_size, seed)
+    batches, engine = plan(prompts, batch_size, seed), Engine(target)
     settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
-    settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed, "prompts_digest": digest(batches)}
-    engine = Engine(target)
-    with (
-        Shards(out, len(prompts), shard_size, settings, only) as shards,
-        tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
-    ):
+    settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed}
+
+    def answers(done: int, last: int) -> Iterator[list[dict]]:
         end = 0
         for batch in batches:
-            end += len(batch)
-            missing = end - shards.done
-            if missing <= 0 or shards.done >= shards.last:
+            start, end = end, end + len(batch)
+            if end <= done or start >= last:
                 continue
             seeds = [(seed, prompt.number) for prompt in batch]
             how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
             result = engine.generate([prompt.ids for prompt in batch], **how)
             texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
             rows = [answer_row(prompt.messages, text) for prompt, text in zip(batch, texts, strict=True)]
-            rows = rows[-missing:][: shards.last - shards.done]
-            shards.write(rows)
-            bar.update(len(rows))
-        return [shards.path(shard) for shard in range(shards.first, shards.end)]
+            yield rows[max(done - start, 0) : last - start]
+
+    return _write(out, batches, settings, answers, **files)
 
 
 def regenerate_remotely(
@@ -151,32 +147,46 @@ def regenerate_remotely(
     requests: int,
     sampling: Sampling,
     seed: int,
-    shard_size: int | None = None,
-    only: int | None = None,
+    **files: int | None,
 ) -> list[Path]:
     """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
 
     Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
     was interrupted, if the server's texts do not depend on what it answers beside. A server of another model or version
     does not go on with what was begun."""
-    if not prompts:
-        raise ValueError("there is no prompt to answer")
-    batches = plan([replace(prompt, number=i) for i, prompt in enumerate(prompts)], 1, seed)
+    batches = plan(prompts, 1, seed)
     settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
-    settings |= asdict(sampling) | {"seed": seed, "prompts_digest": digest(batches)}
+    settings |= asdict(sampling) | {"seed": seed}
 
     def answer(prompt: Prompt) -> dict:
         said = server.complete(prompt.ids, max_new_tokens, sampling, seed_of(seed, prompt.number))
         text = said.text if said.tokens is None else tokenizer.decode(said.tokens, skip_special_tokens=True)
         return answer_row(prompt.messages, text)
 
+    def answers(done: int, last: int) -> Iterator[list[dict]]:
+        return ([row] for row in in_order(answer, [prompt for (prompt,) in batches[done:last]], requests))
+
+    return _write(out, batches, settings, answers, **files)
+
+
+def _write(
+    out: Path,
+    batches: list[list[Prompt]],
+    settings: dict,
+    answers: Callable[[int, int], Iterator[list[dict]]],
+    shard_size: int | None = None,
+    only: int | None = None,
+) -> list[Path]:
+    """Write the answers to the prompts of `batches`. answers: from the numbers of the first answer that is missing and
+    of the one behind the last, yields the rows between."""
+    count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     with (
-        Shards(out, len(prompts), shard_size, settings, only) as shards,
+        Shards(out, count, shard_size, settings, only) as shards,
         tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
     ):
-        for row in in_order(answer, [prompt for (prompt,) in batches[shards.done : shards.last]], requests):
-            shards.write([row])
-            bar.update()
+        for rows in answers(shards.done, shards.last):
+            shards.write(rows)
+            bar.update(len(rows))
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
 
@@ -251,13 +261,11 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
     files = []
     for only in range(number, count, parts) if part else [None]:
-        if server is not None:
-            one = regenerate_remotely(
-                server, target.tokenizer, prompts, args.out, requests=args.requests, only=only, **how
-            )
+        if server is None:
+            files += regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)
         else:
-            one = regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)
-        files += one
+            how |= {"requests": args.requests, "only": only}
+            files += regenerate_remotely(server, target.tokenizer, prompts, args.out, **how)
     said = f" to {files[-1]}" if len(files) > 1 else ""
     print(
         f"answers of part {number} of {parts} in {files[0]}{said}"

@@ -34,12 +34,11 @@ from specdec.training.data import Batches, Sample, count_tokens, hold_out, load_
 from specdec.training.features.feature_cache import FeatureCache
 from specdec.training.features.online import online_features
 from specdec.training.features.signature import data_signature
-from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.checkpoint import checkpoints, meaning
 from specdec.training.loop.evaluate import HELDOUT
 from specdec.training.loop.parallel import Processes, join_processes
 from specdec.training.loop.same_run import check_same_run
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
-from specdec.training.loop.state import meaning
 from specdec.training.loop.trainer import Trainer
 
 
@@ -78,7 +77,8 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     checkpoint `init_from`, whose draft vocabulary must be of the size that is set."""
     settings = OmegaConf.to_container(config, resolve=True)
     size = settings.pop("draft_vocab_size", None)
-    given = stored_drafter(init_from, target) if init_from is not None else None
+    # In the precision in which it is trained, where `load_drafter` takes the target's
+    given = None if init_from is None else open_checkpoint(init_from).construct(target)
     if given is None:
         vocab = draft_vocabulary(size, samples, target)
     elif given.vocab.size != (size or target.vocab):
@@ -100,11 +100,6 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     if given is not None:
         copy_weights(given, drafter, init_from)
     return drafter
-
-
-def stored_drafter(path: str, target: Target):
-    """A checkpoint's drafter in the precision in which it is trained, where `load_drafter` takes the target's."""
-    return open_checkpoint(path).construct(target)
 
 
 def copy_weights(given, drafter, path: str) -> None:

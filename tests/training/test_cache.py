@@ -23,8 +23,7 @@ from specdec.training.loop.footprint import saved_bytes
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import TopTeacher, TopTokens
+from specdec.training.objectives.teacher import Student, TopTeacher, TopTokens
 from specdec.training.objectives.terms import all_terms, read_terms
 
 

@@ -11,8 +11,7 @@ from specdec.training.data import Batch
 from specdec.training.features.online import online_features
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.teacher import Student, Teacher
 from specdec.training.objectives.terms import all_terms, read_terms
 
 

@@ -300,10 +300,10 @@ def test_two_processes_roll_out_what_one_does(target_path, conversations, tmp_pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("share=1.5", "data.on_policy.share must lie between 0 (off) and 1, got 1.5"),
-        ("start=-1", "data.on_policy.start must not be negative, got -1"),
+        ("share=1.5", "data.on_policy.share must be at most 1, got 1.5"),
+        ("start=-1", "data.on_policy.start must be at least 0, got -1"),
         ("every=0", "data.on_policy.every must be at least 1, got 0"),
-        ("weight=0.5", "data.on_policy.weight must be at least 1, which is no weight, got 0.5"),
+        ("weight=0.5", "data.on_policy.weight must be at least 1, got 0.5"),
         ("temperature=-1", "temperature must be 0 (greedy) or a positive number, got -1"),
         ("topk=0", "topk and steps must be at least 1, got topk 0 and steps 2"),
         ("topk=300", "topk is 300, but the draft vocabulary has 200 tokens only"),

@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
 
 A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
-one before it is used.
+one before it is used. A run goes on from a state by `restore`.
 """
 
 import pickle
@@ -10,10 +10,16 @@ import sys
 import zipfile
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from specdec.cli.files import output_folder, write_whole
+from specdec.contracts import Drafter
+from specdec.training.loop.weights import full, sharded_as
+
+if TYPE_CHECKING:
+    from specdec.training.loop.trainer import Trainer
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
@@ -75,3 +81,74 @@ def read_checkpoint(path: Path) -> dict:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged or not ours: {str(error).splitlines()[0]}") from None
+
+
+def meaning(drafter: Drafter) -> str:
+    """What a drafter's weights mean beyond their shapes: taps, rope, and so on."""
+    return f"{type(drafter).__name__} taps {list(drafter.taps)} {drafter.shape} {drafter.switches}".strip()
+
+
+def state_of(run: "Trainer") -> dict:
+    """Tensors and plain values, all of them full and none of them shards; every process must call it."""
+    return {
+        "step": run.step,
+        "batches": run.batches,
+        "tokens": run.tokens,
+        "learnt": run.learnt,
+        "seconds": run.seconds,
+        "rollout_seconds": run.rollout_seconds,
+        "best": run.best,
+        "owed": run.owed,
+        "meaning": run.meaning,
+        "data": run.data_signature,
+        "together": run.together,
+        "vocab": run.drafter.vocab.ids,
+        "drafter": full({name: p.detach() for name, p in run.parameters.items()}),
+        "averages": full(run.averages),
+        "optimizers": run.optimizers.state_dict(),
+        "rollouts": None if run.rollouts is None else run.rollouts.state_dict(),
+    }
+
+
+def restore(run: "Trainer", state: dict, path: Path) -> None:
+    """Let a run go on from the state that `path` holds. Raises ValueError if it is not that of such a run."""
+    _check_same_run(run, state, path)
+    weights = state["drafter"]
+    with torch.no_grad():
+        for name, parameter in run.parameters.items():
+            parameter.copy_(sharded_as(weights[name], parameter))
+            if run.averages is not None:
+                run.averages[name].copy_(sharded_as(state["averages"][name], parameter))
+    try:
+        run.optimizers.load_state_dict(state["optimizers"])
+    except ValueError as error:
+        raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
+    run.step, run.batches, run.tokens = state["step"], state["batches"], state["tokens"]
+    run.seconds, run.best = state["seconds"], state["best"]
+    run.owed = state.get("owed", False)  # older checkpoints lack these three
+    run.learnt = state.get("learnt", 0)
+    run.rollout_seconds = state.get("rollout_seconds", 0.0)
+    if run.rollouts is not None and state.get("rollouts"):
+        run.rollouts.load_state_dict(state["rollouts"])
+
+
+def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
+    weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), run.drafter.vocab.ids
+    same_shapes = {k: v.shape for k, v in run.parameters.items()} == {k: v.shape for k, v in weights.items()}
+    same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
+    if not same_shapes or not same_vocab or state["meaning"] != run.meaning:
+        raise ValueError(
+            f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
+        )
+    told = state.get("data"), run.data_signature
+    if None not in told and told[0] != told[1]:  # older checkpoints lack it, and the next
+        raise ValueError(
+            f"{path} has learnt other conversations than data.path gives now: give the same, or another `out`"
+        )
+    if state.get("together", run.together) != run.together:
+        raise ValueError(
+            f"{path} took {state['together']} batches a step, and this run takes {run.together}, over all processes: "
+            "set trainer.accumulate accordingly"
+        )
+    if (state["averages"] is None) != (run.averages is None):
+        raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")

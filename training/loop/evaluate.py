@@ -18,8 +18,7 @@ from specdec.text import encode_prompt, read_prompts
 from specdec.training.data import Batches, Sample
 from specdec.training.loop.settings import TrainerConfig
 from specdec.training.objectives.losses import pieces, product
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import TeacherLogits, TopTeacher, read_teacher
+from specdec.training.objectives.teacher import Student, TeacherLogits, TopTeacher, read_teacher
 from specdec.trees import Chain
 from specdec.trees.optimal import KEPT, along_answers
 

@@ -33,7 +33,9 @@ def check_same_run(config: DictConfig, out: Path) -> list[str]:
         return []
     before = dict(_flat(read_yaml(out / "config.yaml", "settings")))
     now = dict(_flat(OmegaConf.to_container(config, resolve=True)))
+    gone = {name for name, value in before.items() if name not in now and not value}  # by another version, and off
     names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
+    names = [name for name in names if name not in gone]
     said = {name: f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in names}
     changing = [said[name] for name in names if name not in FREE]
     if changing:
@@ -47,5 +49,7 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{path}{name}.")
+        elif name == "_target_":  # version 0.1 wrote it without the package's name
+            yield f"{path}{name}", str(value).removeprefix("specdec.")
         else:
             yield f"{path}{name}", value

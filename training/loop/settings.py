@@ -3,16 +3,22 @@
 import dataclasses
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from specdec.cli.limits import MOST
-from specdec.schema import ranged
+from specdec.schema import check_value, ranged
 from specdec.training.loop.optim import schedule
 
 EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
 MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
+
+
+def check_ranges(settings: object, name: str) -> None:
+    """Raise ValueError for a field whose value is not of its type or range. name: of the settings, for the message."""
+    for setting in fields(settings):
+        check_value(setting, getattr(settings, setting.name), f"{name}.{setting.name}")
 
 
 @dataclass
@@ -35,23 +41,19 @@ class TrainerConfig:
     recompute: bool = False
     fsdp: bool = False
     seed: int = ranged(0, 1 << 62, 0)
-    log_every: int = 10
-    save_every: int = 200
-    keep: int = 2
+    log_every: int = ranged(1, MOST, 10)
+    save_every: int = ranged(1, MOST, 200)
+    keep: int = ranged(1, MOST, 2)
     eval_batches: int = 8
     prompts: str | None = None
-    decode_every: int | None = 200
-    decode_prompts: int = 16
-    decode_tokens: int = 64
-    decode_steps: int = 5
+    decode_every: int | None = ranged(1, MOST, 200)
+    decode_prompts: int = ranged(1, MOST, 16)
+    decode_tokens: int = ranged(1, MOST, 64)
+    decode_steps: int = ranged(1, MOST, 5)
     wandb: bool | str = False
 
     def __post_init__(self) -> None:
-        at_least_one = ("steps", "batch_tokens", "accumulate", "log_every", "save_every", "keep")
-        for name in (*at_least_one, "decode_every", "decode_prompts", "decode_tokens", "decode_steps"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"trainer.{name} must be at least 1, got {value}")
+        check_ranges(self, "trainer")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
@@ -82,25 +84,17 @@ class TrainerConfig:
 class OnPolicy:
     """Settings of `specdec.training.data.rollouts`; conf/data/files.yaml says what each is for."""
 
-    share: float = 0.0
-    start: int = 0
-    every: int = 20
-    prompts: int = 32
-    batch_size: int = 32
-    max_new_tokens: int = 128
+    share: float = ranged(0, 1, 0.0)
+    start: int = ranged(0, MOST, 0)
+    every: int = ranged(1, MOST, 20)
+    prompts: int = ranged(1, MOST, 32)
+    batch_size: int = ranged(1, MOST, 32)
+    max_new_tokens: int = ranged(1, MOST, 128)
     temperature: float = 0.8
-    weight: float = 4.0
+    weight: float = ranged(1, 1e12, 4.0)
     topk: int = 1
     steps: int = 5
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"data.on_policy.share must lie between 0 (off) and 1, got {self.share}")
-        if self.start < 0:
-            raise ValueError(f"data.on_policy.start must not be negative, got {self.start}")
-        for name in ("every", "prompts", "batch_size", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.on_policy.{name} must be at least 1, got {getattr(self, name)}")
-        if not 1 <= self.weight < float("inf"):
-            raise ValueError(f"data.on_policy.weight must be at least 1, which is no weight, got {self.weight}")
+        check_ranges(self, "data.on_policy")

@@ -21,15 +21,19 @@ from specdec.model.target import Target
 from specdec.training.data import Batch, Batches
 from specdec.training.data.rollouts import Rollouts
 from specdec.training.features.online import Features, online_features
-from specdec.training.loop.checkpoint import read_newest, save_state, write_checkpoint
-from specdec.training.loop.curves import draw_curves
+from specdec.training.loop.checkpoint import (
+    meaning,
+    read_newest,
+    restore,
+    save_state,
+    state_of,
+    write_checkpoint,
+)
 from specdec.training.loop.evaluate import decoding_of, expected_tau
-from specdec.training.loop.learner import Learner
-from specdec.training.loop.log import RunLog
+from specdec.training.loop.log import RunLog, draw_curves
 from specdec.training.loop.optim import Optimizers, schedule
-from specdec.training.loop.parallel import Processes, Sums
+from specdec.training.loop.parallel import Learner, Processes, Sums
 from specdec.training.loop.settings import OnPolicy, TrainerConfig
-from specdec.training.loop.state import meaning, restore, state_of
 from specdec.training.loop.weights import fill, shell
 
 

@@ -110,11 +110,3 @@ def gathered(anchors: Tensor, mask: Tensor, visible: Tensor | None = None) -> Sl
     chosen = (mask > 0).any(-1).nonzero(as_tuple=True)
     column = anchors[chosen][:, None] + torch.arange(mask.shape[2], device=anchors.device)
     return Slots(anchors, chosen, column, mask[chosen], visible)
-
-
-def once(row: Tensor, column: Tensor, length: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Places of texts of `length` tokens, rows and columns [n], each once, and where each of the n is among them: the
-    target's logits are dear."""
-    places = row * length + column.clamp(max=length - 1)
-    single, index = places.unique(return_inverse=True)
-    return (single // length, single % length), index

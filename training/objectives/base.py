@@ -8,8 +8,14 @@ from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
 from specdec.training.objectives.losses import head_loss, pieces
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
+from specdec.training.objectives.teacher import (
+    Student,
+    Teacher,
+    TeacherLogits,
+    TopTeacher,
+    read_choice,
+    read_teacher,
+)
 from specdec.training.objectives.terms import Term, Value, Weight, read_terms
 
 
@@ -190,23 +196,42 @@ class Positions:
         return self.row, (self.column - 1 - j).clamp(min=0)
 
 
-class _Terms:
-    """The judge of `head_loss`: it weighs the terms of an objective on a batch, and keeps the metrics."""
+class TermsJudge:
+    """What the judges of `head_loss` share: the teacher of a batch, and gradients of an objective's terms."""
+
+    def __init__(self, objective: Objective, vocab, teacher_logits: TeacherLogits, labels: Tensor):
+        """labels [B,T]: see `Teacher`."""
+        self.objective, self.vocab, self.teacher_logits, self.labels = objective, vocab, teacher_logits, labels
+
+    def read(self, row: Tensor, column: Tensor) -> Teacher | TopTeacher:
+        """What the target says at these places [n] of the batch."""
+        return read_teacher(self.teacher_logits, (row, column), self.vocab, self.labels, self.objective.renormalise)
+
+    def read_once(self, row: Tensor, column: Tensor) -> Teacher | TopTeacher:
+        """As `read`, for places that repeat: each is computed once, as the target's logits are dear."""
+        length = self.labels.shape[1]
+        single, index = (row * length + column.clamp(max=length - 1)).unique(return_inverse=True)
+        return self.read(single // length, single % length).at(index)
+
+    def gradient(self, student: Student, slope: Tensor, total: Tensor) -> Tensor:
+        """Gradient [n,J,U] by the student's logits, given a term's slope and total. It overwrites q."""
+        # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
+        return torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
+
+
+class _Terms(TermsJudge):
+    """The judge that weighs the terms of an objective on a batch, and keeps the metrics."""
 
     def __init__(self, objective: Objective, vocab, teacher_logits, labels: Tensor, batch: Positions):
-        self.objective, self.vocab, self.teacher_logits, self.labels, self.batch = (
-            objective, vocab, teacher_logits, labels, batch,
-        )  # fmt: skip
+        super().__init__(objective, vocab, teacher_logits, labels)
+        self.batch = batch
         self.losses, self.accuracy = torch.zeros(2, objective.steps, device=labels.device).unbind()
         self.step_weights = torch.tensor(objective.step_weights, device=labels.device)
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        here = self.batch.row[rows], self.batch.column[rows]
-        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise)
+        return self.read(self.batch.row[rows], self.batch.column[rows])
 
-    def judge(
-        self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:
         student, weigh = Student(logits), self.objective.weigh
         if isinstance(teacher, TopTeacher):  # the whole p that it makes depends on the student's step
             each = Student(logits.reshape(-1, 1, logits.shape[-1]))
@@ -219,7 +244,4 @@ class _Terms:
         hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]) * self.batch.mask[steps, rows].T
         self.accuracy[steps] += hits.sum(0) / counts
         share = share * self.step_weights[steps]
-        # d log q_v / d x_u = [u = v] - q_u, so the gradient is slope - q total. Nobody reads q after this: it gives the
-        # memory.
-        slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
-        return (value * share).sum(), slope, share[..., None]
+        return (value * share).sum(), self.gradient(student, slope, total), share[..., None]

@@ -10,14 +10,13 @@ from torch import Tensor
 from specdec.contracts import Drafter
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.unroll_block import Blocks
-from specdec.training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, once, slots
-from specdec.training.objectives.base import Objective, documents_of, one_of
+from specdec.training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, slots
+from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
 from specdec.training.objectives.divergences import tv
 from specdec.training.objectives.losses import head_loss
 from specdec.training.objectives.selector import CHOOSES, MISSING, Candidates
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, read_teacher
-from specdec.training.objectives.terms import Weight
+from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher
+from specdec.training.objectives.terms import Value, Weight
 
 WEIGHTS = ("exp", "uniform", "d_pace")
 DENOMINATORS = ("weights", "slots", "texts")
@@ -32,8 +31,6 @@ class BlockObjective(Objective):
       texts.
     - confidence: weight of the confidence head's binary cross-entropy against the share sum min(p, q) of its slot's
       tokens that rejection sampling accepts. It has no gradient by p and q.
-    - e2e: weight of 1 - mean_j prod_{i<=j} sum min(p_i, q_i), the mean over blocks: what of a block is not accepted
-      (DFly). Slots that do not count are taken to be accepted.
     - base: share of the loss that is that of the base logits, before a conditional head (Domino). It falls in a line to
       0 over the share `base_until` of the run.
     - visible: each block is shown more tokens than its anchor, n of them with a probability in proportion to visible^n,
@@ -55,7 +52,6 @@ class BlockObjective(Objective):
         alpha: float = 0.5,
         denominator: str = "weights",
         confidence: float = 1.0,
-        e2e: float = 0.0,
         base: float = 0.0,
         base_until: float = 0.5,
         visible: float | None = None,
@@ -83,7 +79,7 @@ class BlockObjective(Objective):
             raise ValueError("objective.weights=d_pace is known after the loss only: divide by slots or texts")
         self.anchors, self.where, self.counts = anchors, where, counts
         self.weights, self.gamma, self.alpha, self.denominator = weights, gamma, alpha, denominator
-        self.confidence, self.e2e, self.base, self.base_until = confidence, e2e, base, base_until
+        self.confidence, self.base, self.base_until = confidence, base, base_until
         self.visible, self.selector, self.chooses, self.missing = visible, selector, chooses, missing
 
     @property
@@ -181,8 +177,8 @@ def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * mask
 
 
-class _Slots:
-    """The judge of `head_loss`, whose rows are blocks and whose steps are slots."""
+class _Slots(TermsJudge):
+    """The judge whose rows are blocks and whose steps are slots."""
 
     def __init__(
         self,
@@ -193,10 +189,8 @@ class _Slots:
         slots: Slots,
         texts: int,
     ):
-        self.objective, self.vocab, self.teacher_logits, self.labels, self.slots = (
-            objective, drafter.vocab, teacher_logits, labels, slots,
-        )  # fmt: skip
-        mask, conditional = slots.mask, drafter.conditional
+        super().__init__(objective, drafter.vocab, teacher_logits, labels)
+        self.slots, mask, conditional = slots, slots.mask, drafter.conditional
         weights = objective.weigh_slots(mask, mask, slots.since)  # of d_pace others: it does not divide by them
         self.divisor = objective.divisor(mask, weights, texts).clamp(min=1e-6)
         self.counted = mask.sum(0).clamp(min=1e-6)  # of each slot
@@ -207,16 +201,13 @@ class _Slots:
             count = min(conditional.candidates, drafter.vocab.size)
             self.candidates = Candidates(*mask.shape, count, objective.chooses, objective.missing, labels.device)
         self.base = objective.base_share if conditional is not None and self.candidates is None else 0.0
-        self.rates = objective.e2e > 0 or drafter.confidence is not None  # what is accepted is asked for
+        self.confident = drafter.confidence is not None
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
         # Blocks overlap, and slots behind the text count nothing.
-        here, index = once(*(x[rows].flatten() for x in self.slots.here), self.labels.shape[1])
-        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise).at(index)
+        return self.read_once(*(x[rows].flatten() for x in self.slots.here))
 
-    def judge(
-        self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:
         shape, mask, since = logits.shape[:2], self.slots.mask[rows], self.slots.since[rows]
         student = Student(logits.flatten(0, 1)[:, None])
         if isinstance(teacher, TopTeacher):
@@ -225,41 +216,21 @@ class _Slots:
         losses = value.view(shape)
         weights = self.objective.weigh_slots(losses, mask, since)
         if steps[0] == mask.shape[1]:
-            return self._loss(student, losses, slope, total, weights * self.base / self.divisor)
-        share = weights * (1 - self.base) / self.divisor
+            share = weights * self.base / self.divisor
+        else:
+            share = weights * (1 - self.base) / self.divisor
+            self._measure(rows, student, teacher, losses, weights)
+        slope = self.gradient(student, slope, total)
+        return (losses * share).sum(), slope.view(*shape, -1), share[..., None]
+
+    def _measure(self, rows: slice, student: Student, teacher: Teacher, losses: Tensor, weights: Tensor) -> None:
+        """Keep the metrics of blocks, and what the confidence head and the selector learn from."""
+        mask = self.slots.mask[rows]
         self.losses += (losses * mask).sum(0) / self.counted
-        hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]).view(shape) * mask
+        hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]).view(mask.shape) * mask
         self.accuracy += hits.sum(0) / self.counted
         self.weights[rows] = weights
         if self.candidates is not None:
             self.candidates.meet(rows, student.logits, teacher.labels, teacher.best)
-        if self.rates:
-            missed, pull, pull_total = tv(student, teacher)
-            self.accepted[rows] = (1 - missed).view(shape)
-        if not self.objective.e2e:
-            return self._loss(student, losses, slope, total, share)
-        lost, by_slot = unaccepted(self.accepted[rows], mask)
-        each = self.objective.e2e / len(self.slots.mask)
-        by_slot = each * by_slot.view(-1, 1)
-        slope = slope * share.view(-1, 1, 1) + pull * by_slot[..., None]
-        total = total * share.view(-1, 1) + pull_total * by_slot
-        _, slope, ones = self._loss(student, losses, slope, total, torch.ones_like(share))
-        return (losses * share).sum() + each * lost, slope, ones
-
-    def _loss(
-        self, student: Student, losses: Tensor, slope: Tensor, total: Tensor, share: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a judge returns, given a term's slope and total, and the share [n,W] of each slot's loss [n,W]."""
-        # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
-        slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
-        return (losses * share).sum(), slope.view(*losses.shape, -1), share[..., None]
-
-
-def unaccepted(accepted: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum [] over n blocks of 1 - mean_j prod_{i<=j} of what is accepted [n,W], and its gradient [n,W] by what is
-    not. Slots that do not count (mask [n,W] is 0) are taken to be accepted."""
-    with torch.enable_grad():
-        rate = accepted.detach().requires_grad_()
-        lost = (1 - torch.where(mask > 0, rate, 1.0).cumprod(1).mean(1)).sum()
-        (gradient,) = torch.autograd.grad(lost, rate)
-    return lost.detach(), -gradient
+        if self.confident:
+            self.accepted[rows] = (1 - tv(student, teacher)[0]).view(mask.shape)

@@ -1,13 +1,14 @@
-"""Distances between the teacher's distribution p and the student's q."""
+"""Terms: distances between the teacher's distribution p and the student's q."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import Teacher
+from specdec.training.objectives.teacher import Student, Teacher
 from specdec.training.objectives.terms import Value, term
+
+LEAST = 1e-5  # of alpha: a student far off gets a steep slope, not an infinite one
 
 
 @term
@@ -75,6 +76,42 @@ def choice(student: Student, teacher: Teacher) -> Value:
 def tokens(student: Student, teacher: Teacher) -> Value:
     """-log q of the token that stands in the text; 0 where none is to be learnt."""
     return _token(student, teacher.labels.clamp(min=0), (teacher.labels >= 0).to(student.logits.dtype))
+
+
+@term
+def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
+    """-sum p log q over p's k likeliest tokens; neither p nor q is renormalised over them (HASS, arXiv 2408.15766,
+    section 3.1; `train/main_hass.py`)."""
+    p, ids = teacher.top(k)
+    slope = p.new_zeros(len(p), student.logits.shape[-1]).scatter_(1, ids, -p)
+    mass = p.sum(-1, keepdim=True)
+    at_best = student.logits.gather(-1, ids[:, None].expand(-1, student.best.shape[1], -1))
+    value = mass * student.log_mass - (p[:, None] * at_best).sum(-1)
+    return value, slope[:, None], -mass
+
+
+@term
+def lk(student: Student, teacher: Teacher) -> Value:
+    """-log alpha, with alpha = sum min(p, q) over all V tokens the chance that a draft is accepted (arXiv 2602.23881).
+
+    Its gradient is that of the total variation divided by alpha: large where little is accepted."""
+    rejected, slope, total = tv(student, teacher)
+    alpha = (1 - rejected).clamp(min=LEAST)
+    return -alpha.log(), slope / alpha[..., None], total / alpha
+
+
+@term
+def lk_hybrid(student: Student, teacher: Teacher, scale: float = 1.0, decay: float = 3.0) -> Value:
+    """w KL(p || q) + (1 - w) (1 - alpha), where w = scale exp(-decay alpha) is a constant for the gradient; alpha: see
+    `lk`.
+
+    decay = 3 is the paper's best and speculators' default; SpecForge's is 1.
+    """
+    rejected, slope, total = tv(student, teacher)
+    distance, pull, pull_total = kl(student, teacher)
+    w = scale * torch.exp(-decay * (1 - rejected))
+    value = w * distance + (1 - w) * rejected
+    return value, torch.lerp(slope, pull, w[..., None]), torch.lerp(total, pull_total.expand_as(total), w)
 
 
 def _token(student: Student, ids: Tensor, known: Tensor) -> Value:

@@ -9,13 +9,11 @@ from torch import Tensor
 
 from specdec.contracts import Drafter
 from specdec.drafters.parallel import ParallelDrafter
-from specdec.training.objectives.anchors import once
-from specdec.training.objectives.base import Objective, documents_of, one_of
+from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
 from specdec.training.objectives.cod import POOLS, by_anchor, sample
 from specdec.training.objectives.losses import head_loss, pieces
-from specdec.training.objectives.student import Student
-from specdec.training.objectives.teacher import Teacher, TeacherLogits, TopTeacher, TopTokens, read_teacher
-from specdec.training.objectives.terms import Weight
+from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, TopTokens
+from specdec.training.objectives.terms import Value, Weight
 
 COUNTS = ("label", "previous")
 WEIGHTS = ("uniform", "teacher")
@@ -174,8 +172,8 @@ def believed(rows: Sampled, known: Tensor) -> Tensor:
     return out.exp()
 
 
-class _Rows:
-    """The judge of `head_loss`, whose rows are sampled rows; it keeps the metrics by depth."""
+class _Rows(TermsJudge):
+    """The judge whose rows are sampled rows; it keeps the metrics by depth."""
 
     def __init__(
         self,
@@ -186,21 +184,17 @@ class _Rows:
         rows: Sampled,
         weights: Tensor,
     ):
-        self.objective, self.vocab, self.teacher_logits, self.labels, self.rows, self.weights = (
-            objective, drafter.vocab, teacher_logits, labels, rows, weights,
-        )  # fmt: skip
+        super().__init__(objective, drafter.vocab, teacher_logits, labels)
+        self.rows, self.weights = rows, weights
         self.divisor = weights.sum().clamp(min=1e-6)
         nothing = torch.zeros(drafter.block, device=labels.device)
         self.counted = nothing.index_add(0, rows.depth, weights).clamp(min=1e-6)
         self.losses, self.accuracy = nothing, nothing.clone()
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        here, index = once(self.rows.row[rows], self.rows.column[rows], self.labels.shape[1])
-        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, self.objective.renormalise).at(index)
+        return self.read_once(self.rows.row[rows], self.rows.column[rows])
 
-    def judge(
-        self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:
         student, depth, weights = Student(logits), self.rows.depth[rows], self.weights[rows]
         teacher = teacher.facing(student) if isinstance(teacher, TopTeacher) else teacher
         value, slope, total = self.objective.weigh(student, teacher)
@@ -208,6 +202,4 @@ class _Rows:
         self.losses.index_add_(0, depth, value * weights / self.counted[depth])
         hits = self.vocab.to_target(student.best[:, 0]) == teacher.choice
         self.accuracy.index_add_(0, depth, hits * weights / self.counted[depth])
-        # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
-        slope = torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
-        return (value * share).sum(), slope, share[:, None, None]
+        return (value * share).sum(), self.gradient(student, slope, total), share[:, None, None]

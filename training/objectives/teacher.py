@@ -1,4 +1,4 @@
-"""The teacher's distribution p: what the target says at n positions.
+"""The teacher's distribution p: what the target says at n positions. And the student's distribution q.
 
 All of p may be known (`Teacher`), or only its likeliest tokens and the mass of the rest (`TopTeacher`). p is the same
 for all J steps of the unroll that draft for a position, so a teacher's tensors are [n,...] and a student's [n,J,...].
@@ -13,7 +13,33 @@ from torch import Tensor
 from specdec.drafters.vocab import DraftVocab
 from specdec.sampling.likely import largest
 from specdec.training.objectives.losses import DeferredLogits
-from specdec.training.objectives.student import Student
+
+
+class Student:
+    """The distribution q = softmax(logits): what the drafter says at n positions, in J steps of the unroll.
+
+    Each quantity is computed when a term first asks for it, as passes over the vocabulary are
+    most of a training step's time on a CPU."""
+
+    def __init__(self, logits: Tensor):
+        """logits [n,J,U]"""
+        self.logits = logits
+        self.top, self.best = largest(logits)  # [n,J]
+
+    @cached_property
+    def q(self) -> Tensor:
+        """[n,J,U]"""
+        return self.logits.softmax(-1)
+
+    @cached_property
+    def log_mass(self) -> Tensor:
+        """[n,J] log sum exp(logits), computed from the likeliest token: its logit less its log q."""
+        return self.top - self.q.gather(-1, self.best[..., None]).squeeze(-1).log()
+
+    @cached_property
+    def logq(self) -> Tensor:
+        """[n,J,U]"""
+        return self.logits - self.log_mass[..., None]
 
 
 @dataclass

@@ -8,9 +8,10 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
-from specdec.engine.engine import Engine
 from specdec.lab.load.crowd import Alone, Sizes
 from specdec.lab.load.crowd_run import Crowd, run
+
+from specdec.engine.engine import Engine
 from specdec.serve.replies import Reply
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service

@@ -99,9 +99,8 @@ def test_conversations_worth_learning_are_kept(tmp_path):
     answer = "A tree is a tall plant with a trunk and with branches. It lives for many years."
     talks = [("dolly_1", "What?", answer), ("dolly_2", "Why?", "Short."), ("dolly_3", "Who?", "so it is " * 20),
              ("unknown_1", "How?", answer), ("oasst pythia", "When?", answer)]  # fmt: skip
-    rows = [
-        {"id": i, "conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for i, q, a in talks
-    ]
+    said = [[{"from": "human", "value": question}, {"from": "gpt", "value": text}] for _, question, text in talks]
+    rows = [{"id": talk[0], "conversations": turns} for talk, turns in zip(talks, said, strict=True)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, heldout = build_demo.conversations(tmp_path / "c.jsonl")
     assert [c[0]["content"] for c in train + heldout] == ["What?", "What?"]  # dolly's are used twice
@@ -127,7 +126,7 @@ def test_all_stages(target_path, tmp_path, monkeypatch, capsys):
     (tmp_path / "b.jsonl").write_text(json.dumps(book) + "\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["What is 3?"]}) + "\n")
     monkeypatch.setattr(build_demo, "GROWN", {"mtp": 64})
-    monkeypatch.setattr(build_demo, "DRAFTERS", ("mtp", "medusa"))
+    monkeypatch.setattr(build_demo, "DRAFTERS", ("mtp", "dspark"))
     words = ["--small", small, "--conversations", tmp_path / "c.jsonl", "--books", tmp_path / "b.jsonl"]
     words += ["--bench", tmp_path / "p.jsonl", "--work", tmp_path / "work", "--out", tmp_path / "demo", "--eager"]
     words += ["--sizes", 96, 100, "--tokens", 24_000, "--less-steps", 1, "--answers", 40, "trainer.steps=2"]
@@ -140,7 +139,7 @@ def test_all_stages(target_path, tmp_path, monkeypatch, capsys):
     assert {"before", "after", "steps"} <= set(report["target"])
     assert all(min(drafter["tau"].values()) >= 1 for drafter in report["drafters"].values())
     target = load_target(tmp_path / "demo" / "target")
-    assert [load_drafter(tmp_path / "demo" / name, target).name for name in ("mtp", "medusa")]
+    assert [load_drafter(tmp_path / "demo" / name, target).name for name in ("mtp", "dspark")]
     page = (tmp_path / "demo" / "README.md").read_text()
     assert "| mtp | " in page
     assert "{" not in page

@@ -1,236 +1,234 @@
-"""Build the demo: a larger target grown from a smaller one, its own answers, and drafters trained on them.
+"""Build the demo: a target grown from a smaller one, its own answers, and drafters trained on them.
 
     python scripts/build_demo.py --small SMALL --conversations conversations.jsonl.xz --books books.jsonl.xz \\
         --bench MT_BENCH --work build --out specdec/demo
 
---small: a folder with a target and its drafters mtp, eagle3, eagle2 and medusa; the first were the pair that was
-bundled up to revision f518c2e. Every stage leaves its result under --work and is skipped when that is there, so
-an interrupted build goes on. The last stage measures tau on --bench and writes everything to --out as bf16 safetensors
-with a model card.
+--small: a folder with a target and its drafters mtp, eagle3 and eagle2. --conversations: ShareGPT form; an `id` begins
+with the name of its source (`KEEP`). --books: objects with `title`, `year` and `text`. Every stage leaves its result in
+--work and is skipped if that exists, so an interrupted build continues. The last stage measures tau on --bench, and
+writes everything to --out as bf16 safetensors with a model card. Commit 6084cd3 has the script that built the bundled
+demo, with more filters of the data and a schedule of its own.
 """
 
 import argparse
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import checkout
 import torch
-from demo_card import card
+from demo_models import grow, grow_drafter, grown_config, repeat_less
+from pretrain_target import SEED, held_out, prompts_of, split, write_prompts
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from specdec.api import generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.drafters.formats import save_drafter
 from specdec.engine.fits import most_steps
-from specdec.lab.bench.from_scratch import SEED, draw_questions, split
 from specdec.lab.output import write_json
-from specdec.structs import Sampling
-from specdec.text import read_prompts
-from specdec.training.data import Message
-from specdec.training.regenerate import encode, regenerate
+from specdec.text import clean, read_prompts
+from specdec.training.data import Message, Record, read_records
+from specdec.training.loop.log import read_log
+from specdec.training.pretrain import pack, pretrain, save_target
 from specdec.trees.spec import TreeSpec
 
-LENGTH = 1024  # the target's context
-LIMIT_MIB = 50
-TREES = (TreeSpec(4, 5, 16), TreeSpec(10, 8, 60), TreeSpec(1, 5, 6))  # with which tau is measured
-MAP_SIZE = 4096  # of the FR-Spec map: half the vocabulary
+LENGTH = 1024  # tokens of a row, and the target's context
+BOOKS, BOOK, OLDEST = 0.2, 500_000, 1840  # share of the rows, characters of a book at most, and its year at least
+LIMIT_MIB, MAP_SIZE = 50, 4096
+TREES = (TreeSpec(4, 5, 16), TreeSpec(10, 8, 60), TreeSpec(1, 5, 6))  # for which tau is measured
 QUESTIONS = "What are the benefits of regular exercise?", "How do I make a vegetable soup?"  # for the card
-SIZES = {"hidden_size": 384, "intermediate_size": 1280}
-GROWN = ("mtp", "eagle3:512", "eagle2:256")  # drafters that grow with the target, and how wide an MLP is kept
-# The experiments of conf/ that train each drafter.
-DRAFTERS = {name: f"grown_{name}" for name in ("eagle3", "mtp", "eagle2", "medusa", "dspark", "dflash")}
+GROWN = {"mtp": None, "eagle3": 512, "eagle2": 256}  # drafters that grow too: neurons that their MLP keeps
+DRAFTERS = ("eagle3", "mtp", "eagle2", "medusa", "dspark", "dflash")  # trained by the experiments grown_NAME
+# Source: how often each conversation is used, and the largest number of them. Other sources are dropped.
+KEEP = {
+    "oasst": (1, 30_000), "dolly": (2, 10**9), "gpteacher_roleplay": (2, 10**9), "llamafactory": (3, 10**9),
+    "gsm8k": (1, 4000), "flan_cot_ecqa": (1, 5000), "flan_cot_creak": (1, 10**9), "flan_cot_strategyqa": (1, 10**9),
+    "flan_cot_qasc": (1, 10**9), "flan_cot_sensemaking": (1, 1500), "gpteacher_codegen": (1, 1000), "sgd": (1, 2500),
+    "taskmaster": (1, 300),
+}  # fmt: skip
+WEAK = re.compile("pythia|sft-0|starcoder|falcon-7b|open-llama|llama_30b_pre|llama_65b_sft|oasst-1_12b|gpt4all|alpaca")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u2026": "..."})
 
 
-def script(name: str, **words: object) -> None:
-    """Run another script of this folder, with its words as options; ends the build if that fails."""
-    options = [part for key, value in words.items() for part in (f"--{key.replace('_', '-')}", *_values(value))]
-    done = subprocess.run([sys.executable, str(checkout.ROOT / "scripts" / f"{name}.py"), *options], check=False)
+def is_good(messages: list[Message]) -> bool:
+    """Whether a conversation is plain English, with whole answers that do not repeat themselves."""
+    texts, answers = ([m["content"] for m in messages if m["role"] != role] for role in ("", "user"))
+    whole = "".join(texts)
+    if messages[-1]["role"] != "assistant" or not all(texts) or sum(map(len, answers)) < 60 * len(answers):
+        return False
+    runs = [[tuple(words[i : i + 4]) for i in range(len(words) - 3)] for words in map(str.split, answers)]
+    odd = sum(ord(c) > 127 for c in whole) > 0.03 * len(whole) or '{"' in whole
+    return not odd and all(len(set(r)) >= 0.95 * len(r) for r in runs)
+
+
+def conversations(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Return training and held-out conversations of a file, shuffled, each as often as `KEEP` says."""
+    found: dict[str, list] = defaultdict(list)
+    asked, train, heldout = Counter(), [], []
+    for row in map(Record.fields, read_records(path)):
+        kind = next((k for k in KEEP if row["id"].startswith(k)), None)
+        turns = [{"role": ROLES[t["from"]], "content": clean(t["value"])} for t in row["conversations"]]
+        if kind is None or WEAK.search(row["id"]) or asked[turns[0]["content"]] >= 40 or not is_good(turns):
+            continue
+        asked[turns[0]["content"]] += 1
+        plain = [turn | {"content": turn["content"].translate(PLAIN).strip()} for turn in turns]
+        if held_out(turns):
+            heldout.append(plain)
+        else:
+            found[kind].append(plain)
+    for kind, (copies, most) in KEEP.items():
+        train += found[kind][:most] * copies
+    random.Random(SEED).shuffle(train)
+    return train, heldout
+
+
+def books(tokenizer, path: Path, count: int) -> Tensor:
+    """Return `count` rows of prose, or as many as there are: no verse, no plays, no old translations."""
+    ids: list[int] = []
+    for book in map(Record.fields, read_records(path)):
+        text = re.sub(r"\[[^\]]{0,40}\]", "", book["text"].translate(PLAIN).replace("_", "")).strip()
+        lines = [line for line in text.split("\n") if line.strip()]
+        if len(ids) < count * LENGTH and book["year"] >= OLDEST and sum(map(len, lines)) >= 110 * len(lines):
+            ids += tokenizer(text[:BOOK], add_special_tokens=False)["input_ids"]
+    count = min(count, len(ids) // LENGTH)
+    return torch.tensor(ids[: count * LENGTH], dtype=torch.int32).view(count, LENGTH)
+
+
+def build_target(args: argparse.Namespace, work: Path) -> None:
+    """Grow the small target and drafters, train the target on conversations and books, and against repetitions."""
+    torch.manual_seed(SEED)
+    tokenizer = AutoTokenizer.from_pretrained(args.small / "target")
+    small = LlamaForCausalLM.from_pretrained(args.small / "target", dtype=torch.float32)
+    model = grow(small, grown_config(small.config, *args.sizes))
+    for name, width in GROWN.items():
+        grow_drafter(args.small / name, model.config, work / f"grown-{name}", width)
+    train, heldout = conversations(args.conversations)
+    chat = pack(tokenizer, train, LENGTH, int((1 - BOOKS) * args.tokens))
+    data = torch.cat([chat, books(tokenizer, args.books, int(BOOKS * args.tokens) // LENGTH)])
+    data = data[torch.randperm(len(data))]
+    unseen = pack(tokenizer, heldout, LENGTH, 32 * LENGTH)
+    how = {"checkpoint": work / "pretrain.pt", "compile": not args.eager}
+    report = pretrain(model, data, unseen, batch=8, lr=7e-4, muon_lr=0.01, **how)
+    known, other = split(args.conversations)
+    report |= repeat_less(model, tokenizer, chat, prompts_of(known, 10_000), prompts_of(other, 64), args.less_steps)
+    save_target(model, tokenizer, work / "target", report=report)
+
+
+def run(*command: object) -> None:
+    """Run a module of specdec; a failure ends the build."""
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
 
-def _values(value: object) -> Iterable[str]:
-    return map(str, value) if isinstance(value, list | tuple) else [str(value)]
+def build_answers(args: argparse.Namespace, work: Path) -> None:
+    """Let the target answer questions of the training data, greedily and with sampling. Whole files are kept."""
+    output_folder(work / "answers")
+    write_prompts(work / "questions.jsonl", prompts_of(split(args.conversations)[0], args.answers))
+    words = ["--target", work / "target", "--prompts", work / "questions.jsonl", "--batch-size", 128]
+    for name, temperature in (("greedy", 0.0), ("sampled", 0.8)):
+        where = ["--out", work / "answers" / f"{name}.jsonl", "--temperature", temperature]
+        run("specdec.training.regenerate", *words, *where, "--max-new-tokens", 160, "--seed", SEED)
 
 
-def build_target(args: argparse.Namespace, work: Path) -> None:
-    """The grown target: its data, its training at a constant rate and at a falling one, and fewer repetitions."""
-    if not (work / "grown").exists():
-        drafts = [f"{args.small / name}" for name in GROWN]
-        script("grow", target=args.small / "target", draft=drafts, out=work / "grown", **SIZES)
-    if not (work / "data" / "data.json").exists():
-        texts = {"conversations": args.conversations, "books": args.books}
-        script("demo_data", tokenizer=work / "grown", out=work / "data", **texts)
-    learning = {"start": work / "grown", "data": work / "data", "work": work, "threads": args.threads}
-    if not (work / "decayed").exists():
-        script("demo_target", until=args.tokens, **learning)
-        script("demo_target", decay=args.decay, out=work / "decayed", **learning)
-    script(
-        "unlikelihood",
-        target=work / "decayed",
-        data=work / "data",
-        conversations=args.conversations,
-        threads=args.threads,
-        out=work / "target",
-    )
-
-
-def build_answers(args: argparse.Namespace, folder: Path) -> None:
-    """The target's own answers to questions of the training data. The first answer to a question is greedy, and all
-    further ones are sampled."""
-    target = load_target(folder.parent / "target")
-    first: dict[str, Message] = {}
-    again: list[Message] = []
-    for prompt in draw_questions(split(args.conversations)[0], args.answers):
-        if prompt["content"] in first:
-            again.append(prompt)
-        else:
-            first[prompt["content"]] = prompt
-    for name, prompts, temperature in (("greedy", first.values(), 0.0), ("sampled", again, 0.8)):
-        if not (folder / f"{name}.jsonl").exists():
-            regenerate(
-                target,
-                [p for p in (encode(target, [prompt]) for prompt in prompts) if len(p.ids) <= LENGTH // 2],
-                folder / f"{name}.jsonl",
-                max_new_tokens=args.answer_tokens,
-                batch_size=128,
-                sampling=Sampling(temperature),
-                seed=SEED,
-            )
-    rows = [line for name in ("greedy", "sampled") for line in (folder / f"{name}.jsonl").open(encoding="utf-8")]
-    random.Random(SEED).shuffle(rows)
-    write_text(folder / "all.jsonl", "".join(rows))
-
-
-def run_folder(work: Path, name: str) -> Path:
-    """The folder of a run, named as scripts/quality.py names it, so that either finds the other's runs."""
-    return work / f"{DRAFTERS[name]}-seed{SEED}"
-
-
-def train_drafters(work: Path) -> None:
-    """Run the trainer once for each. A finished run resumes at its last step and ends at once."""
-    for name, experiment in DRAFTERS.items():
-        settings = {
-            "target.path": work / "target",
-            "data.path": work / "answers" / "all.jsonl",
-            "out": run_folder(work, name),
-            "trainer.seed": SEED,
-            "+experiment": experiment,
-            "resume": "auto",
-        }
-        command = [sys.executable, "-m", "specdec.training.train", *(f"{k}={v}" for k, v in settings.items())]
-        trained = subprocess.run(command, check=False)
-        if trained.returncode:
-            sys.exit(trained.returncode)
-
-
-def count_map(work: Path, out: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "specdec.training.count",
-        "--target",
-        str(work / "target"),
-        "--size",
-        str(MAP_SIZE),
-    ]
-    subprocess.run([*command, "--data", str(work / "answers" / "all.jsonl"), "--out", str(out)], check=True)
+def train_drafter(name: str, work: Path, overrides: list[str]) -> None:
+    """Train a drafter. A finished run resumes at its last step and ends at once."""
+    words = [f"target.path={work / 'target'}", f"data.path={work / 'answers'}/*.jsonl", f"out={work / name}"]
+    run("specdec.train", *words, f"+experiment=grown_{name}", "resume=auto", *overrides)
 
 
 def measure(bench: Path, target, drafter) -> dict[str, float]:
-    """tau on the first turns of `bench`, greedy, 64 new tokens. A drafter that guesses fewer tokens ahead than a tree
-    has steps takes as many steps as it can."""
-    prompts = read_prompts(bench)
+    """Return tau by tree on the first turns of `bench`: greedy, 64 new tokens, at most the steps of the drafter."""
     found = {}
     for tree in TREES:
         steps = min(tree.steps, most_steps(drafter) or tree.steps)
         size = steps + 1 if tree.topk == 1 else tree.num_draft_tokens
-        grown = replace(tree, steps=steps, num_draft_tokens=size).build()
-        found[str(tree)] = round(generate(target, prompts, drafter, tree=grown, max_new_tokens=64).tau, 3)
+        built = replace(tree, steps=steps, num_draft_tokens=size).build()
+        found[str(tree)] = round(generate(target, read_prompts(bench), drafter, tree=built, max_new_tokens=64).tau, 3)
     return found
 
 
-def sample(target) -> list[dict]:
-    """What the target writes, greedy and at temperature 0.8."""
-    return [
-        {"temperature": temperature, "question": question, "answer": out.text[0].strip()}
-        for question in QUESTIONS
-        for temperature in (0.0, 0.8)
-        for out in [generate(target, [question], max_new_tokens=80, sampling=Sampling(temperature), seed=SEED)]
-    ]
-
-
 def publish(args: argparse.Namespace, work: Path) -> None:
-    """Copy everything to --out in bf16, check its size, and write the card."""
+    """Copy everything to --out in bf16, check its size, and write report and card."""
     target, out = load_target(work / "target"), args.out
     for old in ("target", *DRAFTERS):
         shutil.rmtree(out / old, ignore_errors=True)
-    shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("unlikelihood.json"))
-    count_map(work, out / f"frspec_{MAP_SIZE}.json")
+    shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("report.json"))
+    words = ["--target", work / "target", "--size", MAP_SIZE, "--data", work / "answers" / "greedy.jsonl"]
+    run("specdec.training.count", *words, "--out", out / f"frspec_{MAP_SIZE}.json")
     drafters = {}
     for name in DRAFTERS:
-        run = run_folder(work, name)
-        drafter = load_drafter(run / "draft", target).to(torch.bfloat16)
-        save_drafter(drafter, out / name, target)
-        if (run / "draft" / "acceptance.json").exists():
-            shutil.copy(run / "draft" / "acceptance.json", out / name)
-        drafters[name] = {
-            "parameters": sum(p.numel() for p in drafter.parameters()),
-            **_last_rows(run / "log.jsonl"),
-            "tau": measure(args.bench, target, load_drafter(out / name, target)) if args.bench else {},
-        }
-    size = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) / 2**20
-    if size > LIMIT_MIB:
-        raise ValueError(f"the demo takes {size:.1f} MiB, more than the {LIMIT_MIB} that may be shipped")
+        save_drafter(load_drafter(work / name / "draft", target).to(torch.bfloat16), out / name, target)
+        if (measured := work / name / "draft" / "acceptance.json").exists():
+            shutil.copy(measured, out / name)
+        drafter = load_drafter(out / name, target)
+        log = read_log(work / name / "log.jsonl")
+        last = {row["split"]: row for row in log if row["split"] in ("train", "heldout")}
+        size = sum(p.numel() for p in drafter.parameters())
+        drafters[name] = {"parameters": size, **last, "tau": measure(args.bench, target, drafter)}
+    mebibytes = sum(p.stat().st_size for p in out.rglob("*") if p.is_file()) / 2**20
+    if mebibytes > LIMIT_MIB:
+        raise ValueError(f"the demo takes {mebibytes:.1f} MiB, more than the {LIMIT_MIB} that may be shipped")
     report = {
-        "target": json.loads((work / "decayed" / "report.json").read_text()),
-        "repetition": json.loads((work / "target" / "unlikelihood.json").read_text()),
+        "target": json.loads((work / "target" / "report.json").read_text()),
         "target_parameters": sum(p.numel() for p in target.parameters()),
         "shape": {key: getattr(target.config, key) for key in ("layers", "hidden", "vocab", "context")},
         "drafters": drafters,
-        "samples": sample(target),
-        "mebibytes": round(size, 1),
+        "samples": {text: generate(target, text, max_new_tokens=80).text[0].strip() for text in QUESTIONS},
+        "mebibytes": round(mebibytes, 1),
     }
     write_json(out / "report.json", report)
-    write_text(out / "README.md", card(report, MAP_SIZE, ": see DATA.md" if (out / "DATA.md").exists() else ""))
-    print(json.dumps(report))
+    write_text(out / "README.md", card(report, ": see DATA.md" if (out / "DATA.md").exists() else ""))
 
 
-def _last_rows(log: Path) -> dict:
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return {split: [r for r in rows if r["split"] == split][-1] for split in ("train", "heldout")}
+def card(report: dict, note: str) -> str:
+    """Return the model card. note: on the data, which are not in the repository."""
+    lines = []
+    for name, drafter in report["drafters"].items():
+        columns = (drafter["heldout"]["accuracy"], drafter["tau"].values())
+        agreement, taus = (", ".join(f"{x:.2f}" for x in column) for column in columns)
+        parameters, tokens = drafter["parameters"] / 1e6, drafter["train"]["tokens"]
+        lines.append(f"| {name} | {parameters:.2f} M | {tokens:,} | {agreement} | {taus} |")
+    quoted = {question: answer.replace("\n", "\n> ") for question, answer in report["samples"].items()}
+    samples = [f"**{question}**\n\n> {answer}" for question, answer in quoted.items()]
+    fields = report["target"] | report["shape"] | {"mebibytes": report["mebibytes"], "map_size": MAP_SIZE, "note": note}
+    fields |= {"table": "\n".join(lines), "samples": "\n\n".join(samples), "trees": ", ".join(map(str, TREES))}
+    template = (checkout.ROOT / "scripts" / "demo_card.md").read_text(encoding="utf-8")
+    return template.format(target_m=report["target_parameters"] / 1e6, **fields)
 
 
 @one_sentence_errors
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=Path, required=True, help="folder of the pair that grows")
-    parser.add_argument("--conversations", type=Path, required=True, help="ShareGPT-form .jsonl or .jsonl.xz")
-    parser.add_argument("--books", type=Path, required=True, help=".jsonl or .jsonl.xz with title, year and text")
-    parser.add_argument("--work", type=Path, default=checkout.ROOT / "build", help="folder for intermediate results")
-    parser.add_argument(
-        "--out", type=Path, default=checkout.ROOT / "specdec" / "demo", help="where the finished demo goes"
-    )
-    parser.add_argument("--bench", type=Path, help="prompts (.jsonl with `turns`) on which tau is measured")
-    parser.add_argument("--tokens", type=float, default=2.4e6, help="of the grown target, at a constant rate")
-    parser.add_argument("--decay", type=int, default=120, help="steps in which the rate falls to 0")
-    parser.add_argument("--answers", type=int, default=7_000, help="prompts that the target answers")
-    parser.add_argument("--answer-tokens", type=int, default=160)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    args = parser.parse_args()
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--small", type=Path, required=True, help="folder of the pair that grows")
+    p.add_argument("--conversations", type=Path, required=True, help=".jsonl or .jsonl.xz in ShareGPT form")
+    p.add_argument("--books", type=Path, required=True, help=".jsonl or .jsonl.xz with title, year and text")
+    p.add_argument("--bench", type=Path, required=True, help="prompts on which tau is measured")
+    p.add_argument("--work", type=Path, default=checkout.ROOT / "build", help="folder for intermediate results")
+    p.add_argument("--out", type=Path, default=checkout.ROOT / "specdec" / "demo", help="folder of the finished demo")
+    p.add_argument("--sizes", type=int, nargs=2, default=(384, 1280), help="of the target: hidden, intermediate")
+    p.add_argument("--tokens", type=int, default=3_400_000, help="that the target is trained on")
+    p.add_argument("--less-steps", type=int, default=80, help="of unlikelihood")
+    p.add_argument("--answers", type=int, default=7_000, help="prompts that the target answers")
+    p.add_argument("--eager", action="store_true", help="do not compile the target's training step")
+    p.add_argument("overrides", nargs="*", help="settings of specdec train for all drafters")
+    args = p.parse_args()
     work = output_folder(args.work)
     output_folder(args.out)
     if not (work / "target").exists():
         build_target(args, work)
-    if not (work / "answers" / "all.jsonl").exists():
-        build_answers(args, work / "answers")
-    train_drafters(work)
+    build_answers(args, work)
+    for name in DRAFTERS:
+        train_drafter(name, work, args.overrides)
     publish(args, work)
 
 

@@ -1,4 +1,4 @@
-"""A target from scratch in a given time, and prompts for a drafter of it (scripts/gpu_proof.py runs this).
+"""Train a target from scratch in a given time, and draw prompts for its drafter (scripts/gpu_proof.py runs this).
 
     python scripts/pretrain_target.py --data conversations.jsonl.xz --out build/pair --seconds 240 --device cuda
 
@@ -8,22 +8,53 @@ make about 100 M parameters. The training ends in time for measuring and saving,
 """
 
 import argparse
+import hashlib
 import json
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import checkout  # noqa: F401
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
-from specdec.lab.bench.from_scratch import SEED, draw_questions, llama_config, split
 from specdec.model.checkpoint import check_device
-from specdec.training.data import Message
+from specdec.training.data import Message, read_conversations
 from specdec.training.pretrain import pack, pretrain, save_target, train_tokenizer
 
+SEED = 0
 HEAD = 64  # head size
 TRAINED_BY = 0.85  # of the time; the rest is for measuring and saving
 TOKENIZER_DATA = 20_000  # conversations
+
+
+def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Return training and held-out conversations, shuffled. All with the same first prompt are on the same side."""
+    conversations = [c for c in read_conversations(path) if c]
+    random.Random(SEED).shuffle(conversations)
+    sides: tuple[list, list] = [], []
+    for c in conversations:
+        sides[held_out(c)].append(c)
+    return sides
+
+
+def held_out(conversation: Sequence[Message]) -> bool:
+    """Hold one first prompt in a hundred out, the same ones in any data."""
+    return int(hashlib.sha256(conversation[0]["content"].encode()).hexdigest(), 16) % 100 == 0
+
+
+def draw_questions(conversations: list[list[Message]], count: int) -> list[Message]:
+    """Draw first messages of users with replacement, in proportion to the length of their answers.
+
+    Otherwise a drafter would mostly see one-line dialogues. Raises ValueError if no conversation begins with a question
+    and an answer."""
+    pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
+    if not pairs:
+        raise ValueError("no conversation of the data begins with a question and an answer")
+    return random.Random(SEED).choices([c[0] for c in pairs], [len(c[1]["content"]) for c in pairs], k=count)
 
 
 def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
@@ -59,25 +90,30 @@ def train(args: argparse.Namespace) -> dict:
     left = TRAINED_BY * args.seconds - prepared
     if left <= 0:
         raise ValueError(f"reading and encoding the data took {prepared:.0f} s: give more --seconds, or fewer --tokens")
-    model, report = pretrain(
-        llama_config(
-            tokenizer,
-            vocab_size=args.vocab_size,
-            hidden_size=args.hidden_size,
-            layers=args.layers,
-            heads=args.hidden_size // HEAD,
-            kv_heads=max(1, args.hidden_size // HEAD // 3),
-            context=args.length,
-        ),
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // HEAD,
+        num_key_value_heads=max(1, args.hidden_size // HEAD // 3),
+        max_position_embeddings=args.length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(SEED)
+    model = LlamaForCausalLM(config).to(args.device)
+    report = pretrain(
+        model,
         data,
         pack(tokenizer, heldout, args.length, 100 * args.length),
         batch=batch,
         lr=3e-3,
         muon_lr=0.02,
-        seed=SEED,
         checkpoint=args.out / "pretrain.pt",
         compile=not args.eager,
-        device=args.device,
         seconds=left,
     )
     save_target(model, tokenizer, args.out / "target")

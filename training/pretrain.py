@@ -15,11 +15,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.cli.files import replace_folder, write_whole
 from specdec.training.loop.checkpoint import save_state
-from specdec.training.loop.optim import Optimizers
+from specdec.training.loop.optim import Optimizers, fast_bf16
 
 ROLE_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>"]
 END = "<|end|>"
@@ -87,20 +87,18 @@ def pack(tokenizer, conversations: list[list[dict]], length: int, limit: int) ->
 
 
 def pretrain(
-    config: LlamaConfig,
+    model: LlamaForCausalLM,
     data: Tensor,
     heldout: Tensor,
     *,
     batch: int,
     lr: float,
     muon_lr: float,
-    seed: int,
     checkpoint: Path,
     compile: bool = True,
-    device: str = "cpu",
     seconds: float | None = None,
-) -> tuple[LlamaForCausalLM, dict]:
-    """One pass over data [rows, T]: Muon for the matrices of the blocks, AdamW for the rest; returns model and report.
+) -> dict:
+    """Train on data [rows, T] once: Muon for the matrices of the blocks, AdamW for the rest. Returns a report.
 
     `seconds` ends the pass early: the learning rate then falls with the time, so that it reaches zero whatever the
     machine does. The state is written to `checkpoint` every few minutes, and a run that finds it there goes on from it.
@@ -111,8 +109,6 @@ def pretrain(
             f"the data fill {len(data)} rows of {data.shape[1]} tokens, and {len(heldout)} held out; "
             f"at least {batch} and 1 are needed"
         )
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(device)
     optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
     begun, steps = _resume(checkpoint, model, optimizers), len(data) // batch
     loss_of = partial(next_token_loss, model)
@@ -125,7 +121,7 @@ def pretrain(
         if spent >= 1:
             steps = step
             break
-        loss = train_loss(data[step * batch : (step + 1) * batch].to(device).long())
+        loss = train_loss(data[step * batch : (step + 1) * batch].to(model.device).long())
         loss.backward()
         optimizers.step(_lr_scale(step, steps, spent), clip=1.0)
         running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
@@ -135,14 +131,13 @@ def pretrain(
             write_whole(checkpoint, partial(save_state, state))
             saved_at = time.monotonic()
     with torch.no_grad():
-        losses = [loss_of(row[None].to(device).long()).item() for row in heldout]
-    report = {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
-    return model, report
+        losses = [loss_of(row[None].to(model.device).long()).item() for row in heldout]
+    return {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
 
 
 def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Mean cross-entropy [] of ids [B, T] after their first, in bf16 with the loss in fp32."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
+    """Return the mean cross-entropy [] of ids [B, T] after their first. Products are in bf16 where that is fast."""
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=fast_bf16(ids.device)):
         logits = model.lm_head(model.model(ids).last_hidden_state)
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 

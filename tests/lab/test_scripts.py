@@ -64,7 +64,7 @@ def test_the_help_of_a_script_from_another_folder(tmp_path):
             "specdec.lab.bench.kernels",
             "python -m specdec.lab.bench.kernels --nodes 9",
         ),
-        (["scripts/quality.py", "demo"], None, "python scripts/quality.py demo"),
+        (["scripts/gpu_proof.py", "--tiny"], None, "python scripts/gpu_proof.py --tiny"),
     ],
 )
 def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module, told):

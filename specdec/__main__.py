@@ -24,7 +24,7 @@ COMMANDS = {
     "tree": ("specdec.lab.replay.optimal_tree", "measure acceptance, and write the best static tree"),
     "tune": ("specdec.lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
     "prove": ("specdec.lab.proof.prove", "test that decoding is lossless"),
-    "bench": ("specdec.lab.bench.bench_command", "our engine against transformers"),
+    "bench": ("specdec.lab.bench.bench_command", "our engine against transformers, CTranslate2 and llama.cpp"),
     "bench serve": ("specdec.lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),
     "sweep": ("specdec.lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
     "compare": ("specdec.lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),

@@ -13,7 +13,6 @@ from test_conf_matrix import DRAFTED, fresh_drafter, load, shared_target
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
-from specdec.lab.load.books import live_bytes
 from specdec.model.cache import KVCache
 from specdec.sampling.likely import top_logprobs
 from specdec.structs import Sampling
@@ -23,6 +22,12 @@ from specdec.trees.optimal import measure_acceptance
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1], [2, 2], [6, 1, 3], [10, 9, 8, 7, 6, 5, 4, 3, 2, 1]]
 LIMITS = [9, 14, 3, 11, 1, 8]
 EOS = frozenset({4})
+
+
+def live_bytes(objects: list) -> int:
+    """Bytes of the tensors among all objects of a process, packed weights aside."""
+    tensors = [x for x in objects if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def decode(engine: Engine, rows: int, arrive: list[int], room: int = 40, **how) -> list:

@@ -5,16 +5,14 @@ import sys
 import time
 
 import pytest
-import torch
 from helpers import save_hf, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
-from specdec.lab.bench.bench import Bench, Configuration, random_prompts, read_configurations, text_prompts
+from specdec.lab.bench.bench import Bench, Configuration, random_prompts, text_prompts
 from specdec.lab.bench.bench_command import main
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
 from specdec.lab.bench.table import print_rows, remarks
-from specdec.lab.cost.memory import bandwidth, read_bytes
 from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
@@ -102,15 +100,6 @@ def test_what_random_weights_accept_is_no_reference(random, fastest):
     assert "note" not in rows["sdpa"]
 
 
-def test_what_plain_decoding_reads():
-    target = tiny_target()
-    assert read_bytes(target, 0) == weight_bytes(target) - 4 * 17 * 32
-    assert read_bytes(target, 10) - read_bytes(target, 0) == 10 * 2 * 3 * 2 * 8 * 4
-    target.head.weight = target.embed.weight
-    assert weight_bytes(target) == read_bytes(tiny_target(), 0)
-    assert bandwidth(torch.device("cpu"), 1 << 20) > 0
-
-
 def test_a_contender_that_fails_is_told_and_the_others_go_on():
     def absent():
         raise NotAvailable("no such thing")
@@ -170,20 +159,6 @@ def test_prompts_have_their_length():
     draw = random_prompts(17, 2, seed=3)
     assert draw(0, 50) == draw(0, 50) != draw(1, 50)
     assert [len(p) for p in draw(0, 50)] == [50, 50]
-
-
-@pytest.mark.parametrize(
-    ("known", "chosen", "message"),
-    [
-        ({"a": {"prompt": 1, "new": 1}}, ["b"], "there is no configuration 'b': there are a"),
-        ({"a": {"prompt": 0, "new": 1}}, ["a"], "configurations.a.prompt must be a positive whole number, got 0"),
-        ({"a": {"prompt": 1}}, ["a"], "configurations.a: missing 1 required positional argument: 'new'"),
-        ({"a": {"prompt": 1, "new": 1, "odd": 1}}, ["a"], "configurations.a: got an unexpected keyword argument 'odd'"),
-    ],
-)
-def test_configurations_that_cannot_be(known, chosen, message):
-    with pytest.raises(ValueError, match=message):
-        read_configurations(known, chosen)
 
 
 # Contenders
@@ -289,6 +264,11 @@ def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path, matmul
         (["shape=tiny", "simulate_tau=0.5"], "a simulated tau must be at least 1"),
         (["shape=tiny", "suite.contenders=[vllm]"], "there is no contender 'vllm': there are plain"),
         (["shape=tiny", "suite.configurations=[huge]"], "there is no configuration 'huge'"),
+        (["shape=tiny", "configurations.short.prompt=0"], "short.prompt must be a positive whole number, got 0"),
+        (
+            ["shape=tiny", "+configurations.short.odd=1"],
+            "configurations.short: got an unexpected keyword argument 'odd'",
+        ),
         (["shape=tiny", "draft_dtype=bf16"], "with shape= leave out target.path, assistant, token_map, draft_dtype"),
         (["shape=tiny", "questions=0"], "questions must be at least 1, got 0"),
         (["shape=tiny", "device=abacus"], "device 'abacus' cannot be used here"),

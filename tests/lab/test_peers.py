@@ -20,7 +20,7 @@ from specdec.lab.bench.agreement import compare_texts, logit_gap
 from specdec.lab.bench.bench import Bench, Configuration, random_prompts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, translated
 from specdec.lab.bench.peer_weights import interleaved, metadata, tensors, write_gguf
-from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name, special_parts
+from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
 from specdec.lab.cost.memory import read_bytes
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
@@ -65,19 +65,6 @@ def test_a_gguf_file_holds_the_target_in_llama_cpps_names(tmp_path, dtype):
     assert sum(x.numel() for x in found.values()) == sum(p.numel() for p in target.parameters())  # all, and once
 
 
-def test_names_of_a_gemma(tmp_path):
-    """Norms before and after, and their gains."""
-    gguf = pytest.importorskip("gguf")
-    target = target_of(**GEMMA3)
-    write_gguf(tmp_path / "a.gguf", target, "gemma3", torch.float32)
-    found = {x.name: torch.tensor(x.data) for x in gguf.GGUFReader(tmp_path / "a.gguf").tensors}
-    block = target.blocks[2]
-    norms = {"attn_norm": block.input_norm, "post_attention_norm": block.attention_norm, "ffn_norm": block.post_norm}
-    norms |= {"post_ffw_norm": block.mlp_norm, "attn_q_norm": block.attention.q_norm}
-    for name, norm in norms.items():
-        assert torch.equal(found[f"blk.2.{name}.weight"], norm.gain()), name
-
-
 def test_heads_in_the_order_for_neighbours_that_turn():
     """The product of q and k is the same whether halves turn, or neighbours in the other order."""
     torch.manual_seed(0)
@@ -112,7 +99,7 @@ def test_factors_of_a_rope_that_is_scaled_by_frequency():
         ({"qkv_bias": True, "o_bias": True, "mlp_bias": True}, "llama"),
         ({"rope": LLAMA3}, "llama"),
         ({"qkv_bias": True}, "qwen2"),
-        ({"qk_norm": True}, "qwen3"),
+        ({"qk_norm": True, "attention_scale": 8**-0.5}, "qwen3"),  # this is the usual scale
         ({"sliding": (True, True, True), "window": 64}, "llama"),  # a window that holds the whole text is none
         ({"sliding": (True, True, True), "window": 63}, "models with sliding and window"),
         ({"logit_softcap": 30.0}, "models with logit_softcap"),
@@ -128,12 +115,6 @@ def test_llama_cpps_architectures_and_what_it_is_not_given(changes, name):
         return
     with pytest.raises(NotAvailable, match=name):
         LlamaCpp.architecture(config, 64)
-
-
-def test_parts_that_are_as_in_llamas_block():
-    config = tiny_target().config
-    assert special_parts(config, 64) == special_parts(replace(config, attention_scale=8**-0.5), 64) == set()
-    assert special_parts(replace(config, attention_scale=0.1, qk_norm=True), 64) == {"attention_scale", "qk_norm"}
 
 
 # Runs
@@ -374,15 +355,6 @@ def test_an_engine_decodes_the_targets_text(name, model):
         largest = max(target(torch.tensor([p]), None)[0].abs().max().item() for p in PROMPTS[-5:])
     contender = peers_by_name(target, 64 + NEW)[name]()
     assert largest_gap(target, contender) <= ROUNDING[name] * largest
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_another_model_would_be_noticed(name):
-    pytest.importorskip(ENGINES[name])
-    target = target_of()
-    contender = peers_by_name(target, 64 + NEW)[name]()
-    target.ropes[0].rope = Rope(5000.0)  # what the contender has is the old one
-    assert largest_gap(target, contender) > 0.02
 
 
 @pytest.mark.parametrize("name", ENGINES)

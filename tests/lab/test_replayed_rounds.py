@@ -74,14 +74,6 @@ def test_the_same_round_is_played_again_and_again():
         torch.testing.assert_close(output.logits, scene.verified[0])
 
 
-def test_a_tau_that_the_tree_cannot_have_is_refused(monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        command(monkeypatch, replayed_rounds, "--shape", "tiny", "--steps", 2, "--topk", 1, "--num-draft-tokens", 3,
-                "--tau", 9, "--out", tmp_path / "a.json")  # fmt: skip
-    assert "a simulated tau of 9 needs trees of at least 8 levels, this one has 2" in capsys.readouterr().err
-    assert not (tmp_path / "a.json").exists()
-
-
 # Kernels
 
 

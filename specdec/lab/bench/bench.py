@@ -116,95 +116,86 @@ class Bench:
         self.made: dict[str, Contender] = {}
 
     def run(self, configuration: Configuration) -> list[dict]:
-        """A row for each contender, or one for all if the configuration cannot be."""
-        rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
+        """Return a row for each contender, or one for all if the configuration cannot be."""
+        self.configuration = configuration
+        self.rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
+        self.runs: dict[str, list[list[TimedRun]]] = {}  # by contender and trial; without contenders that failed
         try:
-            sampling = make_sampling(configuration.sampling)
-            self._check_room(configuration)
+            self.sampling = make_sampling(configuration.sampling)
+            need, context = configuration.prompt + configuration.new, self.target.config.context
+            if need > context:
+                raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
         except ValueError as error:
             return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
-        kept: dict[str, list[list[TimedRun]]] = {}
-        for name, row in rows.items():
-            self._attempt(row, lambda name=name, row=row: self._warm_up(name, configuration, sampling, row))
-            if not _void(row):
-                kept[name] = []
-                self._turn(name, configuration, sampling, rows, kept)
-            self.save(list(self._summarised(rows, kept, configuration).values()))
+        for name in self.contenders:
+            self._attempt(name, self._warm_up)
+            self._attempt(name, self._trial)
+            self.save(list(self._summarised().values()))
         for _ in range(1, self.trials):
-            for name in list(kept):
-                self._turn(name, configuration, sampling, rows, kept)
-                self.save(list(self._summarised(rows, kept, configuration).values()))
-        told = self._summarised(rows, kept, configuration)
-        if "plain" in kept and sampling.greedy:
-            self._compare_texts(told, kept, configuration, sampling)
+            for name in list(self.runs):
+                self._attempt(name, self._trial)
+                self.save(list(self._summarised().values()))
+        told = self._summarised()
+        if "plain" in self.runs and self.sampling.greedy:
+            self._compare_texts(told)
         return list(told.values())
 
-    def _turn(self, name: str, configuration: Configuration, sampling: Sampling, rows: dict, kept: dict) -> None:
-        """The next trial of a contender; one that fails is not in `kept` any longer."""
-
-        def trial() -> None:
-            kept[name].append(self._trial(name, configuration, sampling, len(kept[name]), rows[name]))
-
-        self._attempt(rows[name], trial)
-        if _void(rows[name]):
-            del kept[name]
-
-    def _summarised(self, rows: dict, kept: dict, configuration: Configuration) -> dict[str, dict]:
-        """The rows with what the trials so far say."""
-        told = {name: dict(row) for name, row in rows.items()}
-        measured = {name: trials for name, trials in kept.items() if trials}
-        for name, trials in measured.items():
-            told[name] |= self._summary(name, configuration, trials)
+    def _summarised(self) -> dict[str, dict]:
+        """Return the rows with what the trials so far say."""
+        told = {name: dict(row) for name, row in self.rows.items()}
+        measured = [name for name, trials in self.runs.items() if trials]
+        for name in measured:
+            told[name] |= self._summary(name)
         self._compare(told, measured)
         return told
 
-    def _check_room(self, configuration: Configuration) -> None:
-        need, context = configuration.prompt + configuration.new, self.target.config.context
-        if need > context:
-            raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
-
-    def _attempt(self, row: dict, what: Callable[[], None]) -> None:
-        """Do it unless time is up, and write an error into the row. What has been warmed up gets one trial in any
-        case."""
+    def _attempt(self, name: str, what: Callable[[str], None]) -> None:
+        """Do it unless the time is up, and write an error into the row. After its warm-up a contender gets one trial in
+        any case."""
+        row = self.rows[name]
+        if "failed" in row or "skipped" in row:
+            return
         if time.monotonic() > self.deadline and row.get("trials") != 0:
             if "trials" not in row:
                 row["skipped"] = f"the budget of {self.budget:g} s is used up"
             return
         try:
-            what()
+            what(name)
         except NotAvailable as error:
             row["skipped"] = str(error)
         except Exception as error:  # a benchmark reports what a contender cannot do, and goes on
             row["failed"] = sentence(error)
+        if "failed" in row or "skipped" in row:
+            self.runs.pop(name, None)
 
-    def _warm_up(self, name: str, configuration: Configuration, sampling: Sampling, row: dict) -> None:
-        self.progress(f"{configuration.name}: {name} warms up")
+    def _warm_up(self, name: str) -> None:
+        self.progress(f"{self.configuration.name}: {name} warms up")
         start = time.monotonic()
         if name not in self.made:
             self.made[name] = self.contenders[name]()
         for _ in range(self.warmups):
-            prompt = self.prompts(0, configuration.prompt)[0]
-            self.made[name](prompt, configuration.new, sampling, self.seed)
-        row |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
+            prompt = self.prompts(0, self.configuration.prompt)[0]
+            self.made[name](prompt, self.configuration.new, self.sampling, self.seed)
+        self.rows[name] |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
+        self.runs[name] = []
 
-    def _trial(
-        self, name: str, configuration: Configuration, sampling: Sampling, trial: int, row: dict
-    ) -> list[TimedRun]:
-        self.progress(f"{configuration.name}: {name}, trial {trial + 1} of {self.trials}")
-        runs = []
+    def _trial(self, name: str) -> None:
+        trial, row, contender = len(self.runs[name]), self.rows[name], self.made[name]
+        self.progress(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}")
         with PeakMemory(self.target.device) as peak:
-            for prompt in self.prompts(trial, configuration.prompt):
-                runs.append(self.made[name](prompt, configuration.new, sampling, self.seed + trial))
-        time.sleep(self.made[name].settle_seconds)
+            prompts = self.prompts(trial, self.configuration.prompt)
+            runs = [contender(p, self.configuration.new, self.sampling, self.seed + trial) for p in prompts]
+        time.sleep(contender.settle_seconds)
         for run in runs:
-            if len(run.tokens) != configuration.new:
-                raise ValueError(f"it made {len(run.tokens)} tokens instead of {configuration.new}")
+            if len(run.tokens) != self.configuration.new:
+                raise ValueError(f"it made {len(run.tokens)} tokens instead of {self.configuration.new}")
         on_gpu = self.target.device.type == "cuda"
-        row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (self.made[name].weights if on_gpu else 0))
+        row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (contender.weights if on_gpu else 0))
         row["trials"] += 1
-        return runs
+        self.runs[name].append(runs)
 
-    def _summary(self, name: str, configuration: Configuration, trials: list[list[TimedRun]]) -> dict:
+    def _summary(self, name: str) -> dict:
+        trials, configuration = self.runs[name], self.configuration
         runs = [run for trial in trials for run in trial]
         steps = [seconds for run in runs for seconds in run.steps]
         first = statistics.median(run.prefill_seconds for run in runs)
@@ -250,21 +241,17 @@ class Bench:
             if "plain" in speed:
                 rows[name]["to_plain"] = rate / speed["plain"]
 
-    def _compare_texts(self, rows: dict, kept: dict, configuration: Configuration, sampling: Sampling) -> None:
+    def _compare_texts(self, rows: dict) -> None:
         """Compare greedy texts with those of our plain decoding."""
-        for name, trials in kept.items():
+        for name, trials in self.runs.items():
             if MARK in name or (self.random_weights and not self._own(name)):
                 continue
             texts = [
                 (prompt, mine.tokens, plain.tokens)
-                for trial, (runs, reference) in enumerate(zip(trials, kept["plain"], strict=False))
-                for prompt, mine, plain in zip(self.prompts(trial, configuration.prompt), runs, reference, strict=True)
+                for trial, both in enumerate(zip(trials, self.runs["plain"], strict=False))
+                for prompt, mine, plain in zip(self.prompts(trial, self.configuration.prompt), *both, strict=True)
             ]
-            rows[name] |= compare_texts(self.target, texts, gaps=not sampling.penalised)
-
-
-def _void(row: dict) -> bool:
-    return "failed" in row or "skipped" in row
+            rows[name] |= compare_texts(self.target, texts, gaps=not self.sampling.penalised)
 
 
 def _median_rate(

@@ -1,5 +1,7 @@
 """The best tree over a block of guesses, of which each level has the same ones whatever stands above it."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -83,7 +85,7 @@ class BlockTree:
             self.pairs = [pairs.to(device) for pairs in self.pairs]
 
 
-def most_nodes(topk: int, steps: int, enough: int) -> int:
+def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:
     """Nodes of the whole tree of `steps` levels below the root, with `topk` children of each, or, if they are more than
     that, `enough`."""
     total = width = 1

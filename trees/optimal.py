@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from specdec.contracts import Children, Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.structs import Sampling
+from specdec.trees.block import most_nodes
 from specdec.trees.static import RankPath
 
 KEPT = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
@@ -31,11 +32,6 @@ def _reach(path: Sequence[int], accept: Table) -> float:
     for depth, rank in enumerate(path):
         probability *= accept[depth][rank]
     return probability
-
-
-def most_nodes(topk: int, steps: int) -> int:
-    """Nodes of the full tree of so many levels, the root counted."""
-    return sum(topk**depth for depth in range(steps + 1))
 
 
 def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:
@@ -82,31 +78,51 @@ def measure_ranks(
     """
     device = target.device
     rows = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    first, most, longest = (max(map(len, texts)) for texts in (prompts, outputs, rows))
+    longest = max(map(len, rows))
     start = torch.tensor([len(prompt) for prompt in prompts], device=device)
     end = torch.tensor([len(row) for row in rows], device=device)
     texts = torch.tensor([row + [0] * (longest + 1 - len(row)) for row in rows], device=device)
     feats = target(texts, None, taps=drafter.taps, logits=False)[1] if drafter.taps else None
     drafter.reset(len(texts), longest + 1 + steps)
-    prompts = None if feats is None else feats[:, :first]
-    state = drafter.admit(0, texts[:, 0], prompts, texts[:, 1 : first + 1], start)
-    noise, found = None if sampling is None or sampling.greedy else _noise(target, seeds), []
-    for place in range(most):  # the root is token `place` of each output
-        children = LIKELIEST if noise is None else Coupled(noise.behind(start + place, steps), sampling, drafter.trust)
-        found.append(_ranks_behind(drafter, state, texts, start + place, end, steps, topk, children))
-        root = (start + place)[:, None].clamp(max=longest - 1)
-        absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
-        more = (start + place + 1 < end).long()
-        state = drafter.extend(absorbed, texts.gather(1, root + 1), more, first + place + 1)
+    noise, found = None if sampling is None or sampling.greedy else noise_of(target, seeds), []
+    for root, state in states_along(drafter, texts, feats, start, end - start):
+        children = LIKELIEST if noise is None else Coupled(noise.behind(root, steps), sampling, drafter.trust)
+        found.append(_ranks_behind(drafter, state, texts, root, end, steps, topk, children))
     ranks = torch.stack(found, 1).tolist()  # [B][place][steps]
     return [" ".join(map(_word, row[: len(out) - 1])) for row, out in zip(ranks, outputs, strict=True)]
+
+
+def states_along(
+    drafter: Drafter, texts: Tensor, feats: Tensor | None, start: Tensor, count: Tensor
+) -> Iterator[tuple[Tensor, DraftState]]:
+    """The roots [B] and the drafter's state at them: `count` [B] roots of each of the texts [B,T], from `start` [B] on.
+
+    The drafter, which has room for these rows, absorbs the texts and the target's features [B,T,F] as in decoding whose
+    rounds emit one token each. What is said of a text behind its last root is void."""
+    first = int(start.max())
+    state = drafter.admit(0, texts[:, 0], None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start)
+    for n in range(int(count.max())):
+        yield start + n, state
+        at = (start + n)[:, None].clamp(max=texts.shape[1] - 2)
+        absorbed = None if feats is None else feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1]))
+        state = drafter.extend(absorbed, texts.gather(1, at + 1), (n + 1 < count).long(), first + n + 1)
+
+
+def levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:
+    """The drafter's states on the levels behind a root of each text, tokens [B,D] of the text itself fed back."""
+    state = drafter.root(first)
+    for depth in range(1, tokens.shape[1] + 1):
+        yield state
+        if depth < tokens.shape[1]:
+            ancestors = torch.ones(len(tokens), 1, depth, dtype=torch.bool, device=tokens.device)
+            state = drafter.expand(first, tokens[:, depth - 1 : depth], state.hidden, depth, ancestors)
 
 
 def _word(ranks: list[int]) -> str:
     return "".join(DIGITS[rank] for rank in itertools.takewhile(lambda rank: rank >= 0, ranks)) or NONE
 
 
-def _noise(target, seeds: Sequence[Seed]) -> Noise:
+def noise_of(target, seeds: Sequence[Seed]) -> Noise:
     return Noise(seeds, hashes_of(torch.arange(target.vocab, device=target.device)))
 
 
@@ -122,20 +138,15 @@ def _ranks_behind(
 ) -> Tensor:
     """Draft the tokens behind root [B] of texts [B,T], which end [B] bounds: -> [B,steps] the rank of each, -1 where it
     is not among the children, or one before it was not, or the text is over."""
-    b = len(texts)
     alive = torch.ones_like(root, dtype=torch.bool)
     end = end if state.levels is None else end.minimum(root + 1 + state.levels)  # behind that nothing is drafted
-    first, state = state, drafter.root(state)
-    ranks = []
-    for depth in range(1, steps + 1):
-        token = texts.gather(1, (root + depth)[:, None].clamp(max=texts.shape[1] - 1))
-        ids = drafter.vocab.to_target(children.best(state, drafter.vocab, depth - 1, topk)[1][:, 0])
-        found = (ids == token) & (alive & (root + depth < end))[:, None]
+    places = root[:, None] + torch.arange(1, steps + 1, device=root.device)
+    tokens, ranks = texts.gather(1, places.clamp(max=texts.shape[1] - 1)), []
+    for depth, here in enumerate(levels_along(drafter, state, tokens)):
+        ids = drafter.vocab.to_target(children.best(here, drafter.vocab, depth, topk)[1][:, 0])
+        found = (ids == tokens[:, depth : depth + 1]) & (alive & (places[:, depth] < end))[:, None]
         alive = found.any(1)
         ranks.append(torch.where(alive, found.long().argmax(1), -1))
-        if depth < steps:
-            ancestors = torch.ones(b, 1, depth, dtype=torch.bool, device=texts.device)
-            state = drafter.expand(first, token, state.hidden, depth, ancestors)
     return torch.stack(ranks, 1)
 
 

@@ -1,4 +1,4 @@
-"""Static trees: one shape for every round, given as paths of child ranks."""
+"""Trees of one shape for every round, given as paths of child ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, Drafter, DraftState
+from specdec.contracts import Children, Drafter, DraftState, Vocabulary
 from specdec.structs import DraftTree
+from specdec.trees.ancestors import ancestors_of
 from specdec.trees.bounds import check_size
 
 RankPath = tuple[int, ...]
@@ -17,15 +18,14 @@ RankPath = tuple[int, ...]
 class Level(NamedTuple):
     """One level of the tree; its W expanded nodes are, if fewer have children, the first of them again and again."""
 
-    nodes: Tensor  # [n] where the level's nodes stand among the W * topk children of the level above
+    nodes: Tensor  # [n] where the level's nodes stand among the children of the W nodes of the level above
     inner: Tensor  # [W] which of the nodes are expanded
     parents: Tensor  # [W] where their parents stand among the expanded nodes of the level above
     ancestors: Tensor  # [1, W, level * W] bool, as `Drafter.step` wants them
 
 
-class StaticTree:
-    """The nodes named by `paths` in Medusa's form (arXiv 2401.10774): [0, 2] is the third most likely child of the most
-    likely child of the root, which is not listed. Every path without its last rank must be listed too.
+class FixedTree:
+    """A tree whose shape is known before anything is drafted, and a policy that grows it level by level.
 
     Only nodes with children are expanded: on every level W, as many as the level with the most of them has.
     """
@@ -33,22 +33,20 @@ class StaticTree:
     samples = False
     marginals = False
 
-    def __init__(self, paths: Sequence[Sequence[int]]):
-        nodes = [(), *sorted(_checked(paths), key=lambda path: (len(path), path))]  # breadth first
-        self.paths = nodes[1:]
-        self.num_draft_tokens, self.steps = len(nodes), len(nodes[-1])
-        self.topk = 1 + max(path[-1] for path in nodes[1:])
-        check_size(self.topk, self.steps, self.num_draft_tokens)
-        self.levels = _levels(nodes, self.steps, self.topk)
+    def __init__(self, paths: Sequence[RankPath], counts: Sequence[int]):
+        """paths: of all nodes but the root. counts: how many children the drafter is asked for, level by level."""
+        self.paths = sorted(paths, key=lambda path: (len(path), path))  # breadth first
+        self.steps, self.topk, self.counts = len(counts), max(counts), tuple(counts)
+        self.num_draft_tokens = len(self.paths) + 1
+        place = {path: node for node, path in enumerate([(), *self.paths])}
+        self.parents = torch.tensor([0, *(place[path[:-1]] for path in self.paths)])
+        self.depth = torch.tensor([0, *map(len, self.paths)])
+        self.visible = ancestors_of(self.parents[None], self.steps)[0]
+        self.of_root = torch.zeros(1, 1)  # its log-probability
+        self.levels = _levels(self.paths, self.counts)
         self.width = len(self.levels[0].inner)
-        self.parents = torch.tensor([nodes.index(path[:-1]) for path in nodes])
-        self.depth = torch.tensor([len(path) for path in nodes])
-        self.visible = torch.tensor([[a == b[: len(a)] for a in nodes] for b in nodes])
 
-    def shallower(self, steps: int) -> "StaticTree":
-        return StaticTree([path for path in self.paths if len(path) <= steps])
-
-    def smaller(self, steps: int) -> "StaticTree":
+    def smaller(self, steps: int) -> "FixedTree":
         return self.shallower(steps)
 
     def draft_slots(self) -> int:
@@ -56,34 +54,70 @@ class StaticTree:
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
-        b, n = len(root), self.num_draft_tokens
-        tokens, scores = [root[:, None]], [torch.zeros(b, 1, device=root.device)]
+        b, vocab = len(root), drafter.vocab
+        q = Proposed(b, self.num_draft_tokens, vocab, root.device) if children.drawn else None
+        tokens, scores = [root[:, None]], [self.of_root.expand(b, 1)]
         first, state = state, drafter.root(state)
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
-        for depth, level in enumerate(self.levels, 1):
-            gains, draft_ids = children.best(state, drafter.vocab, depth - 1, self.topk)
+        for depth, (level, count) in enumerate(zip(self.levels, self.counts, strict=True), 1):
+            if q is None:
+                gains, ids = children.best(state, vocab, depth - 1, count)
+            else:
+                logits = state.logits.float()
+                probs, ids = children.draw(logits, vocab, depth - 1, count)
+                q.put(probs[:, : tokens[-1].shape[1]])
+                gains = logits.log_softmax(-1).gather(-1, ids)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
-            tokens.append(drafter.vocab.to_target(draft_ids.flatten(1).index_select(1, level.nodes)))
+            tokens.append(vocab.to_target(ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:
                 expanded = scores[-1].index_select(1, level.inner)
                 hidden = state.hidden.index_select(1, level.parents)
                 ancestors = level.ancestors.expand(b, -1, -1)
                 inner = tokens[-1].index_select(1, level.inner)
                 state = drafter.expand(first, inner, hidden, depth, ancestors)
-        return DraftTree(
-            tokens=torch.cat(tokens, 1),
-            parents=self.parents.expand(b, n),
-            depth=self.depth.expand(b, n),
-            ancestors=self.visible.expand(b, n, n),
-            steps=self.steps,
-            logq=torch.cat(scores, 1),
-        )
+        return self._tree(torch.cat(tokens, 1), torch.cat(scores, 1), q)
+
+    def _tree(self, tokens: Tensor, logq: Tensor, q: "Proposed | None" = None) -> DraftTree:
+        b, n = tokens.shape
+        shape = self.parents.expand(b, n), self.depth.expand(b, n), self.visible.expand(b, n, n)
+        q, topk = None if q is None else q.probs, self.topk if self.samples else None
+        return DraftTree(tokens, *shape, self.steps, logq, q, topk)
 
     def _move(self, device: torch.device) -> None:
         """Bring the shape to the device of the first root, once: a copy from the host would be a synchronisation."""
         if self.parents.device != device:
             self.levels = [Level(*(part.to(device) for part in level)) for level in self.levels]
-            self.parents, self.depth, self.visible = (x.to(device) for x in (self.parents, self.depth, self.visible))
+            for name in ("parents", "depth", "visible", "of_root"):
+                setattr(self, name, getattr(self, name).to(device))
+
+
+class StaticTree(FixedTree):
+    """The nodes named by `paths` in Medusa's form (arXiv 2401.10774): [0, 2] is the third most likely child of the most
+    likely child of the root, which is not listed. Every path without its last rank must be listed too.
+    """
+
+    def __init__(self, paths: Sequence[Sequence[int]]):
+        found = _checked(paths)
+        topk, steps = 1 + max(path[-1] for path in found), max(map(len, found))
+        check_size(topk, steps, len(found) + 1)
+        super().__init__(found, [topk] * steps)
+
+    def shallower(self, steps: int) -> "StaticTree":
+        return StaticTree([path for path in self.paths if len(path) <= steps])
+
+
+class Proposed:
+    """What the children of N nodes were drawn from, over the target's vocabulary: probs [B,N,V]."""
+
+    def __init__(self, rows: int, nodes: int, vocab: Vocabulary, device: torch.device):
+        self.places, self.known = vocab.to_target(torch.arange(vocab.size, device=device)), 0
+        self.probs = torch.zeros(rows, nodes, vocab.target_size, device=device)
+
+    def put(self, probs: Tensor) -> None:
+        """probs [B,n,U] of the next n nodes over the draft vocabulary."""
+        nodes = slice(self.known, self.known + probs.shape[1])
+        self.probs[:, nodes].index_copy_(2, self.places, probs)
+        self.known = nodes.stop
 
 
 def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
@@ -108,21 +142,22 @@ def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
     return list(known)
 
 
-def _levels(nodes: list[RankPath], steps: int, topk: int) -> list[Level]:
-    inner = {path[:-1] for path in nodes[1:]}
-    by_depth = [[path for path in nodes if len(path) == depth] for depth in range(steps + 1)]
+def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
+    inner, steps = {path[:-1] for path in paths}, len(counts)
+    by_depth = [[()], *([path for path in paths if len(path) == depth] for depth in range(1, steps + 1))]
     expanded = [[path for path in level if path in inner] for level in by_depth[:-1]]
     width = max((len(level) for level in expanded[1:]), default=1)
     expanded = [expanded[0], *(level + level[:1] * (width - len(level)) for level in expanded[1:]), [()] * width]
     levels = []
     for depth in range(1, steps + 1):
-        above, here = expanded[depth - 1], expanded[depth]
+        above = {path: place for place, path in reversed(list(enumerate(expanded[depth - 1])))}
+        places, here = {path: place for place, path in enumerate(by_depth[depth])}, expanded[depth]
         last = depth == steps  # of which nothing is expanded
         levels.append(
             Level(
-                nodes=torch.tensor([above.index(path[:-1]) * topk + path[-1] for path in by_depth[depth]]),
-                inner=torch.tensor([0 if last else by_depth[depth].index(path) for path in here]),
-                parents=torch.tensor([0 if last else above.index(path[:-1]) for path in here]),
+                nodes=torch.tensor([above[path[:-1]] * counts[depth - 1] + path[-1] for path in by_depth[depth]]),
+                inner=torch.tensor([0 if last else places[path] for path in here]),
+                parents=torch.tensor([0 if last else above[path[:-1]] for path in here]),
                 ancestors=torch.zeros(1, width, 0).bool() if last else _ancestors(expanded[1 : depth + 1]),
             )
         )
@@ -133,8 +168,6 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
     """Expanded paths of levels 1..l -> [1, W, l*W]: each node of level l descends from one of every level, and is its
     own even where it stands for another."""
     *above, here = expanded
-    rows = []
-    for place, path in enumerate(here):
-        line = [level.index(path[: depth + 1]) for depth, level in enumerate(above)] + [place]
-        rows.append([at == own for level, own in zip(expanded, line, strict=True) for at in range(len(level))])
-    return torch.tensor(rows)[None]
+    places = [[level.index(path[: depth + 1]) for depth, level in enumerate(above)] for path in here]
+    own = torch.arange(len(here))
+    return (torch.cat([torch.tensor(places).view(len(here), -1), own[:, None]], 1)[..., None] == own).flatten(1)[None]

@@ -1,7 +1,6 @@
 """Block verification: the tokens of a chain are accepted together rather than one by one."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +9,11 @@ from torch import Tensor
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, bonus_of, coins_of, of_parent, residual
+from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, of_parent, residual
 
 
 @dataclass(frozen=True)
-class BlockVerification:
+class BlockVerification(Rule):
     """Sun et al., arXiv 2403.10444, algorithm 2. Along the chain x_1..x_D, with r_0 = 1:
 
         r_i = min(1, r_{i-1} p(x_i)/q(x_i))          left_i = sum_x max(r_i p(x | x_1..x_i) - q(x | x_1..x_i), 0)
@@ -25,18 +24,11 @@ class BlockVerification:
     rule accepts more of a chain on average, and token by token it would be the product of min(1, p/q).
     """
 
-    lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = True
-    chains_only: ClassVar[bool] = True
-    likeliest_only: ClassVar[bool] = False
-    couples: ClassVar[bool] = False
+    needs_q = True
+    chains_only = True
 
     def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        sampling: Sampling | SamplingBatch,
-        noise: RoundNoise | None = None,
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]

@@ -1,18 +1,17 @@
 """Sample and match: the default."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from specdec.sampling.draws import sample
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import follow
+from specdec.verify.walk import Rule, follow
 
 
 @dataclass(frozen=True)
-class SampleAndMatch:
+class SampleAndMatch(Rule):
     """Draw the target's token g at every node, and walk down from the root as long as a child carries the token drawn.
 
     Each emitted token is a draw from the target's own distribution given the tokens before it, so the output is
@@ -21,18 +20,11 @@ class SampleAndMatch:
     probability. The greedy and the sampled case are the same code.
     """
 
-    lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = False
-    chains_only: ClassVar[bool] = False
-    likeliest_only: ClassVar[bool] = True
-    couples: ClassVar[bool] = True
+    likeliest_only = True
+    couples = True
 
     def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        sampling: Sampling | SamplingBatch,
-        noise: RoundNoise | None = None,
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
         return follow(tree, sample(logits, sampling, noise, tree.depth))
 

@@ -1,7 +1,6 @@
 """Multi-round rejection: for children that were drawn from the drafter's distribution."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,11 +8,11 @@ from torch import Tensor
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, bonus_of, coins_of, deepest, residual
+from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, deepest, residual
 
 
 @dataclass(frozen=True)
-class MultiRoundRejection:
+class MultiRoundRejection(Rule):
     """A node's children are offered in the order in which they were drawn: x is accepted with probability
     min(1, p(x)/q(x)); if not, p <- norm(max(p - q, 0)), q loses x and is renormalised, and the next child is offered.
     Where all are refused, or there is none, the bonus is drawn from the p that is left.
@@ -23,18 +22,10 @@ class MultiRoundRejection:
     is one at x. All children of a greedy tree but the first are such, so temperature 0 is greedy matching.
     """
 
-    lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = True
-    chains_only: ClassVar[bool] = False
-    likeliest_only: ClassVar[bool] = False
-    couples: ClassVar[bool] = False
+    needs_q = True
 
     def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        sampling: Sampling | SamplingBatch,
-        noise: RoundNoise | None = None,
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
         p, q = filtered_probs(logits, sampling), tree.q
         children = children_by_rank(tree)

@@ -1,7 +1,6 @@
 """SGLang's rule with two thresholds, lossless only if both are 1."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,11 +8,11 @@ from torch import Tensor
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, at, bonus_of, coins_of, deepest, of_parent
+from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, deepest, of_parent
 
 
 @dataclass(frozen=True)
-class TwoThresholds:
+class TwoThresholds(Rule):
     """One coin u per node; its children are visited in order, their probabilities under the target p added up, and the
     first accepted for which u < sum / threshold_acc or p >= threshold_single. Where none is, the bonus is drawn from p
     without the children.
@@ -21,11 +20,6 @@ class TwoThresholds:
     SGLang's `tree_speculative_sampling_target_only` (`--speculative-accept-threshold-single`, `-acc`). With both at 1
     this is one draw from p; lower values emit drafted tokens more often than the target would.
     """
-
-    needs_q: ClassVar[bool] = False
-    chains_only: ClassVar[bool] = False
-    likeliest_only: ClassVar[bool] = False
-    couples: ClassVar[bool] = False
 
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
@@ -40,11 +34,7 @@ class TwoThresholds:
         return self.threshold_single == self.threshold_acc == 1
 
     def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        sampling: Sampling | SamplingBatch,
-        noise: RoundNoise | None = None,
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         single = of_parent(tree, p)

@@ -1,7 +1,6 @@
 """Typical acceptance: what the target finds likely enough is taken. Lossy."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -9,11 +8,11 @@ from torch import Tensor
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
-from specdec.verify.walk import accept, alive, at, bonus_of, of_parent
+from specdec.verify.walk import Rule, accept, alive, at, bonus_of, of_parent
 
 
 @dataclass(frozen=True)
-class TypicalAcceptance:
+class TypicalAcceptance(Rule):
     """A token x is accepted if p(x) > min(epsilon, alpha exp(-H(p))), H the entropy in nats; of the longest accepted
     paths the one with the highest probability under the target is emitted, and a bonus drawn from p at its end.
 
@@ -22,11 +21,7 @@ class TypicalAcceptance:
     greedy matching.
     """
 
-    lossless: ClassVar[bool] = False
-    needs_q: ClassVar[bool] = False
-    chains_only: ClassVar[bool] = False
-    likeliest_only: ClassVar[bool] = False
-    couples: ClassVar[bool] = False
+    lossless = False
 
     epsilon: float = 0.09
     alpha: float = 0.3
@@ -38,11 +33,7 @@ class TypicalAcceptance:
             raise ValueError(f"alpha must be above 0, got {self.alpha}")
 
     def __call__(
-        self,
-        tree: DraftTree,
-        logits: Tensor,
-        sampling: Sampling | SamplingBatch,
-        noise: RoundNoise | None = None,
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
         p = filtered_probs(logits, sampling)
         entropy = torch.special.entr(p).sum(-1)  # [B,N]

@@ -1,5 +1,7 @@
 """What all rules share: nodes are hit or missed, the accepted path is the longest without a miss, a bonus ends it."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -7,6 +9,16 @@ from specdec.model import native
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Verdict
+
+
+class Rule:
+    """What rules say of themselves (`structs.Verifier`), where they say nothing else."""
+
+    lossless: ClassVar[bool] = True
+    needs_q: ClassVar[bool] = False
+    chains_only: ClassVar[bool] = False
+    likeliest_only: ClassVar[bool] = False
+    couples: ClassVar[bool] = False
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:

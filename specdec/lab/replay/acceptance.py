@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.trees import BlockTree, DynamicTree, StaticTree
+from specdec.trees import BlockTree, DynamicTree
 from specdec.trees.dynamic import Pool, best_first
+from specdec.trees.static import FixedTree
 
 NOWHERE = torch.iinfo(torch.int32).max  # the rank of a token or node that no tree holds
 
@@ -63,7 +64,7 @@ def pool_ranks(pool: Pool, topk: int, steps: int, places: Tensor) -> Tensor:
     return torch.where(there, rank.gather(1, torch.where(there, places, 0).long()), NOWHERE).int()
 
 
-def static_accepts(tree: StaticTree, ranks: Tensor) -> Tensor:
+def static_accepts(tree: FixedTree, ranks: Tensor) -> Tensor:
     """How deep the text runs through the tree at each root, [R]. ranks [R,D]: of the text's tokens."""
     parents, rank = tree.parents[1:], torch.cat([level.nodes for level in tree.levels]) % tree.topk
     child = torch.zeros(tree.num_draft_tokens, tree.topk + 1, dtype=torch.int64)  # node and rank -> node, or 0

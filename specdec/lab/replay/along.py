@@ -17,10 +17,11 @@ from specdec.lab.replay.acceptance import NOWHERE, follow
 from specdec.lab.replay.recording import AlongText, Candidates, Marginals, RecordedText
 from specdec.lab.wrapped import WrappedDrafter
 from specdec.sampling.filters import filtered_probs
-from specdec.sampling.noise import Noise, Seed, hashes_of
+from specdec.sampling.noise import Seed
 from specdec.structs import Sampling
 from specdec.trees import DynamicTree
 from specdec.trees.dynamic import Pool
+from specdec.trees.optimal import levels_along, noise_of, states_along
 
 PIECE = 32  # roots of a text that are drafted one after the other; its pieces run side by side
 
@@ -86,7 +87,7 @@ class DraftingAlong:
         self.target, self.drafters, self.texts, self.steps, self.sampling = target, drafters, texts, steps, sampling
         self.drafter, self.topks, self.device = drafters[""], topks, target.device
         self.eos = torch.tensor(sorted(eos), dtype=torch.int32)
-        self.seeds, self.hashes = coupled, hashes_of(torch.arange(target.vocab, device=self.device))
+        self.seeds = coupled
         roots = sum(text.roots for text in texts)
         greedy = sampling.greedy
 
@@ -133,24 +134,19 @@ class DraftingAlong:
         longest = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
         starts = [len(text.prompt) + piece.first for text, piece in zip(texts, pieces, strict=True)]
-        start = torch.tensor(starts, device=self.device)
         count = torch.tensor([piece.count for piece in pieces], device=self.device)
         feats = self._features(pieces, rows, longest)
         self.drafter.reset(len(rows), longest + self.slots)
-        first = max(starts)
-        prompts = None if feats is None else feats[:, :first]
-        state = self.drafter.admit(0, tokens[:, 0], prompts, tokens[:, 1 : first + 1], start)
-        noise = None if self.seeds is None else Noise([self.seeds[piece.text] for piece in pieces], self.hashes)
-        for n in range(int(count.max())):
-            root = (start + n).clamp(max=longest - self.steps - 1)[:, None]
-            behind = tokens.gather(1, root + torch.arange(1, self.steps + 1, device=self.device))
+        noise = None if self.seeds is None else noise_of(self.target, [self.seeds[piece.text] for piece in pieces])
+        along = states_along(self.drafter, tokens, feats, torch.tensor(starts, device=self.device), count)
+        for n, (root, state) in enumerate(along):
+            root = root.clamp(max=longest - self.steps - 1)
+            behind = tokens.gather(1, root[:, None] + torch.arange(1, self.steps + 1, device=self.device))
             children = LIKELIEST
             if noise is not None:
-                children = Coupled(noise.behind(root[:, 0], self.steps), self.sampling, self.drafter.trust)
+                children = Coupled(noise.behind(root, self.steps), self.sampling, self.drafter.trust)
             where = [(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]
             self._draft_roots(state, behind, where, children)
-            absorbed = None if feats is None else feats.gather(1, root[..., None].expand(-1, -1, feats.shape[-1]))
-            state = self.drafter.extend(absorbed, behind[:, :1], (n + 1 < count).long(), first + n + 1)
 
     def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]], children: Children) -> None:
         """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
@@ -181,10 +177,9 @@ class DraftingAlong:
     ) -> tuple[Tensor, Tensor]:
         """Ranks [B,D] int32 of the text's tokens among the children, and their filtered probabilities [B,D] under the
         drafter, which is fed the text itself."""
-        ids, first, state = drafter.vocab.from_target(behind), state, drafter.root(state)
-        ranks, probs = [], []
-        for depth in range(self.steps):
-            logits, draft_id = state.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
+        ids, ranks, probs = drafter.vocab.from_target(behind), [], []
+        for depth, here in enumerate(levels_along(drafter, state, behind)):
+            logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
             scores = logits if children is LIKELIEST else children.scores(logits, drafter.vocab, depth)
             logits, scores = logits[:, 0], scores[:, 0]
             own = scores.gather(1, draft_id.clamp(min=0))
@@ -194,9 +189,6 @@ class DraftingAlong:
             ranks.append(torch.where(known, rank, NOWHERE).int())
             q = filtered_probs(logits, self.sampling).gather(1, draft_id.clamp(min=0))[:, 0]
             probs.append(torch.where(known, q, 0))
-            if depth + 1 < self.steps:
-                ancestors = torch.ones(len(behind), 1, depth + 1, dtype=torch.bool, device=behind.device)
-                state = drafter.expand(first, behind[:, depth : depth + 1], state.hidden, depth + 1, ancestors)
         return torch.stack(ranks, 1), torch.stack(probs, 1)
 
     def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:

@@ -120,9 +120,7 @@ class Superset(Recording):
     def _acceptance(self, tree: Tree, vocabulary: str, rule: Rule | None) -> Acceptance:
         if isinstance(tree, TreeSpec):
             tree = tree.build()
-        if isinstance(tree, Chain):
-            tree = StaticTree([[0] * depth for depth in range(1, tree.steps + 1)])
-        if isinstance(tree, StaticTree):
+        if isinstance(tree, StaticTree | Chain):
             if rule is not None:
                 raise ValueError("a truncation rule cuts dynamic trees, and this one is static")
             self._check(tree.steps, vocabulary)

@@ -14,6 +14,7 @@ from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, pe
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
+from specdec.engine.report import RoundReport
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -61,6 +62,11 @@ def run_here(main, *words: str) -> subprocess.CompletedProcess:
         except SystemExit as end:
             code = end.code or 0
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def finish(engine: Engine) -> list[RoundReport]:
+    """Step until nothing is left to do; the reports of all steps."""
+    return list(iter(engine.step, None))
 
 
 def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 256) -> Target:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import tiny_target
 from policies import Depths
+from tape import Interpreted
 from test_compile import COMPILER, HOW, pair
-from test_compiled_graph import Interpreted, graphs_of
 from test_graphs import SHORT, parts
 from test_overlap import SAMPLED
 
@@ -28,7 +28,7 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling):
     native.load()
     engine = Engine(*parts(drafter), graphs=Interpreted())
     engine.generate(**SHORT, sampling=sampling)
-    for graph in graphs_of(engine):
+    for graph in engine.graphs.backend.made:
         text = pickle.dumps(aside.written(graph))
         again = aside.read(*pickle.loads(text))
         assert build.key_of(again) == build.key_of(graph)
@@ -83,7 +83,7 @@ def test_a_library_is_made_once_and_an_order_holds_no_tensor(tmp_path):
     native.load()
     engine = Engine(*parts("eagle3"), graphs=Interpreted())
     engine.generate(**SHORT)
-    (graph,), workshop = graphs_of(engine), aside.Workshop()
+    (graph,), workshop = engine.graphs.backend.made, aside.Workshop()
     order = workshop.order_of(graph, tmp_path)
     assert workshop.order_of(graph, tmp_path) is order
     assert workshop.order_of(graph, tmp_path / "other") is not order
@@ -120,7 +120,7 @@ def test_a_policy_is_told_when_rounds_take_another_time():
     while (report := engine.step()) is not None:
         captured += report.captured
     assert sorted(told) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
-    assert captured == len(engine.graphs.batch.graphs) == len(graphs_of(engine)) == 8
+    assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
     plain = Engine(target)
     assert [row.tokens for row in rows] == [
         plain.generate([row.prompt], max_new_tokens=row.limit, eos=frozenset()).rows[0].tokens for row in rows

@@ -1,15 +1,13 @@
 """Rows of a batch: each as if it were alone, with its own settings, penalties, stop strings and log-probabilities."""
 
-import json
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from helpers import finish, penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
-from scripts import batch_chart
 from specdec.api import DEMO_TARGET, generate
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
@@ -35,28 +33,6 @@ def ragged(rows: int) -> tuple[list[list[int]], list[int]]:
     r = random.Random(rows)
     prompts = [[r.randrange(1, 17) for _ in range(r.randint(1, 12))] for _ in range(rows)]
     return prompts, [r.randint(1, 25) for _ in range(rows)]
-
-
-# Rows against their solo runs
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), HEAVY], ids=["greedy", "penalties"])
-@pytest.mark.parametrize("rows", [2, 7, 32])
-def test_every_row_equals_its_solo_run(rows, sampling):
-    """Greedy, fp32; rows end at different times, by eos or by a limit of their own."""
-    target = tiny_target()
-    prompts, limits = ragged(rows)
-    eos = frozenset([11])
-    how = {"eos": eos, "sampling": sampling}
-    alone = [
-        Engine(target).generate([p], max_new_tokens=limit, **how).rows[0]
-        for p, limit in zip(prompts, limits, strict=True)
-    ]
-    assert len({len(row.tokens) for row in alone}) > 1
-    engines = [Engine(target)] + [Engine(target, tiny_drafter(target, draft_vocab=8), tree) for tree in TREES.values()]
-    for engine in engines:
-        together = engine.generate(prompts, max_new_tokens=limits, **how).rows
-        assert [(row.tokens, row.finish) for row in together] == [(row.tokens, row.finish) for row in alone]
 
 
 def test_rows_that_have_ended_are_not_waited_for():
@@ -115,13 +91,6 @@ def test_mixed_rows_follow_their_own_laws(verifier):
         assert rows[kind].sampling == SETTINGS[kind]
         own = SimpleNamespace(rows=rows[kind::kinds])
         assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[kind], own) > 1e-3
-
-
-def test_the_law_of_another_setting_is_found_out():
-    target = tiny_target(vocab=11)
-    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES["dynamic"])
-    result = engine.generate([[3, 1, 4]] * 700, max_new_tokens=3, sampling=Sampling(1.0, presence_penalty=0.5), seed=3)
-    assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[2], result) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -278,15 +247,6 @@ def test_a_stop_within_an_accepted_path_ends_the_row_there():
     assert places == set(range(5))
 
 
-def test_rows_stop_at_strings_of_their_own(target):
-    plain = generate(target, ["The quick", "The quick"], max_new_tokens=24)
-    text = plain.text[0]
-    stop = next(text[i : i + 2] for i in range(2, len(text) - 2) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 2])
-    out = generate(target, ["The quick", "The quick"], max_new_tokens=24, stop=[[stop], []])
-    assert [row.finish for row in out.rows] == ["stop", plain.rows[1].finish]
-    assert out.text == [text[: text.index(stop)], text]
-
-
 class After:
     """Stops a row at its n-th token."""
 
@@ -340,26 +300,6 @@ def test_logprobs_are_the_target_s_own(sampling):
         assert all(row.logprobs is None for row in without)
 
 
-# The chart
-
-
-def test_the_chart_of_throughput(target_path, drafter_path, tmp_path, capsys):
-    prompts = tmp_path / "p.txt"
-    prompts.write_text("The quick\nfox\n12 + 30\n")
-    flags = ["--target", target_path, "--draft", drafter_path, "--prompt-file", prompts, "--batch-sizes", "1,2"]
-    batch_chart.main([*map(str, flags), "--max-new-tokens", "6", "--trials", "1", "--out", str(tmp_path / "out")])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert json.loads((tmp_path / "out" / "result.json").read_text()) == told
-    assert (tmp_path / "out" / "chart.png").read_bytes().startswith(b"\x89PNG")
-    assert [(p["how"], p["batch"]) for p in told["points"]] == [
-        ("plain", 1), ("speculative", 1), ("plain", 2), ("speculative", 2)
-    ]  # fmt: skip
-    assert all((p["tokens"], p["same_as_alone"], p["rows"]) == (18, 3, 3) for p in told["points"])
-    with pytest.raises(SystemExit):
-        batch_chart.main([*map(str, flags), "--trials", "0"])
-    assert "must be at least 1, got 32 and 0" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "how", [{"overlap": False}, {"overlap": True}, {"graphs": Tape()}], ids=["at once", "overlapped", "recorded"]
 )
@@ -373,8 +313,7 @@ def test_the_likeliest_tokens_in_the_place_of_each(how):
         engine.add([3, 5, 7][: 1 + i], max_new_tokens=9, sampling=HEAVY, seed=(0, i), eos=frozenset(), top_logprobs=k)
         for i, k in enumerate(wanted)
     ]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert rows[1].logprobs is None
     assert rows[1].likely == []
     for row, k in ((rows[0], 3), (rows[2], 17)):  # there are 17 tokens

@@ -1,7 +1,7 @@
 """Long prompts are read in parts: rows that run wait for a part at a time, and every text is the one it has alone."""
 
 import pytest
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, finish, tiny_target
 from hybrids import HYBRIDS, hybrid_target
 from tape import Tape
 
@@ -29,8 +29,7 @@ def decode(engine: Engine, part: int = PART, count: int = len(PROMPTS)) -> list:
     """The first `count` prompts, for three rows."""
     engine.reserve(3, 48, part=part)
     rows = [added(engine, number) for number in range(count)]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     return rows
 
 
@@ -117,8 +116,7 @@ def test_one_that_is_given_up_while_it_is_read_is_forgotten():
     engine.step()
     engine.abort(gone)
     assert engine.loop.batch.reading.sequence is None
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert (gone.tokens, other.tokens) == ([], alone(target, 3))
 
 
@@ -132,6 +130,5 @@ def test_a_part_that_fails_can_be_repeated(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.setattr(target, "forward", forward)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert row.tokens == alone(target, 3)

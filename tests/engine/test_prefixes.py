@@ -3,7 +3,7 @@ alone."""
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, finish, tiny_target
 from hybrids import hybrid_target
 from tape import Tape
 
@@ -36,8 +36,7 @@ def decode(engine: Engine, together: int = 1, **how) -> list:
     for first in range(0, len(PROMPTS), together):
         for number in range(first, min(first + together, len(PROMPTS))):
             rows.append(engine.add(PROMPTS[number], seed=number, **asked(number)))
-        while engine.step() is not None:
-            pass
+        finish(engine)
     return rows
 
 
@@ -80,8 +79,7 @@ def test_what_was_read_before_is_not_read_again(monkeypatch):
     )
     for prompt in (START, [*START, 5, 6, 7]):
         engine.add(prompt, max_new_tokens=2, eos=frozenset())
-        while engine.step() is not None:
-            pass
+        finish(engine)
     assert read == [len(START), 1, 3, 1]
 
 
@@ -94,15 +92,12 @@ def test_who_shares_little_is_read_with_others(more, together):
     draw = torch.Generator().manual_seed(more)
     own = [torch.randint(1, 17, (more,), generator=draw).tolist() for _ in range(3)]
     rows = [engine.add(START, **asked(0))]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     rows += [engine.add(START + rest, **asked(0)) for rest in own[:2]]
     assert len(engine.step().rows) == (2 if together else 1)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     rows.append(engine.add(START + own[2], **asked(0)))
-    while engine.step() is not None:
-        pass
+    finish(engine)
     shared = len(START)
     assert [row.cached for row in rows[1:]] == ([0, 0, shared] if together else [shared] * 3)
     for row in rows:
@@ -125,8 +120,7 @@ def test_one_that_is_given_up_leaves_nothing_behind():
     engine.abort(gone)
     assert engine.prefixes.bytes == 0
     other = engine.add(START, seed=0, **asked(0))
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert other.cached == 0
     check_texts(target, [other])
 

@@ -59,6 +59,7 @@ def come_and_go(engine: Engine, samplings, rows: int = 3) -> list[list[int]]:
             return [s.tokens for s in sequences]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("drafter", "tree"), DRAFTED)
 def test_sampled_text_is_plain_text(drafter, tree):
     """Every drafter and tree of conf/, B = 1 and ragged 8, settings alike and mixed, rows that join late and leave
@@ -69,6 +70,8 @@ def test_sampled_text_is_plain_text(drafter, tree):
         assert texts(engine, [sampling] * 8) == plain((sampling,) * 8)
     assert texts(engine, MIXED) == plain(tuple(MIXED))
     assert come_and_go(engine, MIXED) == plain(tuple(MIXED))
+    late = Engine(target, engine.drafter, policy, overlap=True)
+    assert come_and_go(late, [Sampling()] * 8) == plain((Sampling(),) * 8)
     alone = engine.generate(PROMPTS[2:3], max_new_tokens=9, sampling=MIXED[2], seed=[(3, 2)], eos=EOS)
     assert alone.rows[0].tokens == plain(tuple(MIXED))[2]
 

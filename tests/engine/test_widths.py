@@ -5,11 +5,9 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, finish, tiny_drafter, tiny_target
 from policies import Depths
-from tape import Tape
-from test_compiled_graph import Interpreted
+from tape import Interpreted, Tape
 
 from specdec import calibrate
 from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
@@ -93,6 +91,7 @@ def test_numbers_of_rows_that_rounds_are_recorded_for():
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "samplings"), ROUNDS)
 def test_rounds_have_the_rows_that_decode(kind, samplings):
     """Each round is of the least width that holds them. The text is plain decoding's, and as many tokens are accepted
@@ -114,6 +113,7 @@ def test_without_compact_all_rows_are_carried():
     assert set(tape.rows) == {5}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "tree", "samplings"), CASES)
 def test_a_policy_chooses_the_levels_of_recorded_rounds(kind, tree, samplings, monkeypatch):
     """The text is plain decoding's, and as many tokens are accepted as in launched rounds: what plain rounds have left
@@ -136,70 +136,6 @@ def test_a_policy_chooses_the_levels_of_recorded_rounds(kind, tree, samplings, m
     assert traces[0] == traces[1]
     assert sum(sum(accepted) for accepted, _ in traces[0]) > 0
     assert set(held) == ({True, False} if drafter.cache is not None else {False})
-
-
-def test_what_is_held_does_not_grow_where_rows_only_follow_each_other(monkeypatch):
-    monkeypatch.setattr("specdec.engine.held.FEW_PARTS", 1)
-    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 4)
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape(), adaptive=Fixed(0))
-    engine.reserve(1, 20)
-    most = 0
-    for _ in range(40):
-        engine.add([1, 2, 3], max_new_tokens=3)
-        while engine.waiting or engine.loop.batch.going():
-            engine.step()
-            held = engine.loop.batch.guide.held
-            most = max(most, len(held.parts) if held else 0)
-    assert most > 0
-    assert most <= 8
-    assert engine.step() is None
-    assert engine.loop.batch.guide.held is None
-    engine.add([1, 2, 3], max_new_tokens=9)
-    for _ in range(3):
-        engine.step()
-    assert engine.loop.batch.guide.held is not None
-    engine.reserve(1, 20)
-    assert engine.loop.batch.guide.held is None
-
-
-def test_a_prompt_that_fails_leaves_the_rows_as_they_were(monkeypatch):
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
-    engine.reserve(4, 60)
-    first = engine.add([1, 2, 3], max_new_tokens=20, eos=frozenset())
-    for _ in range(3):
-        engine.step()
-    monkeypatch.setattr(engine.drafter, "admit", lambda *given: 1 / 0)
-    second = engine.add([4, 5], max_new_tokens=9, eos=frozenset())
-    engine.step()  # reads what runs
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine.abort(second)
-    monkeypatch.undo()
-    while engine.step() is not None:
-        pass
-    expected = Engine(target).generate([[1, 2, 3]], max_new_tokens=20, eos=frozenset()).rows[0]
-    assert first.tokens == expected.tokens
-
-
-def test_rows_lie_where_records_found_them():
-    """After each width has been in use, nothing has moved."""
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
-    crowd(engine)
-    rounds = engine.graphs.batch
-
-    def places() -> list[int]:
-        kept = [rounds.root, rounds.progress.active, rounds.progress.left, rounds.cache.lens]
-        kept += [rounds.state.hidden, rounds.state.readout, *rounds.cache.layers]
-        return [x.data_ptr() for x in kept]
-
-    before, captures = places(), engine.graphs.backend.captures
-    crowd(engine)
-    assert places() == before
-    assert engine.graphs.backend.captures == captures
-    assert torch.equal(rounds.all_active, torch.zeros(5, dtype=torch.bool))
 
 
 def measured_engine(name: str, eos: frozenset[int] = frozenset(), **how) -> Engine:
@@ -264,8 +200,7 @@ def test_many_rows_that_end_at_once_while_plain_rounds_are_held(backend, monkeyp
     engine.reserve(8, 60)
     limits = [6, 6, 30, 5, 5, 5, 5, 5]
     rows = [engine.add([1 + i, 2], max_new_tokens=n, eos=frozenset()) for i, n in enumerate(limits)]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert [len(row.tokens) for row in rows] == limits
 
 
@@ -277,18 +212,15 @@ def test_only_what_is_played_is_recorded(monkeypatch):
     engine.reserve(4, 60)
     for i in range(4):
         engine.add([1 + i], max_new_tokens=5)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert all(s.finish == "vacant" for s in engine.loop.batch.sequences)
     engine.add([3, 4], max_new_tokens=5, logprobs=True)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert [(key[1][0], key[1][3]) for key in engine.graphs.batch.graphs] == [(4, False), (1, True)]
     engine.reserve(1, 60)
     for temperature in (0.3, 0.6, 0.9):
         engine.add([3, 4], max_new_tokens=5, sampling=Sampling(temperature))
-        while engine.step() is not None:
-            pass
+        finish(engine)
     assert len(engine.graphs.batch.graphs) == 1
 
 

@@ -3,7 +3,7 @@ alone."""
 
 import pytest
 import torch
-from helpers import DRAFTERS, finish, tiny_target
+from helpers import DRAFTERS, assert_as_alone, finish, tiny_target
 from hybrids import hybrid_target
 from tape import Tape
 
@@ -40,12 +40,6 @@ def decode(engine: Engine, together: int = 1, **how) -> list:
     return rows
 
 
-def check_texts(target, rows) -> None:
-    for number, row in enumerate(rows):
-        alone = Engine(target).generate([PROMPTS[number]], seed=[number], **asked(number)).rows[0]
-        assert row.tokens == alone.tokens
-
-
 @pytest.mark.parametrize(
     ("drafter", "how"),
     [("eagle3", {}), ("eagle3", {"overlap": True}), ("eagle3", {"graphs": Tape()}), ("eagle3", {"adaptive": Fixed(0)}),
@@ -57,7 +51,7 @@ def test_every_text_is_the_one_it_has_alone(drafter, how):
     parts = [DRAFTERS[drafter](target), Chain(3)] if drafter else []
     rows = decode(Engine(target, *parts, prefixes=PLENTY, **how))
     assert [row.cached for row in rows] == CACHED
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
 
 
 @pytest.mark.parametrize("together", [2, 3, 8])
@@ -65,7 +59,7 @@ def test_every_text_is_the_one_it_has_alone(drafter, how):
 def test_in_parts_and_beside_others(together, part):
     target = tiny_target()
     rows = decode(Engine(target, DRAFTERS["eagle3"](target), Chain(3), prefixes=PLENTY), together, part=part)
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
     assert sum(row.cached > 0 for row in rows) >= 2
 
 
@@ -100,15 +94,14 @@ def test_who_shares_little_is_read_with_others(more, together):
     finish(engine)
     shared = len(START)
     assert [row.cached for row in rows[1:]] == ([0, 0, shared] if together else [shared] * 3)
-    for row in rows:
-        assert row.tokens == Engine(target).generate([row.prompt], **asked(0)).rows[0].tokens
+    assert_as_alone(target, rows)
 
 
 def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):
     target = hybrid_target(tmp_path, "qwen3_next")
     rows = decode(Engine(target, prefixes=PLENTY))
     assert not any(row.cached for row in rows)
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
 
 
 def test_one_that_is_given_up_leaves_nothing_behind():
@@ -122,7 +115,7 @@ def test_one_that_is_given_up_leaves_nothing_behind():
     other = engine.add(START, seed=0, **asked(0))
     finish(engine)
     assert other.cached == 0
-    check_texts(target, [other])
+    assert_as_alone(target, [other])
 
 
 def layers(tokens: int) -> list[torch.Tensor]:

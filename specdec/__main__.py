@@ -31,7 +31,7 @@ COMMANDS = {
     "metrics": ("specdec.lab.traces.metrics_command", "every metric of a trace, with intervals"),
     "jobs": ("specdec.cli.jobs", "a command as several jobs, here or on a cluster"),
 }
-LAB = ("sweep", "compare", "metrics", "jobs")  # commands for studies: `specdec lab NAME`; `specdec NAME` works too
+LAB = ("jobs",)  # commands for studies: `specdec lab NAME`; `specdec NAME` works too
 LAB_DOES = f"commands for studies: {', '.join(LAB)}"
 
 

@@ -14,6 +14,8 @@ from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, pe
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
+from specdec.engine.report import RoundReport
+from specdec.engine.sequence import Sequence
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -61,6 +63,63 @@ def run_here(main, *words: str) -> subprocess.CompletedProcess:
         except SystemExit as end:
             code = end.code or 0
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def finish(engine: Engine) -> list[RoundReport]:
+    """Step until nothing is left to do; the reports of all steps."""
+    return list(iter(engine.step, None))
+
+
+MIXED = (
+    Sampling(), Sampling(0.9, top_k=9), Sampling(0.7, repetition_penalty=1.7, frequency_penalty=0.9),
+    Sampling(repetition_penalty=1.3),
+)  # fmt: skip
+
+
+def job(number: int, samplings: tuple = MIXED, **more) -> dict:
+    """What `Engine.add` is given for the n-th of many sequences."""
+    prompt = [number % 16 + 1, 3 * number % 16 + 1, 5][: number % 3 + 1]
+    how = {"max_new_tokens": [30, 4, 17, 9][number % 4], "sampling": samplings[number % len(samplings)]}
+    return {"prompt": prompt, "seed": number} | how | more
+
+
+def come_and_go(engine: Engine, jobs: list[dict], rows: int = 5, room: int = 80, abort: int | None = None, **reserved):
+    """Decode `Engine.add`'s jobs, which come in waves, so that all numbers of rows decode at some time. Number `abort`
+    is given up when the next one comes. Returns the sequences, which have the texts that they have alone, and the
+    reports of all rounds."""
+    engine.reserve(rows, room, **reserved)
+    sequences, reports, step = [], [], 0
+    while True:
+        if len(sequences) < len(jobs) and step % 9 in (0, 1, 4):
+            sequences.append(engine.add(**jobs[len(sequences)]))
+            if len(sequences) - 2 == abort:
+                engine.abort(sequences[-2])
+        if (report := engine.step()) is None and len(sequences) == len(jobs):
+            break
+        reports += [] if report is None or report.prefill else [report]
+        step += 1
+    assert_as_alone(engine.target, sequences)
+    return sequences, reports
+
+
+def assert_as_alone(target: Target, sequences: list[Sequence]) -> None:
+    """Each has the text that it has alone and decoded plainly, or, if it was given up, the beginning of it."""
+    model = sum(p.double().sum().item() for p in target.parameters())
+    for s in sequences:
+        key = model, tuple(s.prompt), s.limit, s.sampling, s.seed, s.eos
+        if key not in ALONE:
+            how = {"max_new_tokens": s.limit, "sampling": s.sampling, "seed": [s.seed], "eos": s.eos}
+            ALONE[key] = Engine(target).generate([s.prompt], **how, logprobs=True).rows[0]
+        alone, count = ALONE[key], len(s.tokens)
+        assert s.tokens == alone.tokens[:count]
+        assert s.finish == "abort" or (s.tokens == alone.tokens and s.finish is not None)
+        if s.logprobs is not None:
+            torch.testing.assert_close(
+                torch.tensor(s.logprobs), torch.tensor(alone.logprobs[:count]), rtol=0, atol=1e-4
+            )
+
+
+ALONE: dict[tuple, Sequence] = {}  # texts of plain decoding
 
 
 def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 256) -> Target:

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from specdec.engine.compiled.backend import CompiledRounds
 from specdec.engine.graphs import WARM_UPS
 
 # Their results, or the shapes of these, must be known on the host.
@@ -140,3 +141,19 @@ class Tape:
             return made
 
         return replay
+
+
+class Interpreted(CompiledRounds):
+    """A `graphs.Backend` for tests: the graphs that would be compiled, which torch runs operator by operator. Weights
+    must not be packed (`cpu_linear.pack`): packed ones are inputs of operators of `native.cpp` only."""
+
+    def __init__(self):
+        self.made, self.workshop = [], None
+
+    @property
+    def captures(self) -> int:
+        return len(self.made)
+
+    def compile(self, graph):
+        self.made.append(graph)
+        return lambda inputs: list(graph.module(*inputs))

@@ -1,12 +1,11 @@
 """Adaptive policies: the text stays plain decoding's whatever they choose, and they choose by load and acceptance."""
 
-import math
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, finish, tiny_drafter, tiny_target
 from policies import Restless
 from tape import Tape
 
@@ -14,17 +13,15 @@ from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
 from specdec.adaptive.costed import (
     FEW,
-    FEW_DEEP,
     FEW_PLAIN,
     PATIENCE,
     PLAIN,
     SELDOM,
-    SETTLING,
     SHARE,
     SOON,
     STRETCH,
 )
-from specdec.adaptive.survival import BEGIN, FIRST, LATELY, LOOK, SELDOM_LOOKS
+from specdec.adaptive.survival import BEGIN, FIRST
 from specdec.engine.engine import Engine
 from specdec.engine.guide import Guide
 from specdec.structs import Sampling
@@ -48,6 +45,7 @@ def texts(engine, sampling=None):
     return engine.generate(PROMPTS, max_new_tokens=[40, 9, 60, 25], sampling=sampling, seed=3).rows
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=9), Sampling(repetition_penalty=1.2)], ids=str)
 @pytest.mark.parametrize(("kind", "tree"), CASES)
 def test_the_text_is_plain_decodings(target, kind, tree, sampling):
@@ -63,19 +61,6 @@ def test_the_text_is_plain_decodings(target, kind, tree, sampling):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp-three-heads", "draft-model", "dflash"])
-def test_what_is_held_back_is_absorbed_as_it_would_have_been(target, kind, monkeypatch):
-    """The drafter proposes the same after plain rounds whether it absorbed them at once or later."""
-    drafter, found = DRAFTERS[kind](target), []
-    for whole in (1, 2, 32):
-        monkeypatch.setattr("specdec.engine.held.HOLD", whole)
-        found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
-    monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
-    found.append([row.trace for row in texts(Engine(target, drafter, Chain(3), adaptive=Restless(3)))])
-    assert found[0] == found[1] == found[2] == found[3]
-    assert sum(sum(trace.accepted) for trace in found[0]) > 0
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "draft-model", "dflash"])
 def test_rows_that_come_and_go(target, kind, monkeypatch):
     """Sequences join between plain rounds, while others hold what their drafter has not absorbed, and are dropped. What
     is accepted is as if everything had been absorbed at once, prompts too."""
@@ -90,17 +75,18 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
         return state
 
     monkeypatch.setattr(Guide, "admit", watched)
-    for holds in (True, False):
-        if not holds:
+    for whole in (1, 2, 32, None):  # positions absorbed at once; None: in each round
+        if whole is None:
             monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
+        else:
+            monkeypatch.setattr("specdec.engine.held.HOLD", whole)
         engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=Restless(3))
         engine.reserve(3, 60)
         rows = [engine.add(p, max_new_tokens=5 + 3 * i) for i, p in enumerate(prompts)]
-        while engine.step() is not None:
-            pass
+        finish(engine)
         assert [row.tokens for row in rows] == alone
         traces.append([row.trace for row in rows])
-    assert traces[0] == traces[1]
+    assert all(trace == traces[0] for trace in traces)
     assert set(held) == {True, False}
 
 
@@ -119,13 +105,11 @@ def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap,
         if guide.held is not None:
             widest = max(widest, sum(part.joined()[1].shape[1] for part in guide.held.parts))
     assert 8 < widest <= 2 * 16  # one part that was made of others, and what came since
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert guide.held is guide.played is None
     assert not engine.loop.batch.sequences
     row = engine.add([1, 3], max_new_tokens=9, eos=frozenset())
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert row.tokens == Engine(target).generate([[1, 3]], max_new_tokens=9, eos=frozenset()).rows[0].tokens
 
 
@@ -221,18 +205,6 @@ def test_some_timed_rounds_are_plain():
     assert sum(b > a for a, b in pairwise([False, *plain])) == 3, "they follow each other, as the first do not count"
 
 
-def test_rounds_after_a_change_between_plain_ones_and_drafts_are_not_timed(monkeypatch):
-    policy, told = Ema(curve(1.0, 0.03), SIZES, [0.6] * 5), []
-    monkeypatch.setattr(Curve, "took", lambda self, rows, levels, nodes, *seconds: told.append(seconds))
-    n = SETTLING
-    for number, levels in enumerate([0] * (n + 1) + [2] * n + [1, 3] + [0] * (n + 2) + [3] * n + [2] * (STRETCH + 1)):
-        policy.learn(Outcome(levels, levels + 1, [0], [False]))
-        policy.took(number)
-    rest = range(4 * n + 5, 4 * n + 5 + STRETCH)
-    few = [(n, 1), (2 * n + 1, 1), (2 * n + 2, 1), (3 * n + 3.5, 2)]
-    assert told == [*few, (sum(rest) / STRETCH, STRETCH)], "means, and of how many"
-
-
 def test_a_round_that_something_was_in_the_way_of_counts_less():
     costs = curve(1.0, 0.01)
     plain = costs.plain(8)
@@ -253,17 +225,6 @@ def test_prompts_that_a_drafter_absorbs_are_paid_for_by_drafts():
         assert policy.plan(1) > 0, "nobody tells how long anything takes"
         policy.took(policy.curve.seconds(1, 2, 3))
     assert [settled(policy, 1) > 0 for policy in policies] == [True, False]
-
-
-def test_drafts_are_tried_the_more_seldom_the_longer_plain_rounds_go_on():
-    policy = Ema(curve(1.0, 10.0), SIZES, [0.6] * 5)
-    policy.rounds = BEGIN
-    first = 8 * SOON
-    starts, lengths = tries(policy, 8, 9 * first)
-    assert lengths == [FEW, FEW_DEEP, FEW], "as deep as seems best, and every other time as deep as can be"
-    assert first - STRETCH <= starts[0] <= first + STRETCH
-    for between, (a, b) in zip((2 * first, 4 * first), pairwise(starts), strict=True):
-        assert between <= b - a < between + FEW + STRETCH
 
 
 def test_what_tries_cost_is_a_small_share_of_the_plain_rounds():
@@ -290,32 +251,6 @@ def test_drafts_are_tried_at_each_load_by_itself():
         policy.plan(32)
     starts, _ = tries(policy, 1, 2 * SOON)
     assert len(starts) == 1
-
-
-@pytest.mark.parametrize("paid", [False, True])
-def test_drafts_that_were_taken_up_in_vain_count_as_what_a_try_cost(paid):
-    """And those that paid are tried again as soon as can be."""
-    policy = calibrate.assembled("table", lambda: curve(1.0, 10.0), SIZES, [0.6] * 5)
-    best, lost = 0, 0.0
-    policy._best = lambda rows: best
-    plain = policy.curve.plain(1)
-
-    def play(levels: int, after: int) -> None:
-        nonlocal lost
-        policy.learn(Outcome(levels, levels + 1, [1 if levels else 0], [False]))
-        policy.took(plain * (1 if not levels else 1.8 if paid else 2.6))  # for two tokens
-        lost += 0.6 if levels and not paid else 0
-
-    tries(policy, 1, SOON + FEW + STRETCH, play)
-    best, lost = 2, 0.0
-    tries(policy, 1, 4 * STRETCH, play)
-    assert policy.now == 2
-    best = 0
-    while policy.now:
-        play(policy.plan(1), 1)
-    next_one = SOON if paid else lost / SHARE
-    starts, _ = tries(policy, 1, SELDOM, play)
-    assert 0.8 * next_one <= starts[0] <= 1.2 * next_one
 
 
 def tries(policy, rows: int, rounds: int, play=lambda levels, after: None) -> tuple[list[int], list[int]]:
@@ -372,25 +307,6 @@ def trees_of(p: list[list[float]], parents: list[int]) -> Draft:
     depth, rows = reach.sum(1) - 1, len(p)
     spread = [np.broadcast_to(np.asarray(x), (rows, *np.shape(x))) for x in (parents, depth, reach)]
     return Draft(int(depth.max()), np.log([[1.0, *row] for row in p]), *spread, np.ones(rows, dtype=bool))
-
-
-def test_survival_looks_seldom_where_drafts_are_best_verified_whole():
-    sure, vague = (trees_of([[p] * 5], [0, 0, 1, 2, 3, 4]) for p in (0.9, 0.01))
-    policy = Survival(curve(1e-3, 4e-4, 2e-4, rows=(1,)), SIZES, [0.5] * 5, Told())
-    policy.seen, policy.drafts = FIRST, BEGIN
-    # Nothing is saved, so what is believed to be saved falls until it is less than it takes to look.
-    first = math.ceil(math.log(LOOK / policy.curve.seconds(1, 5, 6)) / math.log(1 - LATELY))
-    for _ in range(first):
-        assert policy.looks()
-        assert policy.keep(sure) is None
-    looks = [policy.looks() and policy.keep(sure) is None for _ in range(3 * SELDOM_LOOKS)]
-    assert sum(looks) == 3
-    while not policy.looks():
-        pass
-    assert policy.keep(vague).shape[1] < vague.nodes
-    for _ in range(16):
-        policy.keep(vague)
-    assert all(policy.looks() for _ in range(9)), "where cuts save much every draft is looked at"
 
 
 def test_survival_takes_the_best_nodes_of_every_row():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from helpers import finish, penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
 from specdec.api import DEMO_TARGET, generate
@@ -33,28 +33,6 @@ def ragged(rows: int) -> tuple[list[list[int]], list[int]]:
     r = random.Random(rows)
     prompts = [[r.randrange(1, 17) for _ in range(r.randint(1, 12))] for _ in range(rows)]
     return prompts, [r.randint(1, 25) for _ in range(rows)]
-
-
-# Rows against their solo runs
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), HEAVY], ids=["greedy", "penalties"])
-@pytest.mark.parametrize("rows", [2, 7, 32])
-def test_every_row_equals_its_solo_run(rows, sampling):
-    """Greedy, fp32; rows end at different times, by eos or by a limit of their own."""
-    target = tiny_target()
-    prompts, limits = ragged(rows)
-    eos = frozenset([11])
-    how = {"eos": eos, "sampling": sampling}
-    alone = [
-        Engine(target).generate([p], max_new_tokens=limit, **how).rows[0]
-        for p, limit in zip(prompts, limits, strict=True)
-    ]
-    assert len({len(row.tokens) for row in alone}) > 1
-    engines = [Engine(target)] + [Engine(target, tiny_drafter(target, draft_vocab=8), tree) for tree in TREES.values()]
-    for engine in engines:
-        together = engine.generate(prompts, max_new_tokens=limits, **how).rows
-        assert [(row.tokens, row.finish) for row in together] == [(row.tokens, row.finish) for row in alone]
 
 
 def test_rows_that_have_ended_are_not_waited_for():
@@ -113,13 +91,6 @@ def test_mixed_rows_follow_their_own_laws(verifier):
         assert rows[kind].sampling == SETTINGS[kind]
         own = SimpleNamespace(rows=rows[kind::kinds])
         assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[kind], own) > 1e-3
-
-
-def test_the_law_of_another_setting_is_found_out():
-    target = tiny_target(vocab=11)
-    engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREES["dynamic"])
-    result = engine.generate([[3, 1, 4]] * 700, max_new_tokens=3, sampling=Sampling(1.0, presence_penalty=0.5), seed=3)
-    assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], SETTINGS[2], result) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -276,15 +247,6 @@ def test_a_stop_within_an_accepted_path_ends_the_row_there():
     assert places == set(range(5))
 
 
-def test_rows_stop_at_strings_of_their_own(target):
-    plain = generate(target, ["The quick", "The quick"], max_new_tokens=24)
-    text = plain.text[0]
-    stop = next(text[i : i + 2] for i in range(2, len(text) - 2) if "\N{REPLACEMENT CHARACTER}" not in text[i : i + 2])
-    out = generate(target, ["The quick", "The quick"], max_new_tokens=24, stop=[[stop], []])
-    assert [row.finish for row in out.rows] == ["stop", plain.rows[1].finish]
-    assert out.text == [text[: text.index(stop)], text]
-
-
 class After:
     """Stops a row at its n-th token."""
 
@@ -351,8 +313,7 @@ def test_the_likeliest_tokens_in_the_place_of_each(how):
         engine.add([3, 5, 7][: 1 + i], max_new_tokens=9, sampling=HEAVY, seed=(0, i), eos=frozenset(), top_logprobs=k)
         for i, k in enumerate(wanted)
     ]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert rows[1].logprobs is None
     assert rows[1].likely == []
     for row, k in ((rows[0], 3), (rows[2], 17)):  # there are 17 tokens

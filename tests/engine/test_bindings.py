@@ -2,8 +2,7 @@
 
 from functools import partial
 
-import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import finish, tiny_drafter, tiny_target
 from tape import Tape
 from test_overlap import SAMPLED, assert_same, outcome
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -62,8 +61,7 @@ def test_tables_that_another_engine_lets_grow(monkeypatch):
     before = target.ropes[0].table.data_ptr()
     Engine(target).generate([[1] * 500], max_new_tokens=2)
     assert target.ropes[0].table.data_ptr() != before
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert sequence.tokens == alone
 
 
@@ -85,17 +83,3 @@ def test_settings_go_with_their_graphs(monkeypatch):
         if batch.settings.penalties is not None:
             counts.append(StorageWeakRef(batch.settings.penalties.counts.untyped_storage()))
     assert [ref.expired() for ref in counts] == [True, False]
-
-
-def test_a_graph_that_gives_way_takes_its_bindings_along(monkeypatch):
-    monkeypatch.setattr(static_batch, "MOST", 1)
-    target = tiny_target()
-    engine = Engine(target, graphs=Tape())
-    engine.generate(**SHORT)
-    (graph,) = engine.graphs.batch.graphs.values()
-    itself = StorageWeakRef(graph.bindings[2].untyped_storage())
-    del graph
-    assert not itself.expired()
-    engine.generate(**SHORT, sampling=SAMPLED)
-    assert itself.expired()
-    assert torch.is_tensor(next(iter(engine.graphs.batch.graphs.values())).bindings[2])

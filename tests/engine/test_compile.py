@@ -1,22 +1,30 @@
-"""What is compiled for real: a round of a tiny pair, once."""
+"""Rounds that are compiled for real, and what the process needs that compiles them."""
+
+import pickle
 
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
+from policies import Depths
+from tape import Interpreted
+from test_graphs import SHORT, parts
+from test_overlap import SAMPLED
 
 from specdec.cli import generate
-from specdec.engine.compiled import build
+from specdec.engine.compiled import aside, build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.model import cpu_linear, native
 from specdec.model_settings import ModelSettings
 from specdec.serve import serve_command
+from specdec.structs import Sampling
 from specdec.trees import Chain
 
 try:
     COMPILER = native.compiler()
 except ValueError:
     COMPILER = None
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 60, "eos": frozenset()}
 
 
@@ -29,27 +37,37 @@ def pair():
     return target, drafter.requires_grad_(False), Chain(2)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_a_compiled_round(tmp_path, monkeypatch, capfd):
+@needs_compiler
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", [True, "aside"])
+def test_a_compiled_round(how, tmp_path, monkeypatch, capfd):
     """It gives the same text as a launched one, is kept, and is loaded by the next engine; what is damaged is removed.
-    Products with packed weights are the same numbers to the last bit."""
+    Where another process compiles nobody waits: rounds are launched meanwhile."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, drafter, tree = pair()
     expected = Engine(target, drafter, tree).generate(**HOW).rows[0]
-    engine = Engine(target, drafter, tree, compile=True)
+    engine = Engine(target, drafter, tree, compile=how)
     result = engine.generate(**HOW)
     assert (result.rows[0].tokens, result.rows[0].trace) == (expected.tokens, expected.trace)
-    assert result.decode_seconds < result.parts["capture"] < result.seconds
+    if how == "aside":
+        (graph,) = engine.graphs.batch.graphs.values()
+        assert graph.launched
+        assert not list(tmp_path.glob("specdec/compiled/*/round.so"))
+        engine.graphs.finish()
+        assert engine.generate(**HOW).rows[0].tokens == expected.tokens
+        assert not graph.launched
+    else:
+        assert result.decode_seconds < result.parts["capture"] < result.seconds
     said = capfd.readouterr().err
-    assert "compiling a round ... " in said
+    assert ("compiling a round ... " in said) == (how is True)
     assert "kept for the next time" in said
 
     (library,) = tmp_path.glob("specdec/compiled/*/round.so")
     assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
-    with monkeypatch.context() as patched:
-        patched.setattr(build, "make_library", None)
-        again = Engine(target, drafter, tree, compile=True).generate(**HOW)
-    assert again.rows[0].tokens == expected.tokens
+    monkeypatch.setattr(build, "make_library", None)
+    for again in (Engine(target, drafter, tree, compile=True), Engine(target, drafter, tree, compile="aside")):
+        assert again.generate(**HOW).rows[0].tokens == expected.tokens
+        assert not any(graph.launched for graph in again.graphs.batch.graphs.values())
     assert "loaded a compiled round" in capfd.readouterr().err
 
     damaged = tmp_path / "damaged" / "round.so"
@@ -59,7 +77,7 @@ def test_a_compiled_round(tmp_path, monkeypatch, capfd):
     assert not damaged.parent.exists()
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["rows", "rows, int8", "torch's", "int8"])
 @torch.inference_mode()
@@ -103,3 +121,77 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
             check()
     with pytest.raises(ValueError, match="graphs=False contradicts compile=True"):
         Engine(tiny_target(), graphs=False, compile=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["eagle3", "medusa", "draft-model", "dspark"])
+def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_path):
+    """Operators, numbers and shapes, packed weights among them: what the other process compiles is what is looked for
+    here. It holds no tensor, and each library is ordered once."""
+    native.load()
+    engine = Engine(*parts(drafter), graphs=Interpreted())
+    engine.generate(**SHORT, sampling=sampling)
+    for graph in engine.graphs.backend.made:
+        text = pickle.dumps(aside.written(graph))
+        again = aside.read(*pickle.loads(text))
+        assert build.key_of(again) == build.key_of(graph)
+        assert not any(isinstance(x, torch.Tensor) for x in again.inputs)
+        assert len(text) < 200_000
+    workshop = aside.Workshop()
+    order = workshop.order_of(graph, tmp_path)
+    assert workshop.order_of(graph, tmp_path) is order is not workshop.order_of(graph, tmp_path / "other")
+    workshop.forget()
+    assert workshop.orders == []
+
+
+@needs_compiler
+def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
+    target = tiny_target(layers=1)
+    engine = Engine(target, compile="aside")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    rows = engine.generate(**HOW).rows
+    engine.graphs.backend.workshop.finish()
+    assert engine.generate(**HOW).rows[0].tokens == rows[0].tokens == Engine(target).generate(**HOW).rows[0].tokens
+    said = capfd.readouterr().err
+    assert "a round stays launched, as it was not compiled" in said
+    assert "no-such-compiler" in said
+    assert "Traceback" not in said
+    (graph,) = engine.graphs.batch.graphs.values()
+    assert graph.launched
+
+
+class Slow(Interpreted):
+    """Each graph is there from its third round on."""
+
+    def capture(self, run, kept, bound):
+        replay, rounds = super().capture(run, kept, bound), []
+
+        def play(bound):
+            rounds.append(bound)
+            if len(rounds) > 3:
+                return replay(bound)
+            output = run(bound)
+            output.launched = True
+            return output
+
+        return play
+
+
+def test_a_policy_is_told_when_rounds_take_another_time():
+    """Once for each number of rows and levels; and who waits is told which rounds were recorded."""
+    target, drafter, tree = parts("eagle3", "chain")
+    policy, told, captured = Depths(3), [], 0
+    policy.changed = lambda *what: told.append(what)
+    engine = Engine(target, drafter, tree, graphs=Slow(), adaptive=policy)
+    engine.reserve(2, 100)
+    rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in (([3, 5, 7], 90), ([1], 40))]
+    while (report := engine.step()) is not None:
+        captured += report.captured
+    assert sorted(told) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
+    assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
+    plain = Engine(target)
+    assert [row.tokens for row in rows] == [
+        plain.generate([row.prompt], max_new_tokens=row.limit, eos=frozenset()).rows[0].tokens for row in rows
+    ]

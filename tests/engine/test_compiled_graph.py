@@ -1,38 +1,22 @@
 """Rounds as graphs, as they are before they are compiled: torch runs the operators of the graph one by one."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
-from tape import Tape
-from test_graphs import CAPTURABLE, POLICIES, SHORT, launching, parts
-from test_overlap import SAMPLED, assert_same, outcome
+from helpers import tiny_target
+from tape import Interpreted, Tape
+from test_graphs import SHORT, parts
+from test_overlap import outcome
 
 from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build, rewrite
-from specdec.engine.compiled.backend import CompiledRounds, compiled_run
+from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder
-from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model import cpu_linear
 from specdec.model.target import Target
-from specdec.structs import Sampling
-from specdec.trees import Chain, SampledTree
-from specdec.verify import VERIFIERS, make_verifier
-
-
-class Interpreted(CompiledRounds):
-    """Graphs that torch runs."""
-
-    def __init__(self):
-        self.made, self.workshop = [], None
-
-    def compile(self, graph):
-        self.made.append(graph)
-        return lambda inputs: list(graph.module(*inputs))
+from specdec.trees import Chain
 
 
 @pytest.fixture(autouse=True)
@@ -49,63 +33,6 @@ def graphs_of(engine: Engine) -> list:
     return engine.graphs.backend.made
 
 
-@pytest.mark.parametrize("drafter", CAPTURABLE)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_graph_does_what_the_round_does(policy, drafter):
-    """Greedy on a tree of each kind, sampled on the two whose rounds draw more. The graph computes what is drawn."""
-    target, drafter, policy = parts(drafter, policy)
-    how = SHORT | {"sampling": SAMPLED if policy.samples or policy.topk == 1 else Sampling()}
-    compiled = interpreting(target, drafter, policy)
-    assert_same(outcome(compiled, **how), outcome(launching(target, drafter, policy), **how))
-    (graph,) = graphs_of(compiled)
-    assert not any("rand" in str(node.target) or "exponential" in str(node.target) for node in graph.module.graph.nodes)
-
-
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_every_rule(verifier):
-    target, rule = tiny_target(), make_verifier(verifier)
-    policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
-    parts_ = target, tiny_drafter(target, draft_vocab=8), policy, rule
-    assert_same(*(outcome(make(*parts_), sampling=SAMPLED, **SHORT) for make in (interpreting, launching)))
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_plain_decoding_with_penalties(rows):
-    sampling = Sampling(0.5, repetition_penalty=1.5, frequency_penalty=0.5)
-    how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling, "logprobs": True}
-    target = tiny_target()
-    assert_same(outcome(interpreting(target), **how), outcome(launching(target), **how))
-
-
-@pytest.mark.parametrize("window", [4, 200])
-def test_one_graph_serves_all_lengths(window):
-    """Of a target whose layers are of two kinds, one of which sees few positions only, or more than half of those that
-    there is room for: then a round of half of them has no mask."""
-    plain = tiny_target()
-    target = Target(replace(plain.config, sliding=(True, False, True), window=window)).eval()
-    target.load_state_dict(plain.state_dict())
-    parts_ = target, tiny_drafter(target), POLICIES["dynamic"]
-    compiled = interpreting(*parts_)
-    for length, new in ((1, 90), (100, 60), (200, 30)):
-        how = {"prompts": [[3, 5] * 100][:1], "max_new_tokens": new, "eos": frozenset()}
-        how["prompts"][0] = how["prompts"][0][:length]
-        assert_same(outcome(compiled, **how), outcome(launching(*parts_), **how))
-    (graph,) = graphs_of(compiled)
-    assert len(graph.inputs[0]) == compiled.graphs.batch.room == target.config.context
-
-
-def test_sequences_that_come_and_go():
-    target, drafter, policy = parts()
-    told = []
-    for engine in (interpreting(target, drafter, policy), launching(target, drafter, policy)):
-        engine.reserve(2, 64)
-        rows = [engine.add(prompt, max_new_tokens=9) for prompt in ([3, 5, 7], [1], [4, 4, 9, 8])]
-        while engine.step() is not None:
-            pass
-        told.append([row.tokens for row in rows])
-    assert told[0] == told[1]
-
-
 def test_what_a_round_made_is_new_each_time():
     """An observer may keep it, and is told at once: nothing is read late."""
     target, drafter, policy = parts()
@@ -114,19 +41,6 @@ def test_what_a_round_made_is_new_each_time():
     compiled.generate(SHORT["prompts"], max_new_tokens=12, observer=lambda r: kept.append((r.tree, r.logits)))
     trees = [tree for tree, _ in kept if tree is not None]
     assert len({tree.tokens.data_ptr() for tree in trees}) == len(trees) > 2
-
-
-def test_a_compiled_run_is_traced(tmp_path):
-    """With the time of its rounds, that of compiling apart."""
-    target, drafter, policy = parts()
-    recorder = Recorder()
-    result = interpreting(target, drafter, policy).generate([[3, 5, 7]], max_new_tokens=12, observer=recorder)
-    write_trace(recorder.trace, tmp_path / "trace")
-    (row,) = read_trace(tmp_path / "trace").rows
-    assert [token for r in row.rounds for token in r.emitted] == result.rows[0].tokens[1:]
-    assert {part for r in row.rounds for part in r.seconds} == {"round", "host"}
-    assert result.parts["capture"] > 0
-    assert result.parts["round"] < result.decode_seconds < result.seconds - result.parts["capture"]
 
 
 def test_rows_are_written_into_the_memory_itself():

@@ -111,6 +111,7 @@ MATRIX = [(drafter, *case) for drafter, tree in DRAFTED for case in CASES if cas
 NO_ACCIDENT = significance(len(MATRIX))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("drafter", "tree", "verifier", "sampling"), MATRIX)
 def test_fitting(drafter, tree, verifier, sampling):
     """Greedy: the text of plain decoding, with lossy rules too. Sampled, with the lossless ones: tokens 2 and 3, which

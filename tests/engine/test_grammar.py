@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("llguidance")
 
+from helpers import finish
 from policies import Restless
 from tape import Tape
 
@@ -63,15 +64,9 @@ def grammars(pair):
 
 
 def is_person(value) -> bool:
-    return (
-        list(value) == ["name", "age", "of"]
-        and isinstance(value["name"], str)
-        and len(value["name"]) <= 4
-        and type(value["age"]) is int
-        and 0 <= value["age"] <= 130
-        and set(value["of"]) <= {"a", "b c"}
-        and len(value["of"]) <= 2
-    )
+    name, age, of = (value[key] for key in ("name", "age", "of"))
+    of_name = list(value) == ["name", "age", "of"] and isinstance(name, str) and len(name) <= 4
+    return of_name and type(age) is int and 0 <= age <= 130 and set(of) <= {"a", "b c"} and len(of) <= 2
 
 
 def is_switches(value) -> bool:
@@ -82,13 +77,7 @@ def of_all(grammars: Grammars | None) -> list:
     """Grammars of a batch's rows; the last has none. None: of none."""
     if grammars is None:
         return [None] * 5
-    return [
-        grammars.json(PERSON),
-        grammars.json(SWITCHES),
-        grammars.json(EITHER),
-        grammars.regex("[A-C]{2}[0-9]{1,3}!"),
-        None,
-    ]
+    return [*map(grammars.json, (PERSON, SWITCHES, EITHER)), grammars.regex("[A-C]{2}[0-9]{1,3}!"), None]
 
 
 def texts(pair, grammars, engine: Engine, sampling: Sampling) -> list[tuple[list[int], str]]:
@@ -120,10 +109,10 @@ def check_texts(target, told: list[tuple[list[int], str]]) -> int:
         lambda said: json.loads(said) in ("yes", {"no": None}),
         lambda said: re.fullmatch(r"[A-C]{2}[0-9]{1,3}!", said),
     )
-    ends = [finish for _, finish in told[:4]]
+    ends = [end for _, end in told[:4]]
     assert set(ends) <= {"stop", "length"}  # at the bracket that closes it, not at an eos
-    for (tokens, finish), fit in zip(told, fits, strict=False):
-        assert finish == "length" or fit(target.tokenizer.decode(tokens))
+    for (tokens, end), fit in zip(told, fits, strict=False):
+        assert end == "length" or fit(target.tokenizer.decode(tokens))
     return ends.count("stop")
 
 
@@ -142,16 +131,13 @@ def test_texts_of_a_model_that_was_trained(demo):
     assert told == texts(demo, grammars, Engine(demo[0]), DRAWN)
 
 
-@pytest.mark.parametrize(("sampling", "tree"), [(GREEDY, "tree"), (DRAWN, "chain"), (DRAWN, "tree")])
-def test_speculation_changes_no_text_of_a_grammar_nor_of_the_row_beside(pair, grammars, plain, sampling, tree):
-    assert texts(pair, grammars, Engine(*pair, TREES[tree]), sampling) == plain[sampling]
-
-
-@pytest.mark.parametrize("tree", ["chain", "tree"])
-def test_nor_does_an_adaptive_policy(pair, grammars, plain, tree):
-    policy = Restless(3)
-    assert texts(pair, grammars, Engine(*pair, TREES[tree], adaptive=policy), DRAWN) == plain[DRAWN]
-    assert any(any(outcome.accepted) for outcome in policy.outcomes)
+@pytest.mark.parametrize(
+    ("sampling", "tree", "policy"),
+    [(GREEDY, "tree", None), (DRAWN, "chain", None), (DRAWN, "tree", None), (DRAWN, "tree", Restless(3))],
+)
+def test_speculation_changes_no_text_of_a_grammar_nor_of_the_row_beside(pair, grammars, plain, sampling, tree, policy):
+    assert texts(pair, grammars, Engine(*pair, TREES[tree], adaptive=policy), sampling) == plain[sampling]
+    assert policy is None or any(any(outcome.accepted) for outcome in policy.outcomes)
 
 
 def test_rounds_that_are_read_late_or_recorded_give_the_same(pair, grammars, plain):
@@ -182,8 +168,7 @@ def test_a_text_joins_others_that_run_and_another_is_aborted(pair, grammars, pla
         engine.step()
     engine.abort(rows[0])
     rows.append(add(0))
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert (free.tokens, free.finish) == plain[DRAWN][4]
     assert [(row.tokens, row.finish) for row in rows[1:]] == [plain[DRAWN][1], plain[DRAWN][0]]
     assert rows[0].tokens == plain[DRAWN][0][0][: len(rows[0].tokens)]
@@ -198,8 +183,7 @@ def test_prompts_that_are_read_in_parts_and_rows_that_take_fewer_levels(pair, gr
         engine.add(prompt, max_new_tokens=NEW, sampling=DRAWN, seed=(0, i), grammar=own[i], steps=(0, 1, None)[i % 3])
         for i in range(5)
     ]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert [(row.tokens, row.finish) for row in rows] == plain[DRAWN]
 
 

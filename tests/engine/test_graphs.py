@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
-from tape import Tape
+from helpers import BLOCKS, DRAFTERS, LEARNERS, finish, tiny_drafter, tiny_target
+from tape import Interpreted, Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
 from specdec import kernels
@@ -18,10 +18,11 @@ from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
+from specdec.model import cpu_linear
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.structs import Sampling
-from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import VERIFIERS, make_verifier
 
 POLICIES = {
@@ -32,6 +33,7 @@ POLICIES = {
 }
 CAPTURABLE = [*LEARNERS, "draft-model", *BLOCKS, "pard2"]
 launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
+PENALISED = Sampling(0.5, repetition_penalty=1.5, frequency_penalty=0.5)
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
 
 
@@ -40,51 +42,84 @@ def parts(drafter: str = "eagle3", policy: str = "dynamic"):
     return target, DRAFTERS[drafter](target), POLICIES[policy]
 
 
+@pytest.fixture(params=[Tape, Interpreted], ids=["captured", "compiled"])
+def backend(request, monkeypatch) -> Tape | Interpreted:
+    """Records rounds as a CUDA graph would, or as they are compiled."""
+    if request.param is Interpreted:
+        monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
+    return request.param()
+
+
+def assert_as_launched(backend, *parts_, **how) -> None:
+    """An engine whose rounds are recorded tells what one does that launches them."""
+    assert_same(outcome(Engine(*parts_, graphs=backend), **how), outcome(launching(*parts_), **how))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", CAPTURABLE)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_replay_does_what_the_round_does(policy, drafter):
+def test_a_record_does_what_the_round_does(policy, drafter, backend):
     """Greedy on a tree of each kind, sampled on the two whose rounds draw more than one sort of number."""
     target, drafter, policy = parts(drafter, policy)
     sampling = SAMPLED if policy.samples or policy.topk == 1 else Sampling()
-    recorded = Engine(target, drafter, policy, graphs=Tape())
-    assert_same(
-        outcome(recorded, sampling=sampling, **SHORT),
-        outcome(launching(target, drafter, policy), **SHORT, sampling=sampling),
-    )
-    tape = recorded.graphs.backend
-    assert tape.captures == 1
-    assert tape.replays > 4
+    assert_as_launched(backend, target, drafter, policy, sampling=sampling, **SHORT)
+    assert backend.captures == 1
+    if isinstance(backend, Tape):
+        assert backend.replays > 4
+    else:  # the graph computes what is drawn
+        nodes = [str(node.target) for node in backend.made[0].module.graph.nodes]
+        assert not any("rand" in name or "exponential" in name for name in nodes)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_a_tree_over_a_block(sampling):
+    target = tiny_target()
+    block = DRAFTERS["dflash"](target), BlockTree(4, 5, 14)
+    assert_as_launched(Tape(), target, *block, sampling=sampling, **SHORT)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_every_rule(verifier):
+def test_every_rule(verifier, backend):
     target, rule = tiny_target(), make_verifier(verifier)
     policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
-    drafter = tiny_drafter(target, draft_vocab=8)
-    parts_ = target, drafter, policy, rule
-    told = [outcome(make(*parts_), sampling=SAMPLED, **SHORT) for make in (partial(Engine, graphs=Tape()), launching)]
-    assert_same(*told)
+    parts_ = target, tiny_drafter(target, draft_vocab=8), policy, rule
+    assert_as_launched(backend, *parts_, sampling=SAMPLED, **SHORT)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_plain_decoding(rows, sampling):
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_plain_decoding(rows, sampling, backend):
     """One row alone too, whose attention takes the bound for its length without graphs."""
-    how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling}
-    target = tiny_target()
-    assert_same(outcome(Engine(target, graphs=Tape()), **how), outcome(launching(target), **how))
+    how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling, "logprobs": True}
+    assert_as_launched(backend, tiny_target(), **how)
 
 
-def test_windows():
-    """Layers of two kinds, one of which sees four positions only."""
+@pytest.mark.parametrize("window", [4, 200])
+def test_all_lengths(window, backend):
+    """Of a target whose layers are of two kinds, one of which sees few positions only, or more than half of those that
+    there is room for: then a round of half of them has no mask. One compiled graph serves all of them."""
     plain = tiny_target()
-    target = Target(replace(plain.config, sliding=(True, False, True), window=4)).eval()
+    target = Target(replace(plain.config, sliding=(True, False, True), window=window)).eval()
     target.load_state_dict(plain.state_dict())
-    drafter = tiny_drafter(target)
-    how = {"prompts": [[3, 5, 7], [1] * 9], "max_new_tokens": 30, "eos": frozenset()}
-    expected = outcome(launching(target, drafter, POLICIES["dynamic"]), **how)
-    assert_same(outcome(Engine(target, drafter, POLICIES["dynamic"], graphs=Tape()), **how), expected)
-    assert expected[0] != outcome(launching(plain, drafter, POLICIES["dynamic"]), **how)[0]
+    parts_ = target, tiny_drafter(target), POLICIES["dynamic"]
+    recorded = Engine(*parts_, graphs=backend)
+    for length, new in ((1, 40), (100, 20), (200, 12)):
+        how = {"prompts": [([3, 5] * 100)[:length]], "max_new_tokens": new, "eos": frozenset()}
+        assert_same(outcome(recorded, **how), outcome(launching(*parts_), **how))
+    if isinstance(backend, Interpreted):
+        (graph,) = backend.made
+        assert len(graph.inputs[0]) == recorded.graphs.batch.room == target.config.context
+
+
+def test_sequences_that_come_and_go(backend):
+    told = []
+    for graphs_ in (backend, False):
+        engine = Engine(*parts(), graphs=graphs_)
+        engine.reserve(2, 64)
+        rows = [engine.add(prompt, max_new_tokens=9) for prompt in ([3, 5, 7], [1], [4, 4, 9, 8])]
+        finish(engine)
+        told.append([row.tokens for row in rows])
+    assert told[0] == told[1]
 
 
 def test_one_call_after_another_on_the_same_graph():
@@ -217,20 +252,20 @@ def test_the_command_can_do_without(monkeypatch):
     assert told == [(None, False)] * 2 + [(False, False)] * 2 + [(None, True)] * 2
 
 
-def test_a_recorded_run_is_traced(tmp_path):
-    target, drafter, policy = parts()
-    told = []
-    for backend in (Tape(), None):
+def test_a_recorded_run_is_traced(tmp_path, backend):
+    """With the time of its rounds, that of recording apart."""
+    parts_, told = parts(), []
+    for graphs_ in (backend, None):
         recorder = Recorder()
-        Engine(target, drafter, policy, graphs=backend).generate([[3, 5, 7], [1]], max_new_tokens=12, observer=recorder)
+        how = {"max_new_tokens": 12, "observer": recorder}
+        result = Engine(*parts_, graphs=graphs_).generate([[3, 5, 7], [1]], **how)
         write_trace(recorder.trace, tmp_path / "trace")
-        told.append(
-            [
-                (r.path, r.emitted, r.tree.tokens.tolist())
-                for row in read_trace(tmp_path / "trace").rows
-                for r in row.rounds
-            ]
-        )
+        rounds = [r for row in read_trace(tmp_path / "trace").rows for r in row.rounds]
+        told.append([(r.path, r.emitted, r.tree.tokens.tolist()) for r in rounds])
+        if isinstance(graphs_, Interpreted):
+            assert {part for r in rounds for part in r.seconds} == {"round", "host"}
+            assert result.parts["capture"] > 0
+            assert result.parts["round"] < result.decode_seconds < result.seconds - result.parts["capture"]
     assert told[0] == told[1]
 
 

@@ -71,24 +71,6 @@ def test_rows_come_go_and_end(with_feats, most_parts, monkeypatch):
     assert max(len(row.tokens) for row in rows) > 20
 
 
-def test_rounds_of_the_same_rows_are_one_part():
-    held = Held(2)
-    for _ in range(3):
-        held.put(None, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, dtype=torch.int64))
-    held.join(2, 1)
-    held.put(None, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, dtype=torch.int64))
-    assert [len(part.rounds) for part in held.parts] == [3, 1]
-
-
-def test_nothing_is_kept_of_rows_that_left(monkeypatch):
-    monkeypatch.setattr(held_module, "FEW_PARTS", 1)
-    held = Held(1)
-    held.put(None, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
-    held.join(1, 1)
-    leave(held, [True, False])
-    assert held.parts == []
-
-
 def test_rows_of_which_nothing_is_held():
     """Their neighbours had something, and have left."""
     held = Held(1)

@@ -24,6 +24,7 @@ TREES = {
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1], [9, 9, 9, 9]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("draft_vocab", [None, 8])
 def test_greedy_equals_plain(tree, draft_vocab):
@@ -46,6 +47,7 @@ SAMPLINGS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("tree", ["chain4", "dynamic"])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"t{s.temperature}-k{s.top_k}-p{s.top_p}-m{s.min_p}")
 @torch.inference_mode()
@@ -63,6 +65,7 @@ def test_sampled_output_follows_the_target(tree, sampling):
     assert sum(a for row in result.rows for a in row.trace.accepted) > count / 20
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("tree", "verifier"), [("sampled", MultiRoundRejection()), ("sampled-chain", BlockVerification())], ids=str
 )
@@ -104,19 +107,6 @@ def test_the_context_ends_every_row_where_plain_decoding_ends_it(tree):
     assert [row.tokens for row in fast] == [row.tokens for row in plain]
     assert [row.finish for row in fast] == [row.finish for row in plain] == ["context"] * 4
     assert [len(row.prompt) + len(row.tokens) for row in fast] == [40] * 4
-
-
-def test_a_row_that_ends_early_leaves_the_others_alone():
-    target = tiny_target()
-    plain = [Engine(target).generate([p], max_new_tokens=30).rows[0].tokens for p in PROMPTS]
-    eos = frozenset([plain[0][4]])
-    alone = [Engine(target).generate([p], max_new_tokens=30, eos=eos).rows[0] for p in PROMPTS]
-    engine = Engine(target, tiny_drafter(target), TREES["dynamic"])
-    together = engine.generate(PROMPTS, max_new_tokens=30, eos=eos).rows
-    assert [row.tokens for row in together] == [row.tokens for row in alone]
-    assert [row.finish for row in together] == [row.finish for row in alone]
-    assert together[0].finish == "eos"
-    assert len({len(row.tokens) for row in together}) > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

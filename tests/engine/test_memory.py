@@ -95,6 +95,7 @@ CASES = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("vocab", [17, 3000])
 @pytest.mark.parametrize(("drafter", "tree", "verifier", "sampling", "length"), CASES)
 def test_the_work_stays_below_the_bound(drafter, tree, verifier, sampling, length, vocab):

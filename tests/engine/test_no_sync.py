@@ -49,6 +49,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])

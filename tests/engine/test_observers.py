@@ -1,7 +1,7 @@
 """Observers say what they read, and that is what they are given, of launched rounds and of replayed ones."""
 
 import pytest
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import tiny_drafter, tiny_target
 from tape import Tape
 from test_overlap import SAMPLED
 
@@ -83,18 +83,6 @@ def test_nothing_is_copied_that_nobody_reads(monkeypatch):
     assert len(copied) == 2 * (tape.replays - before) > 0  # tree and verdict
 
 
-def test_steps_are_told_as_reserved():
-    target = tiny_target()
-    for reads in Reads:
-        engine = Engine(target, DRAFTERS["medusa"](target), DynamicTree(3, 2, 6), graphs=Tape())
-        engine.reserve(1, 40, reads=reads)
-        engine.add([3, 5, 7], max_new_tokens=10)
-        watch = Watch(reads)
-        while (report := engine.step()) is not None:
-            watch(report)
-        assert {(seen[0], seen[3]) for seen in watch.seen} == {(SEEN[reads][0], SEEN[reads][3])}
-
-
 def test_who_reads_what():
     target = tiny_target()
     target.tokenizer = None
@@ -103,12 +91,3 @@ def test_who_reads_what():
     assert Recorder().reads is Observer.reads is Reads.LOGITS
     assert Observers(*screens).reads is Reads.TREES
     assert Observers(screens[0], Recorder()).reads is Reads.LOGITS
-
-
-def test_several_observers_are_told_in_turn():
-    target = tiny_target()
-    first, second = Watch(Reads.TOKENS), Watch(Reads.TREES)
-    engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9))
-    engine.generate(**HOW, observer=Observers(first, second))
-    assert first.emitted == second.emitted
-    assert set(first.seen) == set(second.seen) == {SEEN[Reads.TREES]}

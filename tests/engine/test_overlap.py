@@ -19,7 +19,7 @@ from specdec.engine.round import RoundOutput
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
 from specdec.structs import Sampling
-from specdec.trees import Chain, DynamicTree
+from specdec.trees import DynamicTree
 
 PROMPTS, LIMITS, EOS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]], [17, 30, 5], frozenset({4, 9})
 SAMPLED = Sampling(0.8, 5, 0.9, 0.02)
@@ -67,6 +67,7 @@ def assert_same(left: tuple, right: tuple) -> None:
         running = [row for row, at in zip(running, ours, strict=True) if a[3][at] is None]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("drafter", "tree", "verifier"), [(d, t, v) for d, t in DRAFTED for tree, v in PAIRS if tree == t]
 )
@@ -117,17 +118,6 @@ def test_a_target_of_transformers_too(tmp_path):
     for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
         told = [outcome(Engine(target, *parts, overlap=late), max_new_tokens=20) for late in (False, True)]
         assert_same(told[1], told[0])
-
-
-def test_the_end_of_the_context():
-    target = tiny_target(context=24)
-    parts = tiny_drafter(target, draft_vocab=8), Chain(4)
-    told = [
-        outcome(Engine(target, *parts, overlap=late), max_new_tokens=100, eos=frozenset()) for late in (False, True)
-    ]
-    assert_same(told[1], told[0])
-    assert [row[1] for row in told[0][0]] == ["context"] * 3
-    assert [len(row[0]) for row in told[0][0]] == [24 - len(prompt) for prompt in PROMPTS]
 
 
 def test_the_device_ends_rows_as_the_host_does():
@@ -198,10 +188,6 @@ def test_one_round_is_void_after_a_text_that_ends_early():
     assert follow(row, [3, 3]) == ["launch 1", "launch 4", "read 3"]
     assert row.tokens == [2, 1]
     assert row.finish == "eos"
-
-
-def test_nothing_is_launched_for_rows_that_ended_in_the_prefill():
-    assert follow(Sequence([0], 1, tokens=[1], finish="length"), []) == []
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])

@@ -3,7 +3,7 @@ alone."""
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, assert_as_alone, finish, tiny_target
 from hybrids import hybrid_target
 from tape import Tape
 
@@ -36,15 +36,8 @@ def decode(engine: Engine, together: int = 1, **how) -> list:
     for first in range(0, len(PROMPTS), together):
         for number in range(first, min(first + together, len(PROMPTS))):
             rows.append(engine.add(PROMPTS[number], seed=number, **asked(number)))
-        while engine.step() is not None:
-            pass
+        finish(engine)
     return rows
-
-
-def check_texts(target, rows) -> None:
-    for number, row in enumerate(rows):
-        alone = Engine(target).generate([PROMPTS[number]], seed=[number], **asked(number)).rows[0]
-        assert row.tokens == alone.tokens
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,7 @@ def test_every_text_is_the_one_it_has_alone(drafter, how):
     parts = [DRAFTERS[drafter](target), Chain(3)] if drafter else []
     rows = decode(Engine(target, *parts, prefixes=PLENTY, **how))
     assert [row.cached for row in rows] == CACHED
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
 
 
 @pytest.mark.parametrize("together", [2, 3, 8])
@@ -66,7 +59,7 @@ def test_every_text_is_the_one_it_has_alone(drafter, how):
 def test_in_parts_and_beside_others(together, part):
     target = tiny_target()
     rows = decode(Engine(target, DRAFTERS["eagle3"](target), Chain(3), prefixes=PLENTY), together, part=part)
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
     assert sum(row.cached > 0 for row in rows) >= 2
 
 
@@ -80,8 +73,7 @@ def test_what_was_read_before_is_not_read_again(monkeypatch):
     )
     for prompt in (START, [*START, 5, 6, 7]):
         engine.add(prompt, max_new_tokens=2, eos=frozenset())
-        while engine.step() is not None:
-            pass
+        finish(engine)
     assert read == [len(START), 1, 3, 1]
 
 
@@ -94,26 +86,22 @@ def test_who_shares_little_is_read_with_others(more, together):
     draw = torch.Generator().manual_seed(more)
     own = [torch.randint(1, 17, (more,), generator=draw).tolist() for _ in range(3)]
     rows = [engine.add(START, **asked(0))]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     rows += [engine.add(START + rest, **asked(0)) for rest in own[:2]]
     assert len(engine.step().rows) == (2 if together else 1)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     rows.append(engine.add(START + own[2], **asked(0)))
-    while engine.step() is not None:
-        pass
+    finish(engine)
     shared = len(START)
     assert [row.cached for row in rows[1:]] == ([0, 0, shared] if together else [shared] * 3)
-    for row in rows:
-        assert row.tokens == Engine(target).generate([row.prompt], **asked(0)).rows[0].tokens
+    assert_as_alone(target, rows)
 
 
 def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):
     target = hybrid_target(tmp_path, "qwen3_next")
     rows = decode(Engine(target, prefixes=PLENTY))
     assert not any(row.cached for row in rows)
-    check_texts(target, rows)
+    assert_as_alone(target, rows)
 
 
 def test_one_that_is_given_up_leaves_nothing_behind():
@@ -125,10 +113,9 @@ def test_one_that_is_given_up_leaves_nothing_behind():
     engine.abort(gone)
     assert engine.prefixes.bytes == 0
     other = engine.add(START, seed=0, **asked(0))
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert other.cached == 0
-    check_texts(target, [other])
+    assert_as_alone(target, [other])
 
 
 def layers(tokens: int) -> list[torch.Tensor]:

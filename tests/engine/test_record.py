@@ -89,14 +89,6 @@ def test_probabilities_are_the_target_s(target, sampling):
             context += len(r.emitted)
 
 
-def test_recording_changes_nothing(target):
-    engine = Engine(target, tiny_drafter(target), TREES["dynamic"])
-    with_recorder, _, reports = recorded(engine, SAMPLED)
-    without = engine.generate(PROMPTS, sampling=SAMPLED, **HOW)
-    assert [row.tokens for row in with_recorder.rows] == [row.tokens for row in without.rows]
-    assert all(report.logits is None for report in reports), "the engine holds logits beyond their round"
-
-
 def test_seconds_are_the_engine_s(target):
     result, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["chain"]))
     longest = max((row.rounds for row in recorder.trace.rows), key=len)

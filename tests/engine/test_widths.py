@@ -1,15 +1,12 @@
 """Recorded rounds of as many rows as decode, and of as many levels as an adaptive policy wants: the tape stands in for
 a CUDA graph."""
 
-from functools import cache
 from itertools import pairwise
 
 import pytest
-import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, MIXED, come_and_go, finish, job, tiny_drafter, tiny_target
 from policies import Depths
-from tape import Tape
-from test_compiled_graph import Interpreted
+from tape import Interpreted, Tape
 
 from specdec import calibrate
 from specdec.adaptive import Curve, Ema, Fixed, Outcome, Table
@@ -19,13 +16,10 @@ from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.guide import Guide
 from specdec.engine.report import Reads
-from specdec.engine.sequence import Sequence
 from specdec.model import cpu_linear
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, StaticTree
 
-SAMPLED, HEAVY = Sampling(0.9, top_k=9), Sampling(0.7, repetition_penalty=1.7, frequency_penalty=0.9)
-MIXED = Sampling(), SAMPLED, HEAVY, Sampling(repetition_penalty=1.3)
 TREES = {
     "chain": Chain(3),
     "dynamic": DynamicTree(3, 3, 9),
@@ -53,46 +47,13 @@ class Watched(Tape):
         return watched
 
 
-def asked(i: int, samplings: tuple) -> dict:
-    """The i-th of twelve sequences."""
-    how = {"max_new_tokens": [30, 4, 17, 9][i % 4], "sampling": samplings[i % len(samplings)]}
-    return {"prompt": [i % 16 + 1, 3 * i % 16 + 1, 5][: i % 3 + 1]} | how
-
-
-@cache
-def alone(samplings: tuple) -> list[list[int]]:
-    plain, texts = Engine(tiny_target()), []
-    for i in range(12):
-        how = asked(i, samplings)
-        texts.append(plain.generate([how.pop("prompt")], **how, seed=[i]).rows[0].tokens)
-    return texts
-
-
-def crowd(engine: Engine, samplings: tuple = (None,), stop_at: int | None = None) -> list[Sequence]:
-    """Twelve sequences for five rows. They come in waves, so that all numbers of rows decode at some time. Each has the
-    text that it has alone; when number `stop_at` comes the one before it is given up."""
-    engine.reserve(5, 80)
-    sequences, step = [], 0
-    while True:
-        if len(sequences) < 12 and step % 9 in (0, 1, 4):
-            i = len(sequences)
-            sequences.append(engine.add(**asked(i, samplings), seed=i))
-            if i == stop_at:
-                engine.abort(sequences[-2])
-        if engine.step() is None and len(sequences) == 12:
-            break
-        step += 1
-    for sequence, tokens in zip(sequences, alone(samplings), strict=True):
-        assert sequence.tokens == (tokens[: len(sequence.tokens)] if sequence.finish == "abort" else tokens)
-    return sequences
-
-
 def test_numbers_of_rows_that_rounds_are_recorded_for():
     assert [widths_up_to(rows) for rows in (1, 2, 3, 4, 5, 8)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5], [1, 2, 4, 8],
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "samplings"), ROUNDS)
 def test_rounds_have_the_rows_that_decode(kind, samplings):
     """Each round is of the least width that holds them. The text is plain decoding's, and as many tokens are accepted
@@ -100,9 +61,10 @@ def test_rounds_have_the_rows_that_decode(kind, samplings):
     target, tape = tiny_target(), Watched()
     parts = (DRAFTERS[kind](target), TREES["dynamic"]) if kind else ()
     engine = Engine(target, *parts, graphs=tape)
-    sequences = crowd(engine, samplings, stop_at=7)
+    jobs = [job(i, samplings) for i in range(12)]
+    sequences, _ = come_and_go(engine, jobs, abort=6)
     assert {s.finish for s in sequences} >= {"length", "abort"}
-    launched = crowd(Engine(target, *parts, overlap=True), samplings, stop_at=7)
+    launched, _ = come_and_go(Engine(target, *parts, overlap=True), jobs, abort=6)
     assert [s.trace.accepted for s in sequences] == [s.trace.accepted for s in launched]
     assert set(tape.rows) == {1, 2, 4, 5}
     assert {before < after for before, after in pairwise(tape.rows) if before != after} == {True, False}
@@ -110,10 +72,11 @@ def test_rounds_have_the_rows_that_decode(kind, samplings):
 
 def test_without_compact_all_rows_are_carried():
     target, tape = tiny_target(), Watched()
-    crowd(Engine(target, tiny_drafter(target), Chain(2), graphs=tape, compact=False))
+    come_and_go(Engine(target, tiny_drafter(target), Chain(2), graphs=tape, compact=False), [job(i) for i in range(6)])
     assert set(tape.rows) == {5}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("kind", "tree", "samplings"), CASES)
 def test_a_policy_chooses_the_levels_of_recorded_rounds(kind, tree, samplings, monkeypatch):
     """The text is plain decoding's, and as many tokens are accepted as in launched rounds: what plain rounds have left
@@ -130,76 +93,12 @@ def test_a_policy_chooses_the_levels_of_recorded_rounds(kind, tree, samplings, m
     for graphs in (Watched(), False):
         policy = Depths(3)
         engine = Engine(target, drafter, TREES[tree], graphs=graphs, adaptive=policy, overlap=True)
-        sequences = crowd(engine, samplings)
+        sequences, _ = come_and_go(engine, [job(i, samplings) for i in range(12)])
         assert {outcome.levels for outcome in policy.outcomes} == {0, 1, 2, 3}
         traces.append([(s.trace.accepted, s.trace.emitted) for s in sequences])
     assert traces[0] == traces[1]
     assert sum(sum(accepted) for accepted, _ in traces[0]) > 0
     assert set(held) == ({True, False} if drafter.cache is not None else {False})
-
-
-def test_what_is_held_does_not_grow_where_rows_only_follow_each_other(monkeypatch):
-    monkeypatch.setattr("specdec.engine.held.FEW_PARTS", 1)
-    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 4)
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape(), adaptive=Fixed(0))
-    engine.reserve(1, 20)
-    most = 0
-    for _ in range(40):
-        engine.add([1, 2, 3], max_new_tokens=3)
-        while engine.waiting or engine.loop.batch.going():
-            engine.step()
-            held = engine.loop.batch.guide.held
-            most = max(most, len(held.parts) if held else 0)
-    assert most > 0
-    assert most <= 8
-    assert engine.step() is None
-    assert engine.loop.batch.guide.held is None
-    engine.add([1, 2, 3], max_new_tokens=9)
-    for _ in range(3):
-        engine.step()
-    assert engine.loop.batch.guide.held is not None
-    engine.reserve(1, 20)
-    assert engine.loop.batch.guide.held is None
-
-
-def test_a_prompt_that_fails_leaves_the_rows_as_they_were(monkeypatch):
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
-    engine.reserve(4, 60)
-    first = engine.add([1, 2, 3], max_new_tokens=20, eos=frozenset())
-    for _ in range(3):
-        engine.step()
-    monkeypatch.setattr(engine.drafter, "admit", lambda *given: 1 / 0)
-    second = engine.add([4, 5], max_new_tokens=9, eos=frozenset())
-    engine.step()  # reads what runs
-    with pytest.raises(ZeroDivisionError):
-        engine.step()
-    engine.abort(second)
-    monkeypatch.undo()
-    while engine.step() is not None:
-        pass
-    expected = Engine(target).generate([[1, 2, 3]], max_new_tokens=20, eos=frozenset()).rows[0]
-    assert first.tokens == expected.tokens
-
-
-def test_rows_lie_where_records_found_them():
-    """After each width has been in use, nothing has moved."""
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2), graphs=Tape())
-    crowd(engine)
-    rounds = engine.graphs.batch
-
-    def places() -> list[int]:
-        kept = [rounds.root, rounds.progress.active, rounds.progress.left, rounds.cache.lens]
-        kept += [rounds.state.hidden, rounds.state.readout, *rounds.cache.layers]
-        return [x.data_ptr() for x in kept]
-
-    before, captures = places(), engine.graphs.backend.captures
-    crowd(engine)
-    assert places() == before
-    assert engine.graphs.backend.captures == captures
-    assert torch.equal(rounds.all_active, torch.zeros(5, dtype=torch.bool))
 
 
 def measured_engine(name: str, eos: frozenset[int] = frozenset(), **how) -> Engine:
@@ -236,7 +135,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
 def test_captured_rounds_may_draft_any_number_of_levels():
     engine = measured_engine("ema", graphs=Tape())
     assert engine.adaptive.curve.choices == [0, 1, 2, 3]
-    crowd(engine)
+    come_and_go(engine, [job(i, (None,)) for i in range(6)])
     assert measured_engine("table:1=2,3=0", graphs=Tape()).adaptive.curve is None
     assert measured_engine("survival").graphs is None
     with pytest.raises(ValueError, match="'survival' leaves out nodes"):
@@ -264,8 +163,7 @@ def test_many_rows_that_end_at_once_while_plain_rounds_are_held(backend, monkeyp
     engine.reserve(8, 60)
     limits = [6, 6, 30, 5, 5, 5, 5, 5]
     rows = [engine.add([1 + i, 2], max_new_tokens=n, eos=frozenset()) for i, n in enumerate(limits)]
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert [len(row.tokens) for row in rows] == limits
 
 
@@ -277,18 +175,15 @@ def test_only_what_is_played_is_recorded(monkeypatch):
     engine.reserve(4, 60)
     for i in range(4):
         engine.add([1 + i], max_new_tokens=5)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert all(s.finish == "vacant" for s in engine.loop.batch.sequences)
     engine.add([3, 4], max_new_tokens=5, logprobs=True)
-    while engine.step() is not None:
-        pass
+    finish(engine)
     assert [(key[1][0], key[1][3]) for key in engine.graphs.batch.graphs] == [(4, False), (1, True)]
     engine.reserve(1, 60)
     for temperature in (0.3, 0.6, 0.9):
         engine.add([3, 4], max_new_tokens=5, sampling=Sampling(temperature))
-        while engine.step() is not None:
-            pass
+        finish(engine)
     assert len(engine.graphs.batch.graphs) == 1
 
 

@@ -2,32 +2,20 @@
 real small file system where one may be mounted."""
 
 import errno
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
+from helpers import run_here
+from short_runs import SMALL, assert_same_weights, composed, logged, trainer
 from test_cache import samples, target, writer
-from test_trainer import trainer
-from test_training import CONF
 
-from specdec.cli.files import write_whole
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
+from specdec.training import cache, train
 from specdec.training.features.feature_cache import FeatureCache, shard_path
 from specdec.training.loop.checkpoint import checkpoints, read_newest
-from specdec.training.loop.log import read_log
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """They are most of a small run's time, and other tests look at them."""
-    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 def full(*_, **__):
@@ -39,9 +27,8 @@ def small_disk(tmp_path):
     """A file system of 2 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
     yield disk
@@ -85,51 +72,27 @@ def test_a_log_line_that_does_not_fit_stops_the_run_with_its_checkpoint(tmp_path
             return full() if when == "write" else Refusing(original(self, mode, *args, **kwargs))
         return original(self, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(ValueError, match=r"cannot write to .*: No space left on device; resume=true goes on"):
-        run.train()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refusing)
+        with pytest.raises(ValueError, match=r"cannot write to .*: No space left on device; resume=true goes on"):
+            run.train()
     whole, resumed = trainer(tmp_path / "whole"), trainer(tmp_path)
     whole.train()
     resumed.resume()
     assert resumed.step == 4
     resumed.train()
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    rows = [[{k: v for k, v in r.items() if k != "seconds"} for r in read_log(out / "log.jsonl")]
-            for out in (tmp_path, tmp_path / "whole")]  # fmt: skip
-    assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("what", ["fsync", "replace"])
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, what):
-    path = tmp_path / "a"
-    write_whole(path, lambda aside: aside.write_text("old"))
-    monkeypatch.setattr(os, what, full)
-    with pytest.raises(ValueError, match=r"cannot write .*/a: No space left on device"):
-        write_whole(path, lambda aside: aside.write_text("new"))
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert path.read_text() == "old"
+    assert_same_weights(whole, resumed)
+    assert logged(tmp_path) == logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "log.jsonl"])
-def test_a_run_that_cannot_write_down_its_settings_says_so(target_path, tmp_path, monkeypatch, capsys, name):
-    from hydra import compose, initialize_config_dir
-
-    from specdec.training import train
-
-    data = tmp_path / "data.jsonl"
-    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    data.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+def test_a_run_that_cannot_write_down_its_settings_says_so(where, tmp_path, monkeypatch, capsys, name):
     original = Path.write_text
     monkeypatch.setattr(
         Path, "write_text", lambda self, *a, **k: full() if name in self.name else original(self, *a, **k)
     )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", [f"target.path={target_path}", f"data.path={data}", f"out={tmp_path / 'run'}",
-                                   "data.heldout=0", "drafter.draft_vocab_size=200"])  # fmt: skip
     with pytest.raises(SystemExit) as stopped:
-        train.run(config)
+        train.run(composed("train", *where, f"out={tmp_path / 'run'}"))
     assert stopped.value.code == 2
     assert capsys.readouterr().err.endswith(f"cannot write {tmp_path}/run/{name}: No space left on device\n")
 
@@ -138,18 +101,18 @@ def test_a_real_full_disk_and_a_cache(small_disk):
     """Two of the shards fit; with room the same command makes the rest."""
     data = samples(60)
     whole = writer(small_disk / "cache", of=target(), data=data, shard_tokens=100)
-    size = whole.form.bytes(data, len(whole.manifest["shards"])) // len(whole.manifest["shards"])
-    ballast = fill(small_disk, leave=int(2.5 * size))
+    count = len(whole.manifest["shards"])
+    ballast = fill(small_disk, leave=int(2.5 * whole.form.bytes(data, count) // count))
     with pytest.raises(
         ValueError, match=r"No space left on device.*; [123] of \d shards are there, and the same command"
     ):
         whole.write()
-    there = [shard_path(small_disk / "cache", i, len(whole.manifest["shards"])).exists() for i in range(4)]
+    there = [shard_path(small_disk / "cache", i, count).exists() for i in range(4)]
     assert there[0]
     assert not there[3]
     assert not list((small_disk / "cache").glob("*.partial"))
     ballast.unlink()
-    assert whole.write() == len(whole.manifest["shards"]) - sum(there)
+    assert whole.write() == count - sum(there)
     assert len(FeatureCache(small_disk / "cache").samples) == 60
 
 
@@ -157,7 +120,7 @@ def test_a_real_full_disk_and_a_cache(small_disk):
 def test_a_real_full_disk_and_a_run(small_disk, leave):
     """The disk is filled after the second checkpoint; whatever does not fit, the run goes on from there."""
     ballast: list[Path] = []
-    run = trainer(small_disk / "run", steps=6, keep=1)
+    run = trainer(small_disk / "run", keep=1)
     step = run._step
 
     def watched(group):
@@ -171,12 +134,10 @@ def test_a_real_full_disk_and_a_run(small_disk, leave):
     assert [p.name for p in checkpoints(small_disk / "run")] == ["step-00000004.pt"]
     assert read_newest(small_disk / "run")[1]["step"] == 4
     ballast[0].unlink()
-    resumed = trainer(small_disk / "run", steps=6, keep=1)
+    resumed = trainer(small_disk / "run", keep=1)
     resumed.resume()
     resumed.train()
-    assert [row["step"] for row in read_log(small_disk / "run" / "log.jsonl") if row["split"] == "train"] == [
-        *range(1, 7)
-    ]
+    assert [row["step"] for row in logged(small_disk / "run") if row["split"] == "train"] == [*range(1, 7)]
 
 
 def test_a_real_full_disk_and_an_exported_drafter(small_disk, target_path, drafter_path):
@@ -191,14 +152,9 @@ def test_a_real_full_disk_and_an_exported_drafter(small_disk, target_path, draft
     assert sorted(p.name for p in small_disk.iterdir()) == ["ballast", "draft"]
 
 
-def test_the_command_on_a_real_full_disk_ends_with_one_sentence(small_disk, target_path, tmp_path):
-    data = tmp_path / "data.jsonl"
-    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    data.write_text((json.dumps({"messages": turns}) + "\n") * 40)
+def test_the_command_on_a_real_full_disk_ends_with_one_sentence(small_disk, where):
     fill(small_disk, leave=40_000)
-    command = [sys.executable, "-m", "specdec.training.cache", f"target.path={target_path}", f"data.path={data}",
-               f"out={small_disk / 'cache'}", "data.heldout=0", "drafter.draft_vocab_size=200"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = run_here(cache.main, *SMALL, *where, f"out={small_disk / 'cache'}")
     assert done.returncode == 2
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

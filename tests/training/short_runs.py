@@ -1,8 +1,10 @@
 """Short runs in this process: their settings, their logs, and runs that are interrupted and go on."""
 
 import json
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,17 @@ SMALL = (
     "trainer.log_every=1", "trainer.save_every=2", "trainer.eval_batches=2", "objective.steps=3",
     "trainer=small", "objective=eagle3", "drafter=eagle3",
 )  # fmt: skip
+
+
+@contextmanager
+def small_files(room: int) -> Iterator[None]:
+    """No file can grow beyond `room` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def write_rows(path: Path, *rows: dict | list | bytes) -> Path:

@@ -1,4 +1,4 @@
-"""Which blocks and slots the block objective learns, and its loss against plain restatements; runs of block drafters."""
+"""Which slots of blocks are learnt, the loss against plain restatements, and runs of block drafters."""
 
 import pytest
 import short_runs

@@ -22,8 +22,7 @@ from specdec.training.loop.footprint import saved_bytes
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.teacher import Student, TopTeacher, TopTokens
-from specdec.training.objectives.terms import all_terms, read_terms
+from specdec.training.objectives.teacher import TopTokens
 
 KINDS = ["eagle3", "eagle", "mtp-three-heads", "medusa"]
 
@@ -126,53 +125,6 @@ def test_losses_move_by_no_more_than_the_storage_rounds(tmp_path, store, roundin
     reach = drafter.head.weight.norm(dim=-1).max() * features[0]["teacher_logits"].hidden.norm(dim=-1).max()
     assert not torch.equal(online, cached)
     assert ((online - cached).abs() <= 4 * rounding * reach).all()
-
-
-def bucketed(name: str, logits, p, ids, share):
-    """A term over k tokens and one bucket, from the whole p [n,U] of which it may know the top k only: autograd's."""
-    q, k = logits.softmax(-1), ids.shape[-1]
-
-    def coarse(x):
-        return torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1)
-
-    p, q = coarse(p), coarse(q)
-    alpha = torch.minimum(p * share, q).sum(-1)
-    kl, m = (p * (p / q).log()).sum(-1), (p + q) / 2
-    w = torch.exp(-3.0 * alpha.detach())
-    return {
-        "ce": lambda: -(p * q.log()).sum(-1),
-        "kl": lambda: kl,
-        "reverse_kl": lambda: (q * (q / p).log()).sum(-1),
-        "jsd": lambda: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
-        "tv": lambda: 1 - alpha,
-        "l1": lambda: 2 * (1 - alpha),
-        "choice": lambda: -q[:, 0].log(),
-        "lk": lambda: -alpha.log(),
-        "lk_hybrid": lambda: w * kl + (1 - w) * (1 - alpha),
-        "top_k": lambda: -(p * q.log())[:, :k].sum(-1),
-    }[name]()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
-def test_every_term_over_some_tokens_and_the_rest(name):
-    """Value and gradient in fp64, and that divergences are no larger than those of the whole distribution."""
-    torch.manual_seed(0)
-    logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
-    logp = (3 * torch.randn(30, 20, dtype=torch.float64)).log_softmax(-1)
-    share, top = torch.rand(30, 1, dtype=torch.float64) * 0.5 + 0.5, logp.topk(4)
-    rest = logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-    known = TopTeacher(top.indices, top.values, rest, share.log(), None, torch.full((30,), -1))
-    ((_, term),) = read_terms({name: {"weight": 1.0} | ({"k": 4} if name == "top_k" else {})})
-    draft = Student(logits.detach()[:, None])
-    value, slope, total = term(draft, known.facing(draft))
-    expected = bucketed(name, logits, logp.exp(), top.indices, share)
-    (wanted_slope,) = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(value[:, 0], expected.detach(), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close((slope - draft.q * total[..., None])[:, 0], wanted_slope, rtol=1e-9, atol=1e-10)
-    if name in ("kl", "reverse_kl", "jsd", "tv"):
-        every = logp.argsort(-1, descending=True)[:, :19]
-        assert (value[:, 0] <= bucketed(name, logits, logp.exp(), every, share) + 1e-9).all()
 
 
 def test_top_k_of_more_tokens_than_are_kept_is_refused(tmp_path):

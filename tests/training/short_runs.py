@@ -1,32 +1,115 @@
-"""Short runs in one process, which are interrupted and go on, and what their steps keep."""
+"""Short runs in this process: their settings, their logs, and runs that are interrupted and go on."""
 
+import json
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
+import numpy as np
+import pytest
 import torch
-from test_trainer import samples
+from helpers import tiny_drafter, tiny_target
+from hydra import compose, initialize_config_dir
 
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
-from specdec.training.data import Batches
+from specdec.training.data import Batches, Sample
 from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.log import read_log
+from specdec.training.loop.settings import OnPolicy
 from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.trees import Chain
 
+CONF = Path(__file__).parents[2] / "conf"
+CONVERSATIONS = [
+    [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": f"It is {a + b}."}]
+    for a in range(10)
+    for b in range(6)
+]
+# Of a run of the command over CONVERSATIONS that takes a second
+SMALL = (
+    "drafter.draft_vocab_size=200", "data.heldout=8", "trainer.batch_tokens=256", "trainer.steps=4",
+    "trainer.log_every=1", "trainer.save_every=2", "trainer.eval_batches=2", "objective.steps=3",
+    "trainer=small", "objective=eagle3", "drafter=eagle3",
+)  # fmt: skip
 
-def short_run(out: Path, target, drafter, objective, pack: int | None) -> Trainer:
-    """Six steps, with a checkpoint behind three."""
+
+@contextmanager
+def small_files(room: int) -> Iterator[None]:
+    """No file can grow beyond `room` bytes, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def write_rows(path: Path, *rows: dict | list | bytes) -> Path:
+    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def composed(command: str, *overrides: object):
+    """The settings of a command, small where `overrides` are silent."""
+    return composed_alone(command, *SMALL, *overrides)
+
+
+def composed_alone(command: str, *overrides: object):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(command, [str(word) for word in overrides])
+
+
+def refused(capsys, command, *words: object) -> str:
+    """What the command of a module says about small settings, which is one sentence, and ends with 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        command.run(composed(command.__name__.rpartition(".")[2], *words))
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("error: ")
+    assert "\n" not in said
+    return said
+
+
+def logged(out: Path) -> list[dict]:
+    """The rows of a run's log without their times."""
+    times = ("seconds", "rollout_seconds")
+    return [{k: v for k, v in row.items() if k not in times} for row in read_log(out / "log.jsonl")]
+
+
+def assert_same_weights(one: Trainer, other: Trainer) -> None:
+    for name, parameter in one.parameters.items():
+        assert torch.equal(parameter, other.parameters[name]), name
+
+
+def samples(count: int = 24, vocab: int = 17) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, 14, count)
+    return [Sample(rng.integers(vocab, size=n, dtype=np.int32), np.arange(n) >= 2) for n in lengths]
+
+
+def trainer(
+    out: Path, kind="eagle3", objective=None, data=None, pack=None, drafter=None, on_policy: dict | None = None, **how
+) -> Trainer:
+    """A run over random text that takes part of a second."""
     out.mkdir(exist_ok=True)
-    config = {"steps": 6, "save_every": 3, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40}
-    batches, heldout = Batches(samples(), 40, 0, pack), Batches(samples(4), 40, 0, pack)
-    return Trainer(target, drafter, objective, batches, heldout, TrainerConfig(**config), out)
+    target = tiny_target()
+    how = {"steps": 6, "save_every": 2, "log_every": 1, "eval_batches": 1, "warmup": 0, "batch_tokens": 40} | how
+    drafter = drafter(target) if drafter else tiny_drafter(target, draft_vocab=8, kind=kind)
+    data = data or Batches(samples(), how["batch_tokens"], 0, pack, lookahead=3)
+    heldout = Batches(samples(4), 40, 0, pack, lookahead=2)
+    policy = None if on_policy is None else OnPolicy(**on_policy)
+    objective = objective or Eagle3Objective(steps=2)
+    return Trainer(target, drafter, objective, data, heldout, TrainerConfig(**how), out, on_policy=policy)
 
 
-@mock.patch("specdec.training.loop.trainer.draw_curves", new=mock.Mock())  # it takes longer than the runs
-def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> tuple[Trainer, dict]:
-    """A run that goes on behind its third step ends as the uninterrupted one, which is returned with its report.
+def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> dict:
+    """A run that goes on after its fourth step ends as the uninterrupted one, whose report is returned.
 
     What comes out is loaded again, to the last bit, and decodes the target's text."""
     whole = begin(folder / "whole")
@@ -37,21 +120,20 @@ def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> tuple[Train
     checkpoints(folder / "cut")[-1].unlink()
     resumed = begin(folder / "cut")
     resumed.resume()
-    assert resumed.step == 3
+    assert resumed.step == 4
     assert resumed.train()["heldout_losses"] == report["heldout_losses"]
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    assert len(report["accuracy"]) == whole.drafter.block
+    assert_same_weights(whole, resumed)
+    made = whole.drafter
+    assert len(report["accuracy"]) == made.block
     drafter = load_drafter(folder / "whole" / "draft", whole.target)
-    assert (drafter.block, drafter.taps, drafter.switches) == (
-        whole.drafter.block, whole.drafter.taps, whole.drafter.switches,
-    )  # fmt: skip
+    assert (drafter.block, drafter.taps, drafter.switches) == (made.block, made.taps, made.switches)
     for name, p in drafter.named_parameters():
         assert torch.equal(p, whole.parameters[name]), name
     prompts = [[3, 5, 7], [1, 2]]
     plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
     drafted = Engine(whole.target, drafter, Chain(drafter.block)).generate(prompts, max_new_tokens=12)
     assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
-    return whole, report
+    return report
 
 
 def kept_bytes(drafter, objective, shape: tuple[int, int]) -> int:
@@ -65,6 +147,31 @@ def kept_bytes(drafter, objective, shape: tuple[int, int]) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         feats = torch.zeros(*shape, len(drafter.taps) * 32)
-        (readout,) = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
+        readouts = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
     real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    return real + readout.untyped_storage().nbytes()
+    return real + sum(readout.untyped_storage().nbytes() for readout in readouts)
+
+
+def batch(target, drafter, rows: int = 4, length: int = 12) -> dict:
+    """What the target gives for random texts, whose first three tokens are not to be learnt."""
+    torch.manual_seed(3)
+    tokens = torch.randint(target.config.vocab, (rows, length))
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    feats = torch.zeros(rows, length, 0) if feats is None else feats
+    mask = (torch.arange(length) >= 3).float().expand(rows, length)
+    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
+
+
+def compare_gradients(places: dict, loss, wanted: dict) -> None:
+    """Every gradient to 1e-4 of its largest entry; of matrices their products with four vectors of cosines. places: of
+    each name the parameter, its first row and their number."""
+    loss.backward()
+    for key, expected in wanted.items():
+        parameter, start, count = places[key]
+        got = parameter.grad[start : start + count]
+        if got.ndim == 2:
+            angles = torch.arange(1, got.shape[1] + 1)[:, None] * torch.arange(1, 5)
+            got = got @ angles.float().cos()
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+    assert len(wanted) > 2

@@ -1,11 +1,15 @@
-"""Which blocks and slots the block objective learns, and its loss against plain restatements."""
+"""Which slots of blocks are learnt, the loss against plain restatements, and runs of block drafters."""
 
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
-from helpers import BLOCKS, tiny_block, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, tiny_block, tiny_target
+from short_runs import check_resumed, kept_bytes
 
-from specdec.drafters import unroll_block
+from specdec.drafters import dflash, unroll_block
+from specdec.drafters.vocab import DraftVocab
+from specdec.training.loop.footprint import saved_bytes
 from specdec.training.objectives import losses
 from specdec.training.objectives.anchors import draw, draw_visible, slots
 from specdec.training.objectives.block import BlockObjective, pace
@@ -74,12 +78,6 @@ def test_tokens_that_blocks_are_shown():
     assert found.since.tolist() == [[-2, -1, 0, 1], [-1, 0, 1, 2]]
 
 
-@pytest.mark.parametrize(("how", "message"), [({"visible": 0.0}, "above 0"), ({"chooses": "best"}, "chooses must be")])
-def test_settings_that_cannot_be(how, message):
-    with pytest.raises(ValueError, match=message):
-        BlockObjective(**how)
-
-
 def test_pace_by_hand():
     losses_of, mask = torch.tensor([[0.0, 1.0, 2.0, 3.0]]), torch.tensor([[1.0, 0.0, 1.0, 1.0]])
     s = [1.0, 1.0, 0.5 + 0.5 * torch.exp(torch.tensor(-2.0)), 0.5 + 0.5 * torch.exp(torch.tensor(-3.0))]
@@ -87,12 +85,8 @@ def test_pace_by_hand():
     torch.testing.assert_close(pace(losses_of, mask, 0.5), torch.tensor([[1 + s[2] + last, 0, s[2] + last, last]]))
 
 
-def batch(target, drafter):
-    torch.manual_seed(3)
-    tokens = torch.randint(target.config.vocab, (2, 12))
-    with torch.no_grad():
-        logits, feats = target(tokens, None, taps=drafter.taps)
-    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.tensor(LEARNT).float()}
+def batch(target, drafter) -> dict:
+    return short_runs.batch(target, drafter, rows=2) | {"loss_mask": torch.tensor(LEARNT).float()}
 
 
 def plainly(drafter, data, gamma: float) -> torch.Tensor:
@@ -127,6 +121,7 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
     return (total + missed) / divisor + unchosen / chosen.clamp(min=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_loss_by_hand(monkeypatch, kind, pieces):
@@ -164,42 +159,11 @@ def test_recomputing_changes_nothing(monkeypatch):
     torch.testing.assert_close(*found)
 
 
-def test_a_batch_with_nothing_to_learn_is_harmless():
-    target = tiny_target()
-    drafter = tiny_block(target, **BLOCKS["dspark"])
-    data = batch(target, drafter) | {"loss_mask": torch.zeros(2, 12)}
-    loss, metrics = BlockObjective()(drafter, **data)
-    loss.backward()
-    assert loss == 0
-    assert all(torch.isfinite(value).all() for value in metrics.values())
-    assert all(p.grad is None or not p.grad.any() for p in drafter.parameters())
-
-
 def test_noise_reaches_the_context():
     target = tiny_target()
     drafter = tiny_block(target)
     data, objective = batch(target, drafter), BlockObjective(noise=0.5)
     assert objective(drafter, **data)[0] != objective(drafter, **data)[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"where": "there"}, "objective.where must be one of next, whole, got 'there'"),
-        ({"weights": "d_pace"}, "divide by slots or texts"),
-        ({"anchors": 0}, "objective.anchors must be at least 1"),
-    ],
-)
-def test_mistakes(settings, message):
-    with pytest.raises(ValueError, match=message):
-        BlockObjective(**settings)
-
-
-def test_other_drafters_are_refused():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    with pytest.raises(ValueError, match="objective=block is for drafters of blocks, which Eagle3 is not"):
-        BlockObjective()(drafter, **batch(target, drafter))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
@@ -213,3 +177,36 @@ def test_objectives_that_unroll_teach_blocks_too(kind):
     _, unrolled = Eagle3Objective(steps=3, terms={"kl": 1.0}, known_only=False)(drafter, **data | {"loss_mask": mask})
     for name in ("losses", "accuracy"):
         torch.testing.assert_close(unrolled[name], blocks[name][:3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
+    """Anchors depend on the seed and the batch's number only."""
+
+    def drafter(target):
+        torch.manual_seed(1)
+        return dflash.create(target, **{"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind])
+
+    objective = BlockObjective(anchors=4)
+    check_resumed(lambda out: short_runs.trainer(out, objective=objective, drafter=drafter, pack=pack), tmp_path)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_activations_counted_on_shapes_are_those_of_real_blocks(kind):
+    """About as many bytes as a real step keeps."""
+    drafter, objective = DRAFTERS[kind](tiny_target()), BlockObjective(anchors=6)
+    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)
+
+
+def test_a_part_of_the_vocabulary_is_learnt():
+    """A text's token that is not in the draft vocabulary has no cross-entropy."""
+    target = tiny_target()
+    vocab = DraftVocab(17, torch.arange(0, 17, 2))
+    drafter = dflash.create(target, vocab=vocab, layers=1, taps=2, block_size=3)
+    tokens = torch.tensor([[0, 2, 4, 1, 3, 5]])
+    with torch.no_grad():
+        logits, feats = target(tokens, None, taps=drafter.taps)
+    loss, metrics = BlockObjective(weights="uniform")(drafter, feats, tokens, logits, torch.ones(1, 6))
+    assert metrics["counted"] == 7  # anchors 1 to 4, two slots each, the last one's second behind the text
+    assert metrics["losses"][1] == 0
+    assert loss == metrics["losses"][0] * 4 / 7

@@ -1,6 +1,7 @@
 """Cached features: what online features are, within the storage's rounding; whole or not there; of this target only."""
 
 import json
+import re
 import shutil
 from contextlib import nullcontext
 
@@ -8,37 +9,22 @@ import numpy as np
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
-from test_training import CONF, CONVERSATIONS
+from short_runs import CONVERSATIONS, composed, kept_bytes, logged, refused  # noqa: F401 (CONVERSATIONS: test_lock)
 
-from specdec.model.loader import load_target
 from specdec.training import cache, estimate, train
 from specdec.training.cache import FeatureCacheWriter
 from specdec.training.data import Batches, Sample
-from specdec.training.features.feature_cache import FeatureCache, Form, encode, shard_path, wanted
+from specdec.training.features.feature_cache import FeatureCache, Form, encode, shard_path
 from specdec.training.features.online import online_features
 from specdec.training.loop.evaluate import expected_tau
 from specdec.training.loop.footprint import saved_bytes
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.teacher import Student, TopTeacher, TopTokens
-from specdec.training.objectives.terms import all_terms, read_terms
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """They are most of a small run's time, and other tests look at them."""
-    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
-
+from specdec.training.objectives.teacher import TopTokens
 
 KINDS = ["eagle3", "eagle", "mtp-three-heads", "medusa"]
-SETTINGS = [
-    "drafter.draft_vocab_size=200", "data.heldout=8", "trainer.batch_tokens=256", "trainer.steps=4",
-    "trainer.log_every=1", "trainer.save_every=2", "trainer.eval_batches=2", "objective.steps=3",
-    "trainer=small", "objective=eagle3", "drafter=eagle3",
-]  # fmt: skip
 
 
 class Tokenizer:
@@ -84,6 +70,7 @@ def both(tmp_path, kind="eagle3", pack=None, **how):
     return drafter, batch, [way(of, batch, drafter.taps, nullcontext()) for way in ways]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pack", [None, 40])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp32_with_the_last_hidden_state_is_what_the_target_says(tmp_path, kind, pack):
@@ -101,10 +88,8 @@ def test_fp32_with_the_last_hidden_state_is_what_the_target_says(tmp_path, kind,
 
 def test_fp32_of_the_same_batches_is_exact(tmp_path):
     """One batch, cached as it is trained on: bit for bit."""
-    of, data = (
-        target(),
-        [Sample(np.arange(k, k + 9, dtype=np.int32) % 17, np.arange(9) > 2, number=k) for k in range(5)],
-    )
+    of, texts = target(), [np.arange(k, k + 9, dtype=np.int32) % 17 for k in range(5)]
+    data = [Sample(ids, np.arange(9) > 2, number=k) for k, ids in enumerate(texts)]
     writer(tmp_path, of=of, data=data, shard_tokens=1000).write()
     drafter, opened = tiny_drafter(of, draft_vocab=8), FeatureCache(tmp_path)
     batch = Batches(opened.samples, 60, 0).collate([0, 1, 2, 3, 4])
@@ -142,52 +127,6 @@ def test_losses_move_by_no_more_than_the_storage_rounds(tmp_path, store, roundin
     assert ((online - cached).abs() <= 4 * rounding * reach).all()
 
 
-def bucketed(name: str, logits, p, ids, share):
-    """A term over k tokens and one bucket, from the whole p [n,U] of which it may know the top k only: autograd's."""
-    q, k = logits.softmax(-1), ids.shape[-1]
-
-    def coarse(x):
-        return torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1)
-
-    p, q = coarse(p), coarse(q)
-    alpha = torch.minimum(p * share, q).sum(-1)
-    kl, m = (p * (p / q).log()).sum(-1), (p + q) / 2
-    w = torch.exp(-3.0 * alpha.detach())
-    return {
-        "ce": lambda: -(p * q.log()).sum(-1),
-        "kl": lambda: kl,
-        "reverse_kl": lambda: (q * (q / p).log()).sum(-1),
-        "jsd": lambda: ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2,
-        "tv": lambda: 1 - alpha,
-        "l1": lambda: 2 * (1 - alpha),
-        "choice": lambda: -q[:, 0].log(),
-        "lk": lambda: -alpha.log(),
-        "lk_hybrid": lambda: w * kl + (1 - w) * (1 - alpha),
-        "top_k": lambda: -(p * q.log())[:, :k].sum(-1),
-    }[name]()
-
-
-@pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
-def test_every_term_over_some_tokens_and_the_rest(name):
-    """Value and gradient in fp64, and that divergences are no larger than those of the whole distribution."""
-    torch.manual_seed(0)
-    logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
-    logp = (3 * torch.randn(30, 20, dtype=torch.float64)).log_softmax(-1)
-    share, top = torch.rand(30, 1, dtype=torch.float64) * 0.5 + 0.5, logp.topk(4)
-    rest = logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
-    known = TopTeacher(top.indices, top.values, rest, share.log(), None, torch.full((30,), -1))
-    ((_, term),) = read_terms({name: {"weight": 1.0} | ({"k": 4} if name == "top_k" else {})})
-    draft = Student(logits.detach()[:, None])
-    value, slope, total = term(draft, known.facing(draft))
-    expected = bucketed(name, logits, logp.exp(), top.indices, share)
-    (wanted_slope,) = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(value[:, 0], expected.detach(), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close((slope - draft.q * total[..., None])[:, 0], wanted_slope, rtol=1e-9, atol=1e-10)
-    if name in ("kl", "reverse_kl", "jsd", "tv"):
-        every = logp.argsort(-1, descending=True)[:, :19]
-        assert (value[:, 0] <= bucketed(name, logits, logp.exp(), every, share) + 1e-9).all()
-
-
 def test_top_k_of_more_tokens_than_are_kept_is_refused(tmp_path):
     drafter, _, (_, cached) = both(tmp_path, keep=4)
     assert isinstance(cached["teacher_logits"], TopTokens)
@@ -207,10 +146,6 @@ def test_all_tokens_but_one_are_as_good_as_all(tmp_path, renormalise):
     torch.testing.assert_close(cached, online, rtol=1e-5, atol=0)
     torch.testing.assert_close(others, metrics, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(*(expected_tau(drafter, **f, steps=3) for f in features), rtol=1e-5, atol=0)
-
-
-def test_where_the_distribution_may_be_asked_for():
-    assert wanted(np.array([0, 0, 1, 1, 0, 0, 1], dtype=bool)).tolist() == [False, True, True, True, False, True, True]
 
 
 def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path, monkeypatch):
@@ -306,29 +241,9 @@ def test_mistakes_are_named(tmp_path, how, message):
 # The commands
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
-    return path
-
-
-def composed(command: str, *overrides: str):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose(command, [*SETTINGS, *overrides])
-
-
-def logged(out):
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(out / "log.jsonl")]
-
-
-def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(
-    target_path, data, tmp_path, monkeypatch, capsys
-):
+def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, tmp_path, monkeypatch, capsys):
     """Also with another split and packed; a run that was cut goes on; the data need not be there any more."""
-    where = [f"target.path={target_path}", f"data.path={data}"]
-    caching = composed("cache", *where, f"out={tmp_path / 'cache'}", "store=fp32", "shard_tokens=300")
-    cache.run(caching)
+    cache.run(composed("cache", *where, f"out={tmp_path / 'cache'}", "store=fp32", "shard_tokens=300"))
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (told["shards"], told["written"], told["conversations"]) == (told["written"], told["shards"], 60)
     train.run(composed("train", *where, f"out={tmp_path / 'online'}"))
@@ -364,32 +279,26 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(
         (["data.limit=50"], r"was made with data \w+ \(60 conversations\), and this is \w+ \(50 conversations\)"),
     ],
 )
-def test_a_run_with_another_cache_is_refused(target_path, data, tmp_path, capsys, overrides, message):
-    where = [f"target.path={target_path}", f"data.path={data}"]
+def test_a_run_with_another_cache_is_refused(where, tmp_path, capsys, overrides, message):
     cache.run(composed("cache", *where, f"out={tmp_path / 'cache'}"))
-    with pytest.raises(SystemExit) as stopped:
-        train.run(composed("train", *where, f"data.cache={tmp_path / 'cache'}", f"out={tmp_path / 'run'}", *overrides))
-    assert stopped.value.code == 2
-    import re
-
-    assert re.search(message, capsys.readouterr().err)
+    said = refused(capsys, train, *where, f"data.cache={tmp_path / 'cache'}", f"out={tmp_path / 'run'}", *overrides)
+    assert re.search(message, said)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("keep", ["all", "4", "64"])
 @pytest.mark.parametrize("store", ["fp32", "bf16", "int8"])
-def test_the_estimate_of_a_cache_is_its_size(target_path, data, tmp_path, store, keep):
-    where = [f"target.path={target_path}", f"data.path={data}"]
+def test_the_estimate_of_a_cache_is_its_size(where, tmp_path, store, keep):
     cache.run(composed("cache", *where, f"out={tmp_path}", f"store={store}", f"keep={keep}"))
     run = train.assemble(composed("train", *where, "out=runs/x"), Processes())
     run_samples = run.data.samples + run.heldout.samples
     form = Form(store, None if keep == "all" else int(keep), run.drafter.taps, 48, 3)
     written = sum(p.stat().st_size for p in tmp_path.glob("*.safetensors"))
     assert form.bytes(run_samples, shards=1) == pytest.approx(written, rel=0.02)
-    assert load_target(target_path).config.hidden == 48
 
 
-def test_an_estimate_counts_what_the_run_does(target_path, data, tmp_path, capsys):
-    settings = f"target.path={target_path}", f"data.path={data}", "trainer.accumulate=2", "trainer.ema=0.9"
+def test_an_estimate_counts_what_the_run_does(where, tmp_path, capsys):
+    settings = *where, "trainer.accumulate=2", "trainer.ema=0.9"
     estimate.run(composed("train", *settings, f"out={tmp_path / 'x'}"))
     assert not (tmp_path / "x").exists()
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -404,22 +313,9 @@ def test_an_estimate_counts_what_the_run_does(target_path, data, tmp_path, capsy
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_counted_on_shapes_are_those_of_a_real_unroll(kind):
-    drafter = tiny_drafter(tiny_target(), kind=kind)
-    shape, steps, kept = (3, 20), 3, {}
-    counted = saved_bytes(drafter, shape, Eagle3Objective(steps=steps))
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, len(drafter.taps) * 32)
-        states = list(drafter.unroll(feats, torch.zeros(shape, dtype=torch.int64), steps))
-    real = sum(n for at, n in kept.items() if at not in own) + sum(s.readout.untyped_storage().nbytes() for s in states)
-    assert counted == pytest.approx(real, rel=0.05)
-    assert drafter.unroll is not None
-    list(drafter.unroll(feats, torch.zeros(shape, dtype=torch.int64), steps))  # the drafter still works
+    drafter, objective = tiny_drafter(tiny_target(), kind=kind), Eagle3Objective(steps=3)
+    counted = saved_bytes(drafter, (3, 20), objective)
+    assert counted == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)  # and the drafter still works
 
 
 def test_what_does_not_fit_is_warned_of():

@@ -1,16 +1,11 @@
 """What a run does where nothing is chosen: the recipe, its length, what it holds out, and what it says of itself."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from helpers import tiny_drafter, tiny_target
-from hydra import compose, initialize_config_dir
-from test_objectives import batch
-from test_training import CONVERSATIONS
+from short_runs import CONVERSATIONS, composed_alone
 
 from specdec.acceptance import read_acceptance
 from specdec.drafters.eagle3 import choose_taps
@@ -23,71 +18,34 @@ from specdec.training.loop.evaluate import beginnings, measured_tau
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.loop.settings import TrainerConfig
-from specdec.training.objectives.eagle3 import Eagle3Objective
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
-def composed(*words):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", [str(word) for word in words])
-
-
-def test_a_run_without_choices(target_path, tmp_path, capsys):
+def test_a_run_without_choices(where, target_path, tmp_path, capsys):
     """Muon, a norm for each tap, the last hidden state, two parts; at its end tau, its interval and acceptance.json."""
-    data, out = tmp_path / "data.jsonl", tmp_path / "run"
-    data.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
-    train.run(composed(f"target.path={target_path}", f"data.path={data}", f"out={out}"))
+    out, target = tmp_path / "run", load_target(target_path)
+    train.run(composed_alone("train", *where, f"out={out}"))
     result = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
     samples = [c for c in CONVERSATIONS if c not in CONVERSATIONS[-3:]]  # 0.05 of 60 are held out
     rows = {row["split"]: row for row in read_log(out / "log.jsonl")}
     assert rows["train"]["learnt"] <= 2 * sum(len(c[1]["content"]) + 1 for c in samples), "more than two epochs"
     assert result["tau_low"] <= result["tau"] <= result["tau_high"]
     assert rows["decode"]["tau_high"] == result["tau_high"]
-    drafter = load_drafter(out / "draft", load_target(target_path))
-    assert drafter.taps[-1] == drafter_layers(target_path)
+    drafter = load_drafter(out / "draft", target)
+    assert drafter.taps[-1] == target.config.layers
     assert drafter.switches.tap_norms
     assert drafter.switches.feedback == "post"
     assert len(read_acceptance(out / "draft").measured[0].texts) == 3
     assert not (out / "best").exists()
 
 
-def drafter_layers(target_path) -> int:
-    return load_target(target_path).config.layers
-
-
 def test_the_default_is_muon_and_two_parts():
-    config = composed("out=x")
+    config = composed_alone("train", "out=x")
     assert config.trainer.muon_lr
     assert (config.objective.terms, config.objective.then) == (None, {"tokens": 1.0}), "null is cross-entropy"
     assert config.drafter.init == "target"
     assert choose_taps(32, config.drafter.taps) == (2, 16, 32)
     assert choose_taps(3, config.drafter.taps) == (1, 2, 3)
-    assert composed("out=x").data.heldout < 1
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (CONF / "experiment").glob("preset_*.yaml")))
-def test_presets_take_no_part_of_the_recipe(name):
-    config = composed("out=x", f"+experiment={name}")
-    assert config.drafter.init == "random"
-    assert config.objective.then is None
-    assert config.trainer.batch_tokens == 4096
-    assert config.drafter.taps in (None, 4, 5), "the published ones, or PARD-2's and DeepSpec's"
-    assert not config.drafter.get("tap_norms", False)
-
-
-def test_terms_change_at_the_switch():
-    target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab=8)
-    data = batch(target, drafter)
-    objective = Eagle3Objective(steps=2, terms={"ce": 1.0}, then={"tokens": 1.0}, switch=0.5)
-    first, second = (Eagle3Objective(steps=2, terms={name: 1.0})(drafter, **data)[0] for name in ("ce", "tokens"))
-    assert not torch.isclose(first, second)
-    for progress, expected in ((0.0, first), (0.49, first), (0.5, second), (0.99, second)):
-        objective.progress = progress
-        torch.testing.assert_close(objective(drafter, **data)[0], expected)
-    with pytest.raises(ValueError, match=r"objective\.switch is a share of the run"):
-        Eagle3Objective(switch=1.5)
+    assert config.data.heldout < 1
 
 
 @pytest.mark.parametrize(

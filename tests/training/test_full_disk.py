@@ -1,59 +1,25 @@
-"""A disk that is full: one sentence, and what was there before stays. A fake that raises in place of the system, and a
-real small file system where one may be mounted."""
+"""A disk that is full: one sentence, and what was there before stays. A fake that raises, or a limit on the size of
+files, stands for the disk."""
 
 import errno
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_here
+from short_runs import SMALL, assert_same_weights, composed, logged, small_files, trainer
 from test_cache import samples, target, writer
-from test_trainer import trainer
-from test_training import CONF
 
-from specdec.cli.files import write_whole
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
+from specdec.training import cache, train
 from specdec.training.features.feature_cache import FeatureCache, shard_path
-from specdec.training.loop.checkpoint import checkpoints, read_newest
-from specdec.training.loop.log import read_log
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    """They are most of a small run's time, and other tests look at them."""
-    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
+from specdec.training.loop.checkpoint import read_newest, write_checkpoint
 
 
 def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 2 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
-def fill(disk: Path, leave: int) -> Path:
-    """Take all room but so many bytes."""
-    ballast = disk / "ballast"
-    stat = os.statvfs(disk)
-    ballast.write_bytes(b"x" * (stat.f_bavail * stat.f_frsize - leave))
-    return ballast
 
 
 class Refusing:
@@ -85,120 +51,74 @@ def test_a_log_line_that_does_not_fit_stops_the_run_with_its_checkpoint(tmp_path
             return full() if when == "write" else Refusing(original(self, mode, *args, **kwargs))
         return original(self, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", refusing)
-    with pytest.raises(ValueError, match=r"cannot write to .*: No space left on device; resume=true goes on"):
-        run.train()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refusing)
+        with pytest.raises(ValueError, match=r"cannot write to .*: No space left on device; resume=true goes on"):
+            run.train()
     whole, resumed = trainer(tmp_path / "whole"), trainer(tmp_path)
     whole.train()
     resumed.resume()
     assert resumed.step == 4
     resumed.train()
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    rows = [[{k: v for k, v in r.items() if k != "seconds"} for r in read_log(out / "log.jsonl")]
-            for out in (tmp_path, tmp_path / "whole")]  # fmt: skip
-    assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("what", ["fsync", "replace"])
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch, what):
-    path = tmp_path / "a"
-    write_whole(path, lambda aside: aside.write_text("old"))
-    monkeypatch.setattr(os, what, full)
-    with pytest.raises(ValueError, match=r"cannot write .*/a: No space left on device"):
-        write_whole(path, lambda aside: aside.write_text("new"))
-    monkeypatch.undo()
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    assert path.read_text() == "old"
+    assert_same_weights(whole, resumed)
+    assert logged(tmp_path) == logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "log.jsonl"])
-def test_a_run_that_cannot_write_down_its_settings_says_so(target_path, tmp_path, monkeypatch, capsys, name):
-    from hydra import compose, initialize_config_dir
-
-    from specdec.training import train
-
-    data = tmp_path / "data.jsonl"
-    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    data.write_text((json.dumps({"messages": turns}) + "\n") * 4)
+def test_a_run_that_cannot_write_down_its_settings_says_so(where, tmp_path, monkeypatch, capsys, name):
     original = Path.write_text
     monkeypatch.setattr(
         Path, "write_text", lambda self, *a, **k: full() if name in self.name else original(self, *a, **k)
     )
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("train", [f"target.path={target_path}", f"data.path={data}", f"out={tmp_path / 'run'}",
-                                   "data.heldout=0", "drafter.draft_vocab_size=200"])  # fmt: skip
     with pytest.raises(SystemExit) as stopped:
-        train.run(config)
+        train.run(composed("train", *where, f"out={tmp_path / 'run'}"))
     assert stopped.value.code == 2
     assert capsys.readouterr().err.endswith(f"cannot write {tmp_path}/run/{name}: No space left on device\n")
 
 
-def test_a_real_full_disk_and_a_cache(small_disk):
-    """Two of the shards fit; with room the same command makes the rest."""
-    data = samples(60)
-    whole = writer(small_disk / "cache", of=target(), data=data, shard_tokens=100)
-    size = whole.form.bytes(data, len(whole.manifest["shards"])) // len(whole.manifest["shards"])
-    ballast = fill(small_disk, leave=int(2.5 * size))
-    with pytest.raises(
-        ValueError, match=r"No space left on device.*; [123] of \d shards are there, and the same command"
+@pytest.mark.parametrize("room", [100, 20_000])
+def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(tmp_path, room):
+    state = {"step": 1, "weights": torch.arange(50_000.0)}
+    write_checkpoint(tmp_path, 1, state, keep=1)
+    sentence = r"cannot write .*00002\.pt: File too large; .*00001\.pt is the last good"
+    with small_files(room), pytest.raises(ValueError, match=sentence):
+        write_checkpoint(tmp_path, 2, state, keep=1)
+    assert torch.equal(read_newest(tmp_path)[1]["weights"], state["weights"])
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.pt"]
+
+
+def test_a_full_disk_and_a_cache(tmp_path):
+    """What fits is kept; with room the same command makes the rest."""
+    data = sorted(samples(60), key=lambda sample: len(sample.ids))  # so that the last shards are the largest
+    whole = writer(tmp_path, of=target(), data=data, shard_tokens=1)
+    sizes = [whole.form.bytes([sample], 1) for sample in data]
+    with (
+        small_files((min(sizes) + max(sizes)) // 2),
+        pytest.raises(ValueError, match=r"File too large.*; \d+ of 60 shards are there, and the same command goes on"),
     ):
         whole.write()
-    there = [shard_path(small_disk / "cache", i, len(whole.manifest["shards"])).exists() for i in range(4)]
+    there = [shard_path(tmp_path, i, 60).exists() for i in range(60)]
     assert there[0]
-    assert not there[3]
-    assert not list((small_disk / "cache").glob("*.partial"))
-    ballast.unlink()
-    assert whole.write() == len(whole.manifest["shards"]) - sum(there)
-    assert len(FeatureCache(small_disk / "cache").samples) == 60
+    assert not there[-1]
+    assert not list(tmp_path.glob("*.partial"))
+    assert whole.write() == 60 - sum(there)
+    assert len(FeatureCache(tmp_path).samples) == 60
 
 
-@pytest.mark.parametrize("leave", [0, 4096, 100_000])
-def test_a_real_full_disk_and_a_run(small_disk, leave):
-    """The disk is filled after the second checkpoint; whatever does not fit, the run goes on from there."""
-    ballast: list[Path] = []
-    run = trainer(small_disk / "run", steps=6, keep=1)
-    step = run._step
-
-    def watched(group):
-        if run.step == 4 and not ballast:
-            ballast.append(fill(small_disk, leave))
-        return step(group)
-
-    run._step = watched
-    with pytest.raises(ValueError, match=r"cannot write .*No space left on device.*resume=true goes on from"):
-        run.train()
-    assert [p.name for p in checkpoints(small_disk / "run")] == ["step-00000004.pt"]
-    assert read_newest(small_disk / "run")[1]["step"] == 4
-    ballast[0].unlink()
-    resumed = trainer(small_disk / "run", steps=6, keep=1)
-    resumed.resume()
-    resumed.train()
-    assert [row["step"] for row in read_log(small_disk / "run" / "log.jsonl") if row["split"] == "train"] == [
-        *range(1, 7)
-    ]
-
-
-def test_a_real_full_disk_and_an_exported_drafter(small_disk, target_path, drafter_path):
+def test_a_full_disk_and_an_exported_drafter(target_path, drafter_path, tmp_path):
     of = load_target(target_path)
     drafter = load_drafter(drafter_path, of)
-    save_drafter(drafter, small_disk / "draft", of)
-    before = (small_disk / "draft" / "model.safetensors").read_bytes()
-    fill(small_disk, leave=20_000)
-    with pytest.raises(ValueError, match=r"cannot write .*draft: .*No space left on device"):
-        save_drafter(drafter, small_disk / "draft", of)
-    assert (small_disk / "draft" / "model.safetensors").read_bytes() == before
-    assert sorted(p.name for p in small_disk.iterdir()) == ["ballast", "draft"]
+    save_drafter(drafter, tmp_path / "draft", of)
+    before = (tmp_path / "draft" / "model.safetensors").read_bytes()
+    with small_files(20_000), pytest.raises(ValueError, match=r"cannot write .*draft: .*File too large"):
+        save_drafter(drafter, tmp_path / "draft", of)
+    assert (tmp_path / "draft" / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["draft"]
 
 
-def test_the_command_on_a_real_full_disk_ends_with_one_sentence(small_disk, target_path, tmp_path):
-    data = tmp_path / "data.jsonl"
-    turns = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
-    data.write_text((json.dumps({"messages": turns}) + "\n") * 40)
-    fill(small_disk, leave=40_000)
-    command = [sys.executable, "-m", "specdec.training.cache", f"target.path={target_path}", f"data.path={data}",
-               f"out={small_disk / 'cache'}", "data.heldout=0", "drafter.draft_vocab_size=200"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+def test_the_command_on_a_full_disk_ends_with_one_sentence(where, tmp_path):
+    with small_files(40_000):
+        done = run_here(cache.main, *SMALL, *where, f"out={tmp_path / 'cache'}")
     assert done.returncode == 2
-    assert "No space left on device" in done.stderr.splitlines()[-1]
+    assert "File too large" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

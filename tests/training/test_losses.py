@@ -11,36 +11,33 @@ from specdec.training.data import Batch
 from specdec.training.features.online import online_features
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.teacher import Student, Teacher
+from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
 from specdec.training.objectives.terms import all_terms, read_terms
 
 
-def plain(name: str, logits, teacher_logits, ids, labels, renormalise):
-    """Each term as its paper writes it, on whole matrices: logits [n,U], teacher_logits [n,V] -> [n]."""
-    logq = F.log_softmax(logits, -1)
-    q = logq.exp()
-    whole = F.softmax(teacher_logits, -1)[:, ids]
-    p = whole / whole.sum(-1, keepdim=True) if renormalise else whole
-    m = (p + q) / 2
-    alpha = torch.minimum(whole, q).sum(-1)
-    kl = (p * (p.log() - logq)).sum(-1)
+def plain(name: str, p, whole, q, known, labels=None):
+    """Each term as its paper writes it, on distributions [n,U] -> [n]. whole: p as part of all tokens' mass; known: how
+    many of the columns are tokens, of which the first is p's likeliest."""
+    m, logq = (p + q) / 2, q.log()
+    alpha, kl = torch.minimum(whole, q).sum(-1), (p * (p.log() - logq)).sum(-1)
     w = torch.exp(-3.0 * alpha.detach())
-    by_rank = p.argsort(-1, descending=True)[:, :10]
+    by_rank = p[:, :known].argsort(-1, descending=True)[:, :10]
     return {
         "ce": lambda: -(p * logq).sum(-1),
         "kl": lambda: kl,
         "reverse_kl": lambda: (q * (logq - p.log())).sum(-1),
         "jsd": lambda: 0.5 * (p * (p / m).log()).sum(-1) + 0.5 * (q * (q / m).log()).sum(-1),
-        "tv": lambda: 0.5 * ((whole - q).abs().sum(-1) + 1 - whole.sum(-1)),
-        "l1": lambda: (whole - q).abs().sum(-1) + 1 - whole.sum(-1),
-        "choice": lambda: F.cross_entropy(logits, p.argmax(-1), reduction="none"),
-        "tokens": lambda: F.cross_entropy(logits, labels, reduction="none", ignore_index=-1),
+        "tv": lambda: 1 - alpha,
+        "l1": lambda: 2 * (1 - alpha),
+        "choice": lambda: F.nll_loss(logq, p[:, :known].argmax(-1), reduction="none"),
+        "tokens": lambda: F.nll_loss(logq, labels, reduction="none", ignore_index=-1),
         "lk": lambda: -alpha.log(),
         "lk_hybrid": lambda: w * kl + (1 - w) * (1 - alpha),
         "top_k": lambda: -(p * logq).gather(1, by_rank).sum(-1),
     }[name]()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("renormalise", [True, False])
 @pytest.mark.parametrize("name", all_terms())
 def test_every_term_equals_its_formula(name, renormalise):
@@ -48,19 +45,48 @@ def test_every_term_equals_its_formula(name, renormalise):
     torch.manual_seed(0)
     ids = torch.arange(0, 40, 2)
     logits = (3 * torch.randn(30, 2, 20, dtype=torch.float64)).requires_grad_()
-    teacher_logits = 3 * torch.randn(30, 40, dtype=torch.float64)
+    theirs = (3 * torch.randn(30, 40, dtype=torch.float64)).log_softmax(-1)[:, ids]
     labels = torch.randint(-1, 20, (30,))
-    whole = teacher_logits.log_softmax(-1)[:, ids]
-    share = whole.logsumexp(-1, keepdim=True)
-    teacher = Teacher(whole - share, share, None, labels) if renormalise else Teacher(whole, None, None, labels)
+    share = theirs.logsumexp(-1, keepdim=True)
+    teacher = Teacher(theirs - share, share, None, labels) if renormalise else Teacher(theirs, None, None, labels)
     ((_, term),) = read_terms({name: 1.0})
     student = Student(logits.detach())
     value, slope, total = term(student, teacher)
     for j in range(2):
-        expected = plain(name, logits[:, j], teacher_logits, ids, labels, renormalise)
+        expected = plain(name, teacher.logp.exp(), theirs.exp(), logits[:, j].softmax(-1), 20, labels)
         (wanted,) = torch.autograd.grad(expected.sum(), logits)
         torch.testing.assert_close(value[:, j], expected.detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
+def test_every_term_over_some_tokens_and_the_rest(name):
+    """What a cache that keeps four tokens tells: value and gradient in fp64 over these and one bucket for the rest, and
+    divergences that are no larger than those of the whole distribution."""
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
+    logp = (3 * torch.randn(30, 20, dtype=torch.float64)).log_softmax(-1)
+    share, top = torch.rand(30, 1, dtype=torch.float64) * 0.5 + 0.5, logp.topk(4)
+    rest = logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
+    known = TopTeacher(top.indices, top.values, rest, share.log(), None, torch.full((30,), -1))
+    ((_, term),) = read_terms({name: {"weight": 1.0} | ({"k": 4} if name == "top_k" else {})})
+    draft = Student(logits.detach()[:, None])
+    value, slope, total = term(draft, known.facing(draft))
+
+    def coarse(x, ids):
+        return torch.cat([x.gather(-1, ids), 1 - x.gather(-1, ids).sum(-1, keepdim=True)], -1)
+
+    def expected(ids):
+        p = coarse(logp.exp(), ids)
+        return plain(name, p, p * share, coarse(logits.softmax(-1), ids), ids.shape[1])
+
+    wanted = expected(top.indices)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), logits)
+    torch.testing.assert_close(value[:, 0], wanted.detach(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close((slope - draft.q * total[..., None])[:, 0], wanted_slope, rtol=1e-9, atol=1e-10)
+    if name in ("kl", "reverse_kl", "jsd", "tv"):
+        assert (value[:, 0] <= expected(logp.argsort(-1, descending=True)[:, :19]) + 1e-9).all()
 
 
 def test_kl_at_a_temperature():

@@ -1,10 +1,13 @@
 """Which rows of mask tokens are learnt, the loss against a plain restatement, and whole runs of P-EAGLE and PARD."""
 
+from functools import partial
+
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
-from helpers import PARALLEL, tiny_drafter, tiny_parallel, tiny_target
-from short_runs import check_resumed, kept_bytes, short_run
+from helpers import PARALLEL, tiny_parallel, tiny_target
+from short_runs import check_resumed, kept_bytes
 
 from specdec.training.loop.footprint import saved_bytes
 from specdec.training.objectives import losses
@@ -65,16 +68,13 @@ def test_rows_by_their_anchor(earliest):
     assert got[rows.row, rows.column - rows.depth + 1, rows.depth].all()
 
 
-def batch(target, drafter):
-    torch.manual_seed(3)
-    tokens = torch.randint(target.config.vocab, (2, 12))
-    with torch.no_grad():
-        logits, feats = target(tokens, None, taps=drafter.taps)
-    feats = torch.zeros(2, 12, 0) if feats is None else feats
-    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), tokens[:, 0]
-    return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.tensor(LEARNT).float()}
+def batch(target, drafter) -> dict:
+    data = short_runs.batch(target, drafter, rows=2)
+    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), data["tokens"][:, 0]
+    return data | {"loss_mask": torch.tensor(LEARNT).float()}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_loss_by_hand(monkeypatch, kind, pieces):
@@ -132,42 +132,10 @@ def test_features_are_dropped():
         assert objective.noisy(feats) is feats
 
 
-def test_a_batch_with_nothing_to_learn_is_harmless():
-    target = tiny_target()
-    drafter = tiny_parallel(target, "peagle")
-    loss, metrics = ParallelObjective()(drafter, **batch(target, drafter) | {"loss_mask": torch.zeros(2, 12)})
-    loss.backward()
-    assert loss == 0
-    assert all(torch.isfinite(value).all() for value in metrics.values())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"pool": "some"}, "objective.pool must be one of learnt, all, got 'some'"),
-        ({"kept": 1.5}, "objective.kept is a share"),
-        ({"anchors": 0}, "objective.anchors must be at least 1"),
-    ],
-)
-def test_mistakes(settings, message):
-    with pytest.raises(ValueError, match=message):
-        ParallelObjective(**settings)
-
-
-def test_other_drafters_are_refused():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    with pytest.raises(ValueError, match="objective=parallel is for P-EAGLE and PARD, which Eagle3 is not"):
-        ParallelObjective()(drafter, **batch(target, drafter))
-
-
 @pytest.mark.parametrize(("kind", "pack"), [("peagle", None), ("pard2", 20)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
-    def begin(out):
-        target = tiny_target()
-        return short_run(out, target, tiny_parallel(target, kind), ParallelObjective(drop=0.5), pack)
-
-    _, report = check_resumed(begin, tmp_path)
+    how = {"drafter": partial(tiny_parallel, kind=kind), "objective": ParallelObjective(drop=0.5), "pack": pack}
+    report = check_resumed(lambda out: short_runs.trainer(out, **how), tmp_path)
     assert report["heldout_expected_tau"] >= 1
 
 

@@ -3,39 +3,27 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import LEARNERS, tiny_drafter, tiny_target
-from safetensors.torch import load_file
-from test_objectives import batch
-from test_trainer import samples
-from test_trainer_processes import ENV, ROOT, settings, train
-from test_training import CONF, CONVERSATIONS
+from short_runs import assert_same_weights, batch, composed, logged, refused, samples
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
+from specdec.training import train
 from specdec.training.data import Batches, Sample
 from specdec.training.data.rollouts import Rollouts
 from specdec.training.loop.log import read_log
 from specdec.training.loop.settings import OnPolicy
-from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.training.loop.trainer import Trainer
 from specdec.training.loop.weights import shell
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.tokens import TokensObjective
-
-TIMES = ("seconds", "rollout_seconds")
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Drawing the curves takes longer than these runs."""
-    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
 
 
 def rollouts(target, drafter, data: Batches, **how) -> Rollouts:
@@ -168,30 +156,16 @@ def test_prompts_are_what_stands_before_answers():
         rollouts(target, tiny_drafter(target), Batches(texts[:1], 2, 0))
 
 
-def trainer(out: Path, kind: str = "eagle3", pack=None, on_policy: dict | None = None, **how) -> Trainer:
-    out.mkdir(exist_ok=True)
-    target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
+POLICY = {"share": 0.5, "every": 3, "prompts": 5, "batch_size": 3, "max_new_tokens": 20, "weight": 3.0, "steps": 3}
+
+
+def trainer(out: Path, kind: str = "eagle3", on_policy: dict | None = None, **how) -> Trainer:
     objective = TokensObjective(2) if kind.startswith(("mtp", "medusa")) else Eagle3Objective(2)
-    config = TrainerConfig(**{"steps": 6, "save_every": 4, "log_every": 1, "warmup": 0, "batch_tokens": 60} | how)
-    settings = {
-        "share": 0.5,
-        "every": 3,
-        "prompts": 5,
-        "batch_size": 3,
-        "max_new_tokens": 20,
-        "weight": 3.0,
-        "steps": 3,
-    }
-    policy = OnPolicy(**settings | on_policy) if on_policy is not None else None
-    data = Batches(samples(), 60, 0, pack, lookahead=3)
-    return Trainer(target, drafter, objective, data, None, config, out, on_policy=policy)
+    how = {"save_every": 4, "eval_batches": 0, "batch_tokens": 60} | how
+    return short_runs.trainer(out, kind, objective, on_policy=None if on_policy is None else POLICY | on_policy, **how)
 
 
-def log_of(out: Path) -> list[dict]:
-    return [{k: v for k, v in row.items() if k not in TIMES} for row in read_log(out / "log.jsonl")]
-
-
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_every_drafter_rolls_out_and_its_training_is_not_touched(tmp_path, kind):
     run = trainer(tmp_path, kind, on_policy={})
@@ -211,8 +185,8 @@ def test_share_zero_is_off(tmp_path):
     off, zero = trainer(tmp_path / "off"), trainer(tmp_path / "zero", on_policy={"share": 0.0})
     off.train()
     zero.train()
-    assert log_of(tmp_path / "off") == log_of(tmp_path / "zero")
-    assert all(torch.equal(p, zero.parameters[name]) for name, p in off.parameters.items())
+    assert logged(tmp_path / "off") == logged(tmp_path / "zero")
+    assert_same_weights(off, zero)
 
 
 @pytest.mark.parametrize(("accumulate", "parts"), [(1, [0, 0, 0, 1, 0, 1]), (2, [0, 0, 0.5, 0.5, 0.5, 0.5])])
@@ -251,50 +225,8 @@ def test_a_run_that_was_stopped_ends_as_one_left_alone(tmp_path, how, stop_after
     resumed.resume()
     assert resumed.step == stop_after
     resumed.train()
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    assert log_of(tmp_path / "cut") == log_of(tmp_path / "whole")
-
-
-ON = [
-    "data.on_policy.share=0.5", "data.on_policy.every=2", "data.on_policy.prompts=6", "data.on_policy.batch_size=2",
-    "data.on_policy.max_new_tokens=12", "data.on_policy.temperature=1.0", "data.on_policy.steps=2",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def conversations(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
-    return path
-
-
-WORKER = """
-import sys
-from hydra import compose, initialize_config_dir
-from specdec.training.train import run
-conf, out, *settings = sys.argv[1:]
-with initialize_config_dir(conf, version_base="1.3"):
-    for way in ("ddp", "fsdp"):
-        run(compose("train", [*settings, f"out={out}/{way}", f"trainer.fsdp={way == 'fsdp'}"]))
-"""
-
-
-def test_two_processes_roll_out_what_one_does(target_path, conversations, tmp_path):
-    """Each decodes its part; the rounds, the batches and the weights are those of one process."""
-    (tmp_path / "worker.py").write_text(WORKER)
-    how = [*settings(target_path, conversations), *ON, "trainer.steps=4"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, str(tmp_path / "worker.py"), str(CONF), str(tmp_path), *how]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENV, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    train(tmp_path / "one", [*how, "trainer.accumulate=2"])
-    ones = [row for row in log_of(tmp_path / "one") if row["split"] == "rollout"]
-    assert [row["step"] for row in ones] == [0, 2]
-    weights = load_file(tmp_path / "one" / "draft" / "model.safetensors")
-    for way in ("ddp", "fsdp"):
-        assert [row for row in log_of(tmp_path / way) if row["split"] == "rollout"] == ones
-        for name, weight in load_file(tmp_path / way / "draft" / "model.safetensors").items():
-            torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-4)
+    assert_same_weights(whole, resumed)
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -309,16 +241,13 @@ def test_two_processes_roll_out_what_one_does(target_path, conversations, tmp_pa
         ("topk=300", "topk is 300, but the draft vocabulary has 200 tokens only"),
     ],
 )
-def test_mistakes_are_one_sentence(target_path, conversations, tmp_path, capsys, override, message):
-    with pytest.raises(SystemExit) as exit:
-        train(tmp_path, [*settings(target_path, conversations), *ON, f"data.on_policy.{override}"])
-    assert exit.value.code == 2
-    assert capsys.readouterr().err.strip().split("\n")[-1] == f"error: {message}"
+def test_mistakes_are_one_sentence(where, tmp_path, capsys, override, message):
+    on = "data.on_policy.share=0.5", "data.on_policy.steps=2", f"data.on_policy.{override}"
+    assert refused(capsys, train, *where, *on, f"out={tmp_path}") == f"error: {message}"
 
 
-def test_on_policy_can_be_null_but_not_misspelt(target_path, conversations, tmp_path, capsys):
-    how = [*settings(target_path, conversations), "trainer.steps=1"]
-    train(tmp_path / "null", [*how, "data.on_policy=null"])
-    with pytest.raises(SystemExit):
-        train(tmp_path / "odd", [*how, "+data.on_policy.shares=0.5"])
-    assert "error: data.on_policy: " in capsys.readouterr().err
+def test_on_policy_can_be_null_but_not_misspelt(where, tmp_path, capsys):
+    how = [*where, "trainer.steps=1"]
+    train.run(composed("train", *how, f"out={tmp_path / 'null'}", "data.on_policy=null"))
+    said = refused(capsys, train, *how, f"out={tmp_path / 'odd'}", "+data.on_policy.shares=0.5")
+    assert said.startswith("error: data.on_policy: ")

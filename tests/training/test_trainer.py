@@ -3,17 +3,16 @@
 import json
 import math
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from helpers import LEARNERS, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file
+from short_runs import assert_same_weights, logged, samples, trainer
 from test_golden import GOLDEN, golden_drafter
 
 from specdec.acceptance import read_acceptance
@@ -22,50 +21,13 @@ from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
 from specdec.model.loader import load_target
 from specdec.text import encode_prompt, read_prompts
-from specdec.training.data import Batch, Batches, Sample
-from specdec.training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
+from specdec.training.data import Batch, Batches
+from specdec.training.loop.checkpoint import checkpoints, read_newest
 from specdec.training.loop.evaluate import expected_tau
 from specdec.training.loop.log import read_log
 from specdec.training.loop.trainer import Trainer, TrainerConfig
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.trees import Chain
-
-
-@pytest.fixture
-def pictures():
-    """For a test that looks at the curves."""
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(request, monkeypatch):
-    """Drawing the curves takes longer than these runs."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
-
-
-def samples(count: int = 24, vocab: int = 17) -> list[Sample]:
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(6, 14, count)
-    return [Sample(rng.integers(vocab, size=n, dtype=np.int32), np.arange(n) >= 2) for n in lengths]
-
-
-def trainer(out: Path, kind: str = "eagle3", objective=None, data=None, pack=None, **settings) -> Trainer:
-    """A run over random text that takes a second."""
-    out.mkdir(exist_ok=True)
-    target = tiny_target()
-    settings = {
-        "steps": 6,
-        "save_every": 2,
-        "log_every": 1,
-        "eval_batches": 1,
-        "warmup": 0,
-        "batch_tokens": 40,
-    } | settings
-    drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
-    objective = objective or Eagle3Objective(steps=2)
-    data = data or Batches(samples(), settings["batch_tokens"], 0)
-    heldout = Batches(samples(4), 40, 0, pack, lookahead=2)
-    return Trainer(target, drafter, objective, data, heldout, TrainerConfig(**settings), out)
 
 
 class Fixed:
@@ -110,6 +72,7 @@ def test_the_golden_step_comes_out_of_the_trainer(tmp_path, recompute):
         assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [k for k in LEARNERS if not k.startswith("medusa")])
 def test_recomputing_changes_no_gradient(tmp_path, kind):
     runs = [trainer(tmp_path, kind, Eagle3Objective(steps=3), recompute=recompute) for recompute in (False, True)]
@@ -201,8 +164,10 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, mes
     assert read_newest(tmp_path)[1]["step"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number):
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 3), (signal.SIGINT, 4)])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at):
+    """What was due then is done when the run goes on: after step 4 held-out batches are evaluated, after step 3 not."""
+
     def interrupt(loss):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # launchers send more than one
@@ -211,15 +176,15 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number):
     before = signal.getsignal(number)
     whole = trainer(tmp_path / "whole")
     whole.train()
-    trainer(tmp_path / "cut", objective=Disturbed(3, interrupt)).train()
+    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt)).train()
     assert signal.getsignal(number) is before
-    assert "stopped after step 3; resume=true goes on" in capsys.readouterr().err
+    assert f"stopped after step {at}; resume=true goes on" in capsys.readouterr().err
     resumed = trainer(tmp_path / "cut")
     resumed.resume()
-    assert resumed.step == 3
+    assert resumed.step == at
     resumed.train()
-    for name, parameter in whole.parameters.items():
-        assert torch.equal(parameter, resumed.parameters[name]), name
+    assert_same_weights(whole, resumed)
+    assert logged(tmp_path / "cut") == logged(tmp_path / "whole")
 
 
 def damage(path: Path, how: str) -> None:
@@ -237,7 +202,7 @@ def damage(path: Path, how: str) -> None:
 def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
     whole = trainer(tmp_path, steps=5)
     whole.train()
-    log = [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(tmp_path / "log.jsonl")]
+    log = logged(tmp_path)
     newest = checkpoints(tmp_path)[-1]
     damage(newest, how)
     capsys.readouterr()
@@ -248,9 +213,8 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
     assert warning.startswith(f"warning: {newest} is damaged or not ours")
     assert warning.endswith("; the one before it is used\n")
     resumed.train()
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())
-    again = [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(tmp_path / "log.jsonl")]
-    assert again == log
+    assert_same_weights(whole, resumed)
+    assert logged(tmp_path) == log
     for path in checkpoints(tmp_path):
         damage(path, how)
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
@@ -263,36 +227,19 @@ def test_the_last_few_checkpoints_are_kept(tmp_path):
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
-@pytest.mark.parametrize("room", [100, 20_000])
-def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(tmp_path, room):
-    """A limit on the size of files stands for the disk."""
-    state = {"step": 1, "weights": torch.arange(50_000.0)}
-    write_checkpoint(tmp_path, 1, state, keep=1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
-    try:
-        with pytest.raises(ValueError, match=r"cannot write .*00002\.pt: File too large; .*00001\.pt is the last good"):
-            write_checkpoint(tmp_path, 2, state, keep=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert torch.equal(read_newest(tmp_path)[1]["weights"], state["weights"])
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001.pt"]
-
-
+@pytest.mark.parametrize("kind", ["eagle3", *BLOCKS])
 @torch.no_grad()
-def test_expected_tau_is_what_a_loop_says():
+def test_expected_tau_is_what_a_loop_says(kind):
     target, steps = tiny_target(), 3
-    drafter = tiny_drafter(target, draft_vocab=8)
+    drafter = tiny_drafter(target, draft_vocab=8) if kind == "eagle3" else DRAFTERS[kind](target)
     tokens = torch.randint(17, (2, 10), generator=torch.Generator().manual_seed(1))
     mask = (torch.rand(2, 10, generator=torch.Generator().manual_seed(2)) < 0.8).float()
     logits, feats = target(tokens, None, taps=drafter.taps)
-    # Answers that often agree, so that chains grow.
-    states = [drafter.vocab.to_target(s.logits.argmax(-1)) for s in drafter.unroll(feats, tokens.roll(-1, 1), steps)]
-    logits[:, 1::2].scatter_(-1, states[0][:, ::2, None], 9.0)
-    logits[:, 2::2].scatter_(-1, states[1][:, :-2:2, None], 9.0)
+    drafts = [s.logits for s in drafter.unroll(feats, torch.nn.functional.pad(tokens[:, 1:], (0, 1)), steps)]
+    for j in (0, 1):  # answers that often agree, so that chains grow
+        agreeing = drafter.vocab.to_target(drafts[j].argmax(-1))[:, : 9 - j : 2]
+        logits[:, j + 1 :: 2].scatter_(-1, agreeing[..., None], 9.0)
     greedy = sampled = counted = 0.0
-    following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
-    drafts = [s.logits for s in drafter.unroll(feats, following, steps)]
     for b in range(2):
         for t in range(9):
             if not mask[b, t + 1]:
@@ -304,7 +251,7 @@ def test_expected_tau_is_what_a_loop_says():
                     break
                 p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
                 agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
-                accept *= sum(min(p[v].item(), q[i].item()) for i, v in enumerate(drafter.vocab.ids))
+                accept *= torch.minimum(p[drafter.vocab.ids], q).sum().item()
                 greedy, sampled = greedy + agree, sampled + accept
     got = expected_tau(drafter, feats, tokens, logits, mask, steps)
     assert got.tolist() == pytest.approx([greedy, sampled, counted], rel=1e-5)
@@ -368,30 +315,3 @@ def test_wandb_gets_the_log_in_the_mode_that_is_set(tmp_path, monkeypatch, mode)
 def test_mistakes_are_named(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, **settings)
-
-
-@pytest.mark.parametrize("at", [3, 4])
-def test_what_was_due_when_a_signal_came_is_looked_at_later(tmp_path, monkeypatch, at):
-    """Step 4 is one after which held-out batches are evaluated, step 3 is not."""
-
-    def log(out: Path) -> list[dict]:
-        return [{k: v for k, v in row.items() if k != "seconds"} for row in read_log(out / "log.jsonl")]
-
-    whole, cut = trainer(tmp_path / "whole"), trainer(tmp_path / "cut")
-    whole.train()
-    step = Trainer._step
-
-    def signalled(self, group):
-        if self.step == at - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, group)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "_step", signalled)
-        cut.train()
-    assert cut.step == at
-    resumed = trainer(tmp_path / "cut")
-    resumed.resume()
-    resumed.train()
-    assert log(tmp_path / "cut") == log(tmp_path / "whole")
-    assert all(torch.equal(p, resumed.parameters[name]) for name, p in whole.parameters.items())

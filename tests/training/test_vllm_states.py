@@ -15,7 +15,7 @@ from helpers import run_here
 from remotes import small_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_cache import CONVERSATIONS, composed, logged
+from short_runs import CONVERSATIONS, composed, logged, refused, write_rows
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -59,20 +59,12 @@ class StandIn:
         return path
 
 
-@pytest.fixture(autouse=True)
-def no_curves(monkeypatch):
-    monkeypatch.setattr("specdec.training.loop.trainer.draw_curves", lambda log, picture: None)
-
-
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "train.jsonl"
-    path.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS[:24]))
-    return path
-
-
-def where(target_path, data) -> list[str]:
-    return [f"target.path={target_path}", f"data.path={data}"]
+def where(target_path, tmp_path_factory) -> tuple[str, str]:
+    """Fewer conversations than others take."""
+    rows = ({"messages": c} for c in CONVERSATIONS[:24])
+    data = write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", *rows)
+    return f"target.path={target_path}", f"data.path={data}"
 
 
 @pytest.fixture
@@ -82,9 +74,9 @@ def folder(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def ids(target_path, data):
+def ids(where, target_path):
     """Of every conversation."""
-    return [s.ids for s in load_samples(composed("cache", *where(target_path, data)).data, load_target(target_path))]
+    return [s.ids for s in load_samples(composed("cache", *where).data, load_target(target_path))]
 
 
 def shard(folder):
@@ -92,13 +84,13 @@ def shard(folder):
     return load_file(path)
 
 
-def test_features_and_training_are_those_of_the_target_here(target_path, data, ids, folder, tmp_path, capsys):
+def test_features_and_training_are_those_of_the_target_here(where, target_path, ids, folder, tmp_path, capsys):
     """The layers do not run: only the target's ends are loaded, and with those a drafter learns the same."""
     stand_in = StandIn(target_path, folder)
     for number, text in enumerate(ids):  # of some more than the text: what follows changes no state
         stand_in.write([*text, 5] if number % 3 == 0 else text)
     stand_in.write(every_token(320).tolist())
-    words, taps = [*where(target_path, data), "store=fp32"], "drafter.taps=[0,1,2]"
+    words, taps = [*where, "store=fp32"], "drafter.taps=[0,1,2]"
     cache.run(composed("cache", *words, taps, f"out={tmp_path / 'here'}"))
     cache.run(composed("cache", *words, taps, f"out={tmp_path / 'there'}", f"from_vllm={folder}"))
     ours, theirs = shard(tmp_path / "here"), shard(tmp_path / "there")
@@ -122,9 +114,9 @@ def test_features_and_training_are_those_of_the_target_here(target_path, data, i
     assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
 
 
-def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder, tmp_path):
+def test_a_server_is_asked_for_what_is_not_there(where, target_path, ids, folder, tmp_path):
     """Likeliest tokens in place of the last state; the folder has a third, and a second run asks for nothing."""
-    stand_in, words = StandIn(target_path, folder), where(target_path, data)
+    stand_in, words = StandIn(target_path, folder), where
     for text in ids[::3]:
         stand_in.write(text)
     with small_server(Engine(load_target(target_path))) as server:
@@ -147,22 +139,22 @@ def test_a_server_is_asked_for_what_is_not_there(target_path, data, ids, folder,
     assert torch.equal(theirs["choice"], ours["choice"])
 
 
-def test_a_server_that_writes_elsewhere_is_told(target_path, data, folder, tmp_path, capsys, monkeypatch):
+def test_a_server_that_writes_elsewhere_is_told(where, target_path, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("specdec.training.features.vllm_files.WAIT", 0.1)
     with small_server(Engine(load_target(target_path))) as server:
-        words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
-        said = refused(capsys, cache, "cache", *words)
+        words = [*where, f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
+        said = refused(capsys, cache, *words)
         assert len(server.asked) == 1  # the first shows it
     assert "has answered 1 texts, and" in said
     assert "is it the shared_storage_path of its connector?" in said
 
 
-def test_files_that_say_nothing_are_read_by_the_servers_layers(target_path, data, ids, folder, tmp_path):
+def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_path, ids, folder, tmp_path):
     """Those of vLLM's own connector, whose order is by layer whatever the server was given."""
     stand_in = StandIn(target_path, folder)
     for text in ids:
         stand_in.write(text, stated=False)
-    words = [*where(target_path, data), "store=fp32"]
+    words = [*where, "store=fp32"]
     said = run_here(cache.main, *words, "trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder))
     assert said.returncode == 2
     assert "does not say which layers it holds: give layer_ids=[...]" in said.stderr
@@ -218,19 +210,17 @@ def other_weights(stand_in, ids):
         (lambda s, ids: s.folder.rmdir(), "states is no folder"),
     ],
 )
-def test_wrong_files_are_told(target_path, data, ids, folder, tmp_path, capsys, wrong, message):
+def test_wrong_files_are_told(where, target_path, ids, folder, tmp_path, capsys, wrong, message):
     wrong(StandIn(target_path, folder), ids)
-    words = [*where(target_path, data), "drafter.taps=[0,1,2]", f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
-    assert re.search(message, refused(capsys, cache, "cache", *words))
+    words = [*where, "drafter.taps=[0,1,2]", f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
+    assert re.search(message, refused(capsys, cache, *words))
     assert not list(tmp_path.glob("out/features-*"))
 
 
-def test_states_of_another_precision_are_told(target_path, data, ids, folder, tmp_path, capsys):
+def test_states_of_another_precision_are_told(where, target_path, ids, folder, tmp_path, capsys):
     StandIn(target_path, folder, torch.bfloat16).write(ids[0])
-    words = [*where(target_path, data), f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
-    assert "holds bfloat16, and the target is read in float32: set target.dtype" in refused(
-        capsys, cache, "cache", *words
-    )
+    words = [*where, f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
+    assert "holds bfloat16, and the target is read in float32: set target.dtype" in refused(capsys, cache, *words)
 
 
 @pytest.mark.parametrize(
@@ -243,20 +233,8 @@ def test_states_of_another_precision_are_told(target_path, data, ids, folder, tm
         (train, ["whole_target=false", "data.cache=x", "trainer.prompts=x"], "decodes nothing: leave out"),
     ],
 )
-def test_settings_that_do_not_go_together_are_told(target_path, data, tmp_path, capsys, command, words, message):
-    name = command.__name__.rpartition(".")[2]
-    assert message in refused(capsys, command, name, *where(target_path, data), f"out={tmp_path / 'out'}", *words)
-
-
-def refused(capsys, command, name: str, *words: str) -> str:
-    """What a command says, which is one sentence, and ends with 2."""
-    with pytest.raises(SystemExit) as stopped:
-        command.run(composed(name, *words))
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("error: ")
-    assert "\n" not in said
-    return said
+def test_settings_that_do_not_go_together_are_told(where, tmp_path, capsys, command, words, message):
+    assert message in refused(capsys, command, *where, f"out={tmp_path / 'out'}", *words)
 
 
 # The connector, over a base class that has as much of vLLM's as it asks for

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Several processes (gloo, CPU) train as one does, and a run that is killed while it saves ends as one left alone."""
-=======
 """Two processes (gloo, CPU) train and decode as one does. All that two processes do is done in one launch."""
->>>>>>> training
 
 import json
 import os
@@ -16,11 +12,6 @@ import pytest
 import torch
 from helpers import run_here, save_hf
 from safetensors.torch import load_file
-<<<<<<< HEAD
-from test_training import CONF, CONVERSATIONS
-from torch.utils._pytree import tree_flatten
-
-=======
 from short_runs import CONF, SMALL, composed, logged
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig
@@ -29,7 +20,6 @@ from specdec.cli.generate import main as generate
 from specdec.model.hf_parallel import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
->>>>>>> training
 from specdec.training.loop.checkpoint import checkpoints, read_newest
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import join_processes
@@ -195,8 +185,6 @@ def test_processes_and_plans_that_do_not_fit_are_refused(target_path, monkeypatc
         share_output(Namespace(tp_plan=None))
 
 
-<<<<<<< HEAD
-=======
 def test_bytes_of_each_process(tmp_path):
     """Layers are divided, and embedding, head and norms are in every process."""
     model = save_hf(tmp_path, "llama")
@@ -210,7 +198,6 @@ def test_bytes_of_each_process(tmp_path):
     assert misfit(config, plan, 4) == "6 heads with 2 of keys cannot be shared by 4 processes: take a divisor of both"
 
 
->>>>>>> training
 DIES_WHILE_SAVING = """
 import io, os, signal, sys
 import torch
@@ -232,25 +219,6 @@ with initialize_config_dir(sys.argv[1], version_base="1.3"):
 """
 
 
-<<<<<<< HEAD
-def test_a_run_killed_while_it_saves_ends_as_one_left_alone(target_path, data, tmp_path):
-    overrides = [*settings(target_path, data), "trainer.save_every=2", "trainer.eval_batches=1"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    command = [sys.executable, "-c", DIES_WHILE_SAVING, str(CONF), *overrides, f"out={cut}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENV, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    assert [path.name for path in checkpoints(cut)] == ["step-00000002.pt"]
-    train(cut, [*overrides, "resume=auto"])
-    train(whole, overrides)
-    times = ("seconds", "rollout_seconds")
-    logs = [
-        [{k: v for k, v in row.items() if k not in times} for row in read_log(o / "log.jsonl")] for o in (cut, whole)
-    ]
-    assert logs[0] == logs[1]
-    (leaves, spec), (others, other_spec) = (
-        tree_flatten({k: v for k, v in read_newest(out)[1].items() if k not in times}) for out in (cut, whole)
-    )
-=======
 def test_a_run_killed_while_it_saves_ends_as_one_left_alone(where, tmp_path):
     """Bit for bit, with averages and Muon."""
     settings = [*where, *AVERAGED, "trainer.save_every=2", "trainer.eval_batches=1", "trainer.muon_lr=0.02"]
@@ -264,7 +232,6 @@ def test_a_run_killed_while_it_saves_ends_as_one_left_alone(where, tmp_path):
     assert logged(cut) == logged(whole)
     states = [{k: v for k, v in read_newest(out)[1].items() if "seconds" not in k} for out in (cut, whole)]
     (leaves, spec), (others, other_spec) = map(tree_flatten, states)
->>>>>>> training
     assert spec == other_spec
     for leaf, other in zip(leaves, others, strict=True):
         assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other

@@ -18,7 +18,7 @@ PLUGIN = {
     "pytest",
     "vllm",
 }  # import specdec/lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
-LOADED = set(LAUNCHERS.values())  # by Hydra, where a launcher is named
+LOADED = {*LAUNCHERS.values(), "torchao"}  # by Hydra, where a launcher is named, and by transformers
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
 
 

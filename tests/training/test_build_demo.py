@@ -133,23 +133,24 @@ def test_all_stages(target_path, tmp_path, monkeypatch):
     book = {"title": "A", "year": 1900, "text": "It was a long sentence of a long book, which goes on and on. " * 200}
     (tmp_path / "b.jsonl").write_text(json.dumps(book) + "\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["What is 3?"]}) + "\n")
-    monkeypatch.setattr(build_demo, "GROWN", {"mtp": 64})
     monkeypatch.setattr(demo_models, "ANSWERS", 1)
-    monkeypatch.setattr(build_demo, "run", run)
-    monkeypatch.setattr(build_demo, "DRAFTERS", ("mtp", "dspark"))
+    small_sizes = {"GROWN": {"mtp": 64}, "DRAFTERS": ("mtp", "dspark"), "LENGTH": 128, "MAP_SIZE": 200}
+    for name, value in (small_sizes | {"run": run}).items():
+        monkeypatch.setattr(build_demo, name, value)
     words = ["--small", small, "--conversations", tmp_path / "c.jsonl", "--books", tmp_path / "b.jsonl"]
     words += ["--bench", tmp_path / "p.jsonl", "--work", tmp_path / "work", "--out", tmp_path / "demo", "--eager"]
-    words += ["--sizes", 96, 100, "--tokens", 10_240, "--less-steps", 1, "--answers", 24, "trainer.steps=2"]
+    words += ["--sizes", 96, 100, "--tokens", 1280, "--less-steps", 1, "--answers", 24, "trainer.steps=2"]
     words += ["data.heldout=4", "trainer.batch_tokens=512", "trainer.decode_every=null", "drafter.intermediate_size=64"]
     monkeypatch.setattr(sys, "argv", ["build_demo.py", *map(str, words)])
     build_demo.main()
     report = json.loads((tmp_path / "demo" / "report.json").read_text())
     assert report["shape"]["hidden"] == 96
-    assert report["target"]["tokens"] == 8 * 1024
+    assert report["target"]["tokens"] == 8 * 128
     assert {"before", "after", "steps"} <= set(report["target"])
     assert all(min(drafter["tau"].values()) >= 1 for drafter in report["drafters"].values())
     target = load_target(tmp_path / "demo" / "target")
-    assert [load_drafter(tmp_path / "demo" / name, target).name for name in ("mtp", "dspark")]
+    for name in ("mtp", "dspark"):
+        load_drafter(tmp_path / "demo" / name, target)
     page = (tmp_path / "demo" / "README.md").read_text()
     assert "| mtp | " in page
     assert "{" not in page

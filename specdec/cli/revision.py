@@ -5,6 +5,7 @@
 
 import hashlib
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -17,10 +18,15 @@ def revision() -> str | None:
     return _of_git() or _of_note()
 
 
-def code_digest() -> str:
-    """A digest of all Python and YAML files of the checkout, with their names."""
-    files = [f for room in ROOMS for kind in ("*.py", "*.yaml") for f in (ROOT / room).rglob(kind)]
-    sums = [f"{f.relative_to(ROOT).as_posix()} {hashlib.sha256(f.read_bytes()).hexdigest()}" for f in sorted(files)]
+def code_digest(folders: Sequence[str] = ROOMS, wanted: Callable[[str], bool] = lambda name: True) -> str:
+    """Return a digest of the Python and YAML files of these folders of the checkout, with their names.
+
+    Args:
+        wanted: Which files count, by their names in the checkout, such as specdec/api.py.
+    """
+    files = [f for folder in folders for kind in ("*.py", "*.yaml") for f in (ROOT / folder).rglob(kind)]
+    named = {f.relative_to(ROOT).as_posix(): f for f in files}
+    sums = [f"{n} {hashlib.sha256(named[n].read_bytes()).hexdigest()}" for n in sorted(named) if wanted(n)]
     return hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """The target and the drafter that a command of the lab works on: flags, names, loading."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:
 def read_encoded(target: Target, file: Path, limit: int | None, raw: bool = False) -> list[list[int]]:
     """Token ids of the first `limit` prompts of a file, in the target's chat template unless `raw`."""
     return [encode_prompt(target, prompt, raw) for prompt in read_prompts(file)[:limit]]
+
+
+def read_entry(entry: object, known: Sequence[str], where: str) -> dict:
+    """A drafter that settings name, or describe by a mapping of `known` fields. ValueError for any other field."""
+    given = dict(entry) if isinstance(entry, Mapping) else {"draft": entry}
+    unknown = set(given) - set(known)
+    if unknown or given.get("draft") is None:
+        wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
+        raise ValueError(f"{where} {wrong}; known are {', '.join(known)}")
+    return given
 
 
 def short_name(path: str | Path) -> str:

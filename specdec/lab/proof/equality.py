@@ -23,13 +23,13 @@ SLACK = 1e-3  # of top_p and min_p: whether a token at the edge of a filter belo
 
 @dataclass
 class Mismatch:
-    """The first token of a text that differs from plain decoding."""
+    """The first token of a text that differs from the reference's."""
 
     prompt: int  # the prompt's number
     position: int  # in the new text
-    plain: int  # token ids
-    speculative: int
-    margin: float  # between the two tokens' scores, in a finer dtype
+    plain: int | str  # token ids, or a server's names for them
+    speculative: int | str
+    margin: float  # between the two tokens' scores, in a finer dtype; infinite: it cannot be told
     error: float  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
     leading: bool  # are these two the tokens of the largest scores?
 
@@ -38,16 +38,24 @@ class Mismatch:
         """Is the difference one of rounding? Two ways to compute two scores may each be off by `error`."""
         return self.leading and self.margin <= 4 * self.error
 
+    def __str__(self) -> str:
+        return (
+            f"prompt {self.prompt}, token {self.position}: {self.plain} became {self.speculative}; margin "
+            f"{self.margin:.1e}, rounding error {self.error:.1e}: {'a tie' if self.tie else 'a BUG'}"
+        )
+
 
 @dataclass
-class EqualityProof:
-    """What one drafter, tree and verifier did on all prompts."""
+class ComparedTexts:
+    """Texts against the reference's."""
 
     texts: int
     tokens: int
-    same: int  # texts equal to plain decoding's
-    rounds: int
     mismatches: list[Mismatch]
+
+    @property
+    def same(self) -> int:
+        return self.texts - len(self.mismatches)
 
     @property
     def ties(self) -> int:
@@ -56,6 +64,13 @@ class EqualityProof:
     @property
     def bugs(self) -> int:
         return len(self.mismatches) - self.ties
+
+
+@dataclass
+class EqualityProof(ComparedTexts):
+    """What one drafter, tree and verifier did on all prompts."""
+
+    rounds: int
 
 
 class EqualityProver:
@@ -90,7 +105,6 @@ class EqualityProver:
         return EqualityProof(
             texts=len(rows),
             tokens=sum(len(row.tokens) for row in rows),
-            same=len(rows) - len(mismatches),
             rounds=sum(row.trace.rounds for row in rows),
             mismatches=mismatches,
         )

@@ -3,7 +3,6 @@
 from dataclasses import asdict
 from math import isnan
 
-import transformers
 from rich.table import Table
 
 from specdec.cli.terminal import console
@@ -33,10 +32,9 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
         [name, tree, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
         for name, tree, p in proof.sampled
     ]
-    caches = list(proof.rollback)
-    if proof.crop is not None:
-        caches.append((f"transformers {transformers.__version__}, `crop` (not counted)", proof.crop))
-    rollback = [[how, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for how, p in caches]
+    rollback = [
+        [how, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for how, p in proof.rollback
+    ]
     exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
     parts = [
         (
@@ -92,12 +90,7 @@ def markdown(proof: Proof, told: str) -> str:
 
 
 def mismatches(proof: Proof) -> list[str]:
-    return [
-        f"- {name}, {tree}, {how}, prompt {m.prompt}, token {m.position}: {m.plain} became {m.speculative}; margin "
-        f"{m.margin:.1e}, rounding error {m.error:.1e}: {'a tie' if m.tie else 'a BUG'}"
-        for name, tree, how, p in proof.equal
-        for m in p.mismatches
-    ]
+    return [f"- {name}, {tree}, {how}, {mismatch}" for name, tree, how, p in proof.equal for mismatch in p.mismatches]
 
 
 def print_proof(proof: Proof) -> None:
@@ -124,8 +117,10 @@ def as_json(proof: Proof) -> dict:
         "threshold": proof.threshold,
         "left_behind": proof.left_behind(),
         "rollback": [{"rows": how, **asdict(p)} for how, p in proof.rollback],
-        "crop": None if proof.crop is None else asdict(proof.crop),
-        "equal": [{"drafter": name, "tree": tree, "sampling": how, **asdict(p)} for name, tree, how, p in proof.equal],
+        "equal": [
+            {"drafter": name, "tree": tree, "sampling": how, "same": p.same, **asdict(p)}
+            for name, tree, how, p in proof.equal
+        ],
         "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
         "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],
         "sampled": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.sampled],

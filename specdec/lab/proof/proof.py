@@ -10,7 +10,7 @@ from tqdm import tqdm
 from specdec.contracts import Drafter, TreePolicy
 from specdec.lab.proof.equality import EqualityProof, EqualityProver
 from specdec.lab.proof.laws import LawProof, exact_distance, prove_law, significance
-from specdec.lab.proof.rollback import CroppedTarget, RollbackProof, prove_rollback
+from specdec.lab.proof.rollback import RollbackProof, prove_rollback
 from specdec.lab.proof.sampled import SampledProof, prove_sampled
 from specdec.model.target import Target
 from specdec.structs import DraftTree, Sampling, Verdict, Verifier
@@ -55,7 +55,6 @@ class Proof:
     exact: list[tuple[str, str, float]] = field(default_factory=list)  # verifier, sampling, total variation
     sampled: list[tuple[str, str, SampledProof]] = field(default_factory=list)  # drafter, tree
     rollback: list[tuple[str, RollbackProof]] = field(default_factory=list)  # how rows were decoded
-    crop: RollbackProof | None = None  # the same of transformers' own cache, which no verdict counts
 
     @property
     def threshold(self) -> float:
@@ -93,15 +92,6 @@ def trees_for(target: Target, drafter: Drafter) -> list[TreePolicy]:
     return [Chain(depth)] if chains_only else [TreeSpec(4, depth).build(), Chain(depth)]
 
 
-def prove_caches(proof: Proof, target: Target, prompts: list[list[int]], seed: int) -> None:
-    """Look for rejected drafts in the target's caches, and in those of transformers if it has recurrent layers."""
-    few = prompts[:3]
-    for how, together in (("all rows together", True), ("one row at a time", False)):
-        proof.rollback.append((how, prove_rollback(target, few, together=together, seed=seed)))
-    if target.chains_only:
-        proof.crop = prove_rollback(CroppedTarget(target), few, together=False, seed=seed)
-
-
 def prove(
     target: Target,
     drafters: dict[str, Drafter],
@@ -124,7 +114,8 @@ def prove(
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
     pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
     proof = Proof()
-    prove_caches(proof, target, prompts, seed)
+    for how, together in (("all rows together", True), ("one row at a time", False)):
+        proof.rollback.append((how, prove_rollback(target, prompts[:3], together=together, seed=seed)))
     provers = {}
     with tqdm(total=2 * len(cases) + 4 * len(pairs) + 1, desc="proving", leave=False) as bar:
         for how, sampling in TEXTS.items():

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from specdec.model.target import Target
 
@@ -155,44 +154,3 @@ def _apart(a: Tensor, b: Tensor) -> float:
         return 0.0
     share = ((a.float() - b.float()).abs().max() / a.float().abs().max()).item()
     return share if share == share else float("inf")
-
-
-class CroppedTarget:
-    """A model of transformers over transformers' own cache, which takes rejected drafts back by `crop`. One row."""
-
-    def __init__(self, target):
-        """target: a `TransformersTarget`."""
-        self.model, self.name = target.model, target.cache_name
-        self.vocab, self.device, self.dtype = target.vocab, target.device, target.dtype
-        self.experts = target.experts
-
-    def new_cache(self, rows: int, slots: int) -> "CroppedCache":
-        return CroppedCache(self.model.config.get_text_config(decoder=True))
-
-    def __call__(self, tokens: Tensor, cache: "CroppedCache | None", **how) -> tuple[Tensor, None]:
-        if cache is None:
-            return self.model(input_ids=tokens, use_cache=False).logits, None
-        cache.fed = tokens.shape[1]
-        return self.model(input_ids=tokens, use_cache=True, **{self.name: cache.inner}).logits, None
-
-
-class CroppedCache:
-    """transformers' cache, told to keep what `crop` needs."""
-
-    def __init__(self, config):
-        self.inner, self.fed = DynamicCache(config=config), 0
-        self.inner.activate_past_recording()
-
-    def advance(self, n: Tensor, max_len: int) -> None:
-        self.inner.crop(int(n[0]) - self.fed)
-
-    def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
-        self.advance(n, max_len)
-
-    def committed(self, row: int) -> list[Tensor]:
-        found = []
-        for layer in self.inner.layers:
-            for part in ("conv_states", "recurrent_states"):
-                found += [x for x in getattr(layer, part, {}).values() if x is not None]
-            found += [x for x in (getattr(layer, "keys", None), getattr(layer, "values", None)) if x is not None]
-        return found

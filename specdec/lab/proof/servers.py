@@ -6,13 +6,13 @@ that differs is judged: by the target in a finer dtype (`specdec.lab.proof.equal
 log-probabilities and how much they change if it is asked for the same position anew.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from rich.table import Table
 
 from specdec.cli.terminal import console
-from specdec.lab.proof.equality import EqualityProver
+from specdec.lab.proof.equality import ComparedTexts, EqualityProver, Mismatch
 from specdec.model.target import Target
 from specdec.remote import Completion, Remote, in_order
 
@@ -21,43 +21,15 @@ PROBES = 4  # positions at which the plain server's rounding is measured
 
 
 @dataclass
-class Difference:
-    """Where a text leaves the reference's. Tokens by id, or by the server's name for them."""
-
-    prompt: int
-    position: int
-    plain: str
-    speculative: str
-    margin: float  # between the two tokens' scores, by the reference; infinite: it cannot be told
-    error: float  # rounding of the reference's scores
-    leading: bool  # are these two the likeliest?
-
-    @property
-    def tie(self) -> bool:
-        return self.leading and self.margin <= 4 * self.error
-
-
-@dataclass
-class ServerProof:
-    """What became of the texts."""
+class ServerProof(ComparedTexts):
+    """What became of a server's texts."""
 
     server: str  # name and version
     reference: str
-    texts: int
-    tokens: int
-    differences: list[Difference] = field(default_factory=list)
     drift: float | None = None  # the largest difference of a log-probability along equal text; None: nobody told them
 
-    @property
-    def ties(self) -> int:
-        return sum(d.tie for d in self.differences)
-
-    @property
-    def bugs(self) -> int:
-        return len(self.differences) - self.ties
-
     def verdict(self) -> str:
-        told = f"{self.texts - len(self.differences)} of {self.texts} texts equal ({self.tokens} tokens)"
+        told = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
         ties = f"; {self.ties} differ at a numerical tie" if self.ties else ""
         if self.bugs:
             return f"NOT LOSSLESS: {told}{ties}; {self.bugs} differ for no numerical reason."
@@ -73,14 +45,13 @@ def against_engine(server: Remote, target: Target, prompts: list[list[int]], new
             f"{server.root} tells no token ids (vLLM's return_token_ids), so its texts cannot be compared with this "
             "engine's: give a server without speculation as --plain-server"
         )
-    proof = ServerProof(_who(server), f"this engine, {target.name}", len(prompts), sum(len(a.tokens) for a in said))
+    proof = ServerProof(len(said), sum(len(a.tokens) for a in said), [], _who(server), f"this engine, {target.name}")
     for number, answer in enumerate(said):
         _note_drift(proof, answer, prover.plain[number], _logprobs(target, prompts[number], prover.plain[number]))
         if _without_end(answer.tokens, target.eos) == _without_end(prover.plain[number], target.eos):
             continue
         found = prover.first_mismatch(number, answer.tokens)
-        names = str(found.plain), str(found.speculative)
-        proof.differences.append(Difference(number, found.position, *names, found.margin, found.error, found.leading))
+        proof.mismatches.append(replace(found, plain=str(found.plain), speculative=str(found.speculative)))
     return proof
 
 
@@ -90,22 +61,22 @@ def against_server(server: Remote, plain: Remote, prompts: list[list[int]], new:
         list(in_order(lambda prompt, of=of: of.complete(prompt, new, logprobs=TOP), prompts, at_once))
         for of in (server, plain)
     )
-    proof = ServerProof(_who(server), _who(plain), len(prompts), sum(len(_tokens(a)) for a in said))
+    proof = ServerProof(len(said), sum(len(_tokens(a)) for a in said), [], _who(server), _who(plain))
     for number, (answer, reference) in enumerate(zip(said, wanted, strict=True)):
         _note_drift(proof, answer, _tokens(reference), reference.logprobs)
         if _tokens(answer) != _tokens(reference):
-            proof.differences.append(_judge(plain, prompts[number], number, answer, reference))
+            proof.mismatches.append(_judge(plain, prompts[number], number, answer, reference))
     return proof
 
 
-def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, reference: Completion) -> Difference:
+def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, reference: Completion) -> Mismatch:
     """Ask the plain server anew at the first token that differs, and at a few before it."""
     pairs = list(zip(_tokens(answer), _tokens(reference), strict=False))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if position is None:  # one text ends where the other goes on
-        return Difference(number, len(pairs), *_ends(answer, reference, len(pairs)), float("inf"), 0.0, False)
+        return Mismatch(number, len(pairs), *_ends(answer, reference, len(pairs)), float("inf"), 0.0, False)
     names = (reference.names or _tokens(reference))[position], (answer.names or _tokens(answer))[position]
-    found = Difference(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
+    found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
     if reference.tokens is None or not reference.top:
         return found
     again = {}
@@ -162,29 +133,21 @@ def page(proof: ServerProof) -> str:
         "# Is the server lossless?", "", f"**{proof.verdict()}**", "", f"- server: {proof.server}",
         f"- reference: {proof.reference}", f"- largest difference of a log-probability along equal text: {drift}", "",
     ]  # fmt: skip
-    return "\n".join(lines + [f"- {_told(d)}" for d in proof.differences]) + "\n"
-
-
-def _told(d: Difference) -> str:
-    what = "a tie" if d.tie else "a BUG"
-    return (
-        f"prompt {d.prompt}, token {d.position}: {d.plain} became {d.speculative}; margin {d.margin:.1e}, rounding "
-        f"{d.error:.1e}: {what}"
-    )
+    return "\n".join(lines + [f"- {mismatch}" for mismatch in proof.mismatches]) + "\n"
 
 
 def print_page(proof: ServerProof) -> None:
     screen, table = console(160), Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
     drift = "" if proof.drift is None else f"{proof.drift:.1e}"
-    counts = proof.texts, proof.texts - len(proof.differences), proof.ties, proof.bugs
+    counts = proof.texts, proof.same, proof.ties, proof.bugs
     table.add_row(proof.server, proof.reference, *map(str, counts), drift)
     screen.print(table)
-    for difference in proof.differences:
-        screen.print(_told(difference))
+    for mismatch in proof.mismatches:
+        screen.print(str(mismatch))
     screen.print(proof.verdict())
 
 
 def as_json(proof: ServerProof) -> dict:
-    differences = [asdict(d) | {"tie": d.tie} for d in proof.differences]
-    counts = {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
-    return asdict(proof) | counts | {"differences": differences}
+    told, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
+    del told["mismatches"]
+    return told | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}

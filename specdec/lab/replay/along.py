@@ -100,7 +100,7 @@ class DraftingAlong:
             for topk in topks:
                 m = DynamicTree.candidates(topk, steps)
                 pool = Pool(empty(m, dtype=torch.int32), empty(m), empty(m, dtype=torch.int32))
-                self.candidates[name, topk] = Candidates(pool, None if greedy or coupled else empty(steps, topk))
+                self.candidates[name, topk] = Candidates(*pool, None if greedy or coupled else empty(steps, topk))
         self.p, self.marginals = None if greedy else empty(steps), {}
         if self.drafter.block is not None and not self.drafter.conditioned:
             shape = steps, max(topks)

@@ -47,11 +47,17 @@ class RecordedText:
 class Candidates:
     """What was recorded of one vocabulary and one topk W: R roots, M candidates each, all on the CPU."""
 
-    pool: Pool  # [R,M] int32, fp32, int32
+    tokens: Tensor  # [R,M] int32; these three are a `Pool`
+    scores: Tensor  # [R,M] fp32
+    parents: Tensor  # [R,M] int32
     # [R,D,W] the target's filtered probability of the candidates for depth d behind the text's token of depth d-1.
     # 0 for those that end a text and where there are none; None for greedy texts, where one of them is certain, and for
     # coupled children, which know the noise: given that, the text itself is certain.
-    p: Tensor | None
+    p: Tensor | None = None
+
+    @property
+    def pool(self) -> Pool:
+        return Pool(self.tokens, self.scores, self.parents)
 
 
 @dataclass
@@ -61,7 +67,7 @@ class Marginals:
 
     gains: Tensor  # [R,D,K] fp32 log-probabilities, best first
     tokens: Tensor  # [R,D,K] int32 target ids
-    p: Tensor | None  # [R,D,K] as `Candidates.p`
+    p: Tensor | None = None  # [R,D,K] as `Candidates.p`
 
 
 @dataclass
@@ -69,8 +75,13 @@ class AlongText:
     """What the drafter says of the text itself, its own output fed back behind each root: R roots, D steps."""
 
     ranks: Tensor  # [R,D] int32: how many children stand before the text's token; NOWHERE if it has no such child
-    q: Tensor | None  # [R,D] probability of the text's token under the drafter, filtered as the target's; None: greedy
+    q: Tensor | None = (
+        None  # [R,D] probability of the text's token under the drafter, filtered as the target's; None: greedy
+    )
     levels: Tensor | None = None  # [R] `DraftState.levels`; None: the drafter always has something to propose
+
+
+PARTS = {"candidates": Candidates, "along": AlongText, "marginals": Marginals}  # of a recording, mappings of these
 
 
 @dataclass
@@ -98,9 +109,7 @@ class Recording:
             "steps": self.steps,
             "max_new_tokens": self.max_new_tokens,
             "sampling": asdict(self.sampling),
-            "candidates": list(self.candidates),
-            "along": list(self.along),
-            "marginals": list(self.marginals),
+            **{part: list(getattr(self, part)) for part in PARTS},
             "texts": [asdict(text) for text in self.texts],
         }
 
@@ -112,12 +121,9 @@ class Recording:
 
     def _tensors(self) -> dict[str, Tensor]:
         named: dict[str, Tensor | None] = {"p": self.p}
-        for number, c in enumerate(self.candidates.values()):
-            named |= {f"candidates.{number}.{name}": t for name, t in (c.pool._asdict() | {"p": c.p}).items()}
-        for number, a in enumerate(self.along.values()):
-            named |= {f"along.{number}.{name}": t for name, t in vars(a).items()}
-        for number, m in enumerate(self.marginals.values()):
-            named |= {f"marginals.{number}.{name}": t for name, t in vars(m).items()}
+        for part in PARTS:
+            for number, recorded in enumerate(getattr(self, part).values()):
+                named |= {f"{part}.{number}.{name}": t for name, t in vars(recorded).items()}
         return {name: t for name, t in named.items() if t is not None}
 
     @classmethod
@@ -132,15 +138,12 @@ class Recording:
         try:
             tensors = load_file(folder / TENSORS)
             texts = [RecordedText(**text) for text in header.pop("texts")]
-            candidates = {tuple(key): _part(tensors, f"candidates.{n}.") for n, key in enumerate(header["candidates"])}
-            along = {key: _part(tensors, f"along.{n}.") for n, key in enumerate(header["along"])}
-            blocks = {key: _part(tensors, f"marginals.{n}.") for n, key in enumerate(header.get("marginals", []))}
-            header |= {
-                "marginals": {key: Marginals(p=t.pop("p", None), **t) for key, t in blocks.items()},
-                "sampling": Sampling(**header["sampling"]),
-                "candidates": {k: Candidates(p=t.pop("p", None), pool=Pool(**t)) for k, t in candidates.items()},
-                "along": {key: AlongText(t["ranks"], t.get("q"), t.get("levels")) for key, t in along.items()},
-            }
+            header["sampling"] = Sampling(**header["sampling"])
+            for part, kind in PARTS.items():
+                header[part] = {
+                    tuple(key) if isinstance(key, list) else key: kind(**_part(tensors, f"{part}.{number}."))
+                    for number, key in enumerate(header.get(part, []))
+                }
             return cls(**header, texts=texts, p=tensors.get("p"))
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise ValueError(f"{folder} is damaged, record it anew: {error}") from None

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
 from specdec.contracts import Drafter, TreePolicy
-from specdec.lab.models import own_names, short_name
+from specdec.lab.models import own_names, read_entry, short_name
 from specdec.lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
 from specdec.lab.sweep.compare_report import chart, scores_html, scores_table
 from specdec.model.target import Target
@@ -154,12 +154,7 @@ def _name(entry: object, whole: bool) -> str:
 
 def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay:
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
-    entry = dict(entry) if isinstance(entry, Mapping) else {"draft": entry}
-    unknown = set(entry) - set(FIELDS)
-    if unknown or entry.get("draft") is None:
-        wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
-        raise ValueError(f"entries.{name} {wrong}; known are {', '.join(FIELDS)}")
-    entry = given | entry
+    entry = given | read_entry(entry, FIELDS, f"entries.{name}")
     drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
     if isinstance(drafter, str | Path):
         drafter = load_drafter(drafter, target, token_map=entry["token_map"])

@@ -9,22 +9,22 @@ import torch
 
 from specdec.acceptance import FILE
 from specdec.api import load_drafter
+from specdec.cli.revision import code_digest
 from specdec.contracts import Drafter
-from specdec.lab.models import short_name
+from specdec.lab.models import read_entry, short_name
 from specdec.model.checkpoint import weight_files
 from specdec.model.names import SMALL_FILES, bundled, resolve
 from specdec.model.target import Target
 from specdec.trees.spec import TreeSpec
 
-ROOT = Path(__file__).parents[3]
 # The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
 CODE = ("specdec", "specdec/drafters", "specdec/trees")
 NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
-LAB = {
+LAB = (
     "specdec/lab/sweep/benchmarks", "specdec/lab/sweep/conversations", "specdec/lab/sweep/points",
-    "specdec/lab/sweep/sweep", "specdec/lab/traces/diagnose", "specdec/lab/traces/metrics",
+    "specdec/lab/sweep/sweep.", "specdec/lab/traces/diagnose", "specdec/lab/traces/metrics.",
     "specdec/lab/traces/summary", "specdec/lab/wrapped",
-}  # fmt: skip
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,9 @@ class Draft:
     @classmethod
     def read(cls, setting: str | dict, whole: bool = False) -> "Draft":
         """whole: where the setting gives no name, the whole path is it, and not its end (`short_name`)."""
-        given = {"draft": setting} if isinstance(setting, str) else dict(setting)
-        unknown = set(given) - {"draft", "token_map", "feedback", "name"}
-        if unknown or not isinstance(given.get("draft"), str):
-            wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
-            raise ValueError(f"an entry of draft {wrong}; known are draft, token_map, feedback, name")
+        given = read_entry(setting, ("draft", "token_map", "feedback", "name"), "an entry of draft")
+        if not isinstance(given["draft"], str):
+            raise ValueError(f"draft must be a text, got {given['draft']!r}")
         path, token_map = bundled(given["draft"]), given.get("token_map")
         short = given["draft"] if whole else short_name(path)
         name = given.get("name") or "".join([short, " FR-Spec" if token_map else ""])
@@ -104,10 +102,5 @@ def _file_digest(file: Path) -> str:
 
 def code_version() -> str:
     """A digest of the code that decoding and its metrics go through, and of torch's version."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for package in CODE:
-        for file in sorted((ROOT / package).rglob("*.py")):
-            name = file.relative_to(ROOT).with_suffix("").as_posix()
-            if name in LAB or not name.startswith((*NOT_CODE, "specdec/lab/")):
-                digest.update(f"{name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
+    digest = code_digest(CODE, lambda name: name.startswith(LAB) or not name.startswith((*NOT_CODE, "specdec/lab/")))
+    return hashlib.sha256(f"{torch.__version__} {digest}".encode()).hexdigest()[:16]

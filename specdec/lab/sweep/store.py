@@ -7,13 +7,11 @@ Each point has a folder points/KEY/, written whole or not at all:
 results.jsonl and timings.jsonl hold the first two, a line a point.
 """
 
-import fcntl
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from specdec.cli.files import replace_folder, write_text
+from specdec.cli.lock import only_writer
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.lab.sweep.points import SweepPoint, code_version
@@ -96,17 +94,9 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
     results.jsonl is the same however often the sweep was interrupted. Several sweeps may share a folder: the last one
     to finish writes the points of all."""
-    with locked(out):
+    with only_writer(out, inside=True, wait=True):
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
             text = "".join(json.dumps(line) + "\n" for line in lines)
             write_text(out / name, text)
     return results, timings, old
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder: other processes wait."""
-    with (folder / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -15,12 +15,13 @@ from tqdm import tqdm
 from specdec.api import DEMO_TARGET, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.lock import only_writer
 from specdec.lab.machine import command_line
 from specdec.lab.models import own_names
 from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
-from specdec.lab.sweep.store import locked, write_results
+from specdec.lab.sweep.store import write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.machine import set_matmul_precision
 from specdec.training.loop.parallel import join_processes
@@ -98,7 +99,7 @@ def run(config: DictConfig) -> None:
         if config.report:
             from specdec.lab.sweep.report import write_report  # here, as matplotlib takes a second to import
 
-            with locked(out):
+            with only_writer(out, inside=True, wait=True):
                 write_report(out, results, timings, command=command_line())
             print(f"report: {out / 'report.html'}")
     print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))

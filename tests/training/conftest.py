@@ -27,3 +27,12 @@ def data(tmp_path_factory):
 def where(target_path, data) -> tuple[str, str]:
     """The settings that name target and data."""
     return f"target.path={target_path}", f"data.path={data}"
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory):
+    """A file of 23 prompts."""
+    from short_runs import write_rows
+
+    rows = ({"prompt": f"What is {i} + {i % 7}?"} for i in range(23))
+    return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", *rows)

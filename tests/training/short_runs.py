@@ -54,6 +54,10 @@ def write_rows(path: Path, *rows: dict | list | bytes) -> Path:
     return path
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def composed(command: str, *overrides: object):
     """The settings of a command, small where `overrides` are silent."""
     return composed_alone(command, *SMALL, *overrides)

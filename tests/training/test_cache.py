@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file
-from short_runs import CONVERSATIONS, composed, kept_bytes, logged, refused  # noqa: F401 (CONVERSATIONS: test_lock)
+from short_runs import CONVERSATIONS, composed, contents, kept_bytes, logged, refused  # noqa: F401 (for test_lock)
 
 from specdec.training import cache, estimate, train
 from specdec.training.cache import FeatureCacheWriter
@@ -150,7 +150,7 @@ def test_all_tokens_but_one_are_as_good_as_all(tmp_path, renormalise):
 
 def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path, monkeypatch):
     assert writer(tmp_path / "whole").write() == 3
-    whole = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+    whole = contents(tmp_path / "whole")
     calls = []
 
     def compute(self, data):
@@ -166,7 +166,7 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
     with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: specdec cache with its settings goes on"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
-    assert {p.name: p.read_bytes() for p in (tmp_path / "cut").iterdir()} == whole
+    assert contents(tmp_path / "cut") == whole
     first, second = shard_path(tmp_path / "cut", 0, 3), shard_path(tmp_path / "cut", 1, 3)
     first.write_bytes(first.read_bytes()[:500])
     content = bytearray(second.read_bytes())
@@ -175,7 +175,7 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
     with pytest.raises(ValueError, match=r"features-00000.* is damaged: .*makes it anew"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
-    assert {p.name: p.read_bytes() for p in (tmp_path / "cut").iterdir()} == whole
+    assert contents(tmp_path / "cut") == whole
     assert writer(tmp_path / "cut").write() == 0
 
 

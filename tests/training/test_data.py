@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from omegaconf import OmegaConf
+from short_runs import write_rows
 
 from specdec.model.loader import load_target, load_texts
 from specdec.training.count import main as count_main
@@ -21,12 +22,6 @@ FIELDS = {"split": "train", "subset": None, "streaming": False, "max_length": 10
 def target(target_path):
     """Loaded anew for each test: some change its tokenizer."""
     return load_target(target_path)
-
-
-def write(path, *rows):
-    lines = (row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
-    path.write_bytes(b"".join(line + b"\n" for line in lines))
-    return path
 
 
 def load(target, path, **fields):
@@ -49,7 +44,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_a_bad_record_is_named_by_its_line_or_skipped_and_counted(target, tmp_path, capsys, message):
-    path = write(tmp_path / "a.jsonl", GOOD, b"", GOOD, BAD[message], GOOD)
+    path = write_rows(tmp_path / "a.jsonl", GOOD, b"", GOOD, BAD[message], GOOD)
     with pytest.raises(ValueError, match=r"a.jsonl line 4: .*" + message):
         load(target, path)
     assert len(load(target, path, bad="skip")) == 3
@@ -61,7 +56,7 @@ def test_a_bad_record_is_named_by_its_line_or_skipped_and_counted(target, tmp_pa
 
 def test_long_conversations_are_cut_or_dropped_and_counted(target, tmp_path, capsys):
     longer = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "It is 2. " * 20}]}
-    path = write(tmp_path / "a.jsonl", GOOD, longer, GOOD)
+    path = write_rows(tmp_path / "a.jsonl", GOOD, longer, GOOD)
     cut, dropped = load(target, path, max_length=40), load(target, path, max_length=40, too_long="drop")
     assert [len(s.ids) for s in cut] == [len(cut[0].ids), 40, len(cut[0].ids)]
     assert [len(s.ids) for s in dropped] == [len(cut[0].ids)] * 2
@@ -78,13 +73,13 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, cap
     refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}"
     target.tokenizer.chat_template = refusing + target.tokenizer.chat_template
     answer_first = {"messages": [{"role": "assistant", "content": "Hello."}]}
-    path = write(tmp_path / "a.jsonl", GOOD, answer_first, {"prompt": "And?"}, TEXT)
+    path = write_rows(tmp_path / "a.jsonl", GOOD, answer_first, {"prompt": "And?"}, TEXT)
     assert len(load(target, path)) == 2
     told = capsys.readouterr().err
     assert "1 conversations that the chat template refuses left out" in told
     assert "1 conversations in which the assistant does not speak left out" in told
     with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*specdec regenerate"):
-        load(target, write(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
+        load(target, write_rows(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ def test_a_file_that_cannot_be_read_is_an_error_whatever_is_skipped(target, tmp_
 def test_a_template_that_cannot_be_masked_is_a_fault_of_the_record(target, tmp_path, capsys):
     """It numbers turns from the end, so a conversation of two turns has no exact offsets, but one turn would do."""
     target.tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
-    path = write(tmp_path / "a.jsonl", TEXT, GOOD)
+    path = write_rows(tmp_path / "a.jsonl", TEXT, GOOD)
     with pytest.raises(ValueError, match=r"line 2: the chat template rewrites earlier text.*generation"):
         load(target, path)
     assert len(load(target, path, bad="skip")) == 1
@@ -118,7 +113,7 @@ def test_a_template_that_cannot_be_masked_is_a_fault_of_the_record(target, tmp_p
 
 @pytest.mark.parametrize("bad", ["error", "skip"])
 def test_a_tokenizer_that_is_not_the_targets_is_an_error_whatever_is_skipped(target, tmp_path, bad):
-    path = write(tmp_path / "a.jsonl", GOOD)
+    path = write_rows(tmp_path / "a.jsonl", GOOD)
     template = target.tokenizer.chat_template
     target.tokenizer.chat_template = template.replace("<|end|>", "<|im_end|>")
     with pytest.raises(ValueError, match=r"writes <\|im_end\|>, which the tokenizer does not hold as one token"):
@@ -126,22 +121,22 @@ def test_a_tokenizer_that_is_not_the_targets_is_an_error_whatever_is_skipped(tar
     target.tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         load(target, path, bad=bad)
-    assert len(load(target, write(tmp_path / "text.jsonl", TEXT), bad=bad)) == 1, "plain texts need none"
+    assert len(load(target, write_rows(tmp_path / "text.jsonl", TEXT), bad=bad)) == 1, "plain texts need none"
     target.tokenizer.chat_template = template
     target.tokenizer.add_tokens([f"word{i}" for i in range(9)])
-    path = write(tmp_path / "b.jsonl", GOOD, {"text": "word8"})
+    path = write_rows(tmp_path / "b.jsonl", GOOD, {"text": "word8"})
     with pytest.raises(ValueError, match=r"b.jsonl line 2: the tokenizer gives token \d+, but the target's vocabulary"):
         load(target, path, bad=bad)
 
 
 def test_half_a_surrogate_pair_is_no_obstacle(target, tmp_path):
-    (sample,) = load(target, write(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b"}'))
+    (sample,) = load(target, write_rows(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b"}'))
     assert target.tokenizer.decode(sample.ids) == "a ??? b".replace("?", "\N{REPLACEMENT CHARACTER}")
 
 
 def test_a_pattern_reads_files_in_order_of_their_names(tmp_path):
     for name in ("2", "1", "3"):
-        write(tmp_path / f"answers-{name}.jsonl", {"text": name})
+        write_rows(tmp_path / f"answers-{name}.jsonl", {"text": name})
     assert [c[0]["content"] for c in read_conversations(tmp_path / "answers-*.jsonl")] == ["1", "2", "3"]
     with pytest.raises(ValueError, match="no such data file"):
         list(read_conversations(tmp_path / "questions-*.jsonl"))
@@ -172,10 +167,10 @@ def test_data_sets_are_read_as_files_are(hub, tmp_path, target, form, streaming)
         rows.to_parquet(path / "train-00000-of-00001.parquet")
     elif form == "folder of json":
         path.mkdir()
-        write(path / "train.jsonl", *ROWS)
+        write_rows(path / "train.jsonl", *ROWS)
     else:
         (rows if form == "saved" else hub.DatasetDict(train=rows)).save_to_disk(path)
-    plain = [r.messages() for r in read_records(write(tmp_path / "plain.jsonl", *ROWS))]
+    plain = [r.messages() for r in read_records(write_rows(tmp_path / "plain.jsonl", *ROWS))]
     assert [r.messages() for r in read_records(path, streaming=streaming)] == plain
     a, b = load(target, path, streaming=streaming), load(target, tmp_path / "plain.jsonl")
     assert [s.ids.tolist() for s in a] == [s.ids.tolist() for s in b]
@@ -216,7 +211,7 @@ def test_presets_name_data_sets():
 
 
 def test_the_limit_counts_what_is_kept_and_nothing_is_read_beyond_it(target, tmp_path):
-    path = write(tmp_path / "a.jsonl", {"prompt": "?"}, GOOD, GOOD, b"broken")
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "?"}, GOOD, GOOD, b"broken")
     assert len(load(target, path, limit=2)) == 2
 
 
@@ -225,7 +220,7 @@ def test_show_and_count_read_no_weights(target_path, tmp_path):
     shutil.copytree(target_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     texts = load_texts(folder)
     assert (texts.vocab, texts.eos, texts.config.context) == (whole.vocab, whole.eos, whole.config.context)
-    path = write(tmp_path / "a.jsonl", GOOD)
+    path = write_rows(tmp_path / "a.jsonl", GOOD)
     show_main(["--target", str(folder), "--data", str(path)])
     words = ["--target", str(folder), "--data", str(path), "--size", "9", "--out", str(tmp_path / "map.json")]
     count_main(words)
@@ -233,7 +228,7 @@ def test_show_and_count_read_no_weights(target_path, tmp_path):
 
 
 def test_show_marks_what_is_learnt(target_path, tmp_path, capsys, monkeypatch):
-    path = write(tmp_path / "a.jsonl", {"prompt": "No answer?"}, GOOD)
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "No answer?"}, GOOD)
     show = ["--target", str(target_path), "--data", str(path)]
     show_main(show)
     out = capsys.readouterr().out

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from short_runs import small_files
+from short_runs import contents, small_files
 
 from specdec.engine.engine import Engine
 from specdec.model.cache import KVCache
@@ -15,17 +15,9 @@ from specdec.text import encode_chat
 from specdec.training import regenerate as module
 from specdec.training.regenerate import Prompt, main, plan, regenerate
 
-COUNT = 23  # batches of 5, shards of 9: neither divides another
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"What is {i} + {i % 7}?"}) + "\n" for i in range(COUNT)))
-    return path
-
 
 def arguments(target_path, prompts, out, *more):
+    """23 prompts in batches of 5, and shards of 9: neither divides another."""
     return [
         "--target", str(target_path), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
         "--batch-size", "5", "--shard-size", "9", *more,
@@ -45,10 +37,6 @@ def whole(target_path, prompts, tmp_path_factory):
         main(arguments(target_path, prompts, out, *settings))
         runs[kind] = contents(out.parent)
     return runs
-
-
-def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from remotes import small_server
+from short_runs import contents
 
 from specdec import remote
 from specdec.engine.engine import Engine
@@ -11,19 +12,12 @@ from specdec.model.loader import load_target
 from specdec.text import encode_chat
 from specdec.training.regenerate import main
 
-COUNT = 13
+COUNT = 23  # of `prompts`
 
 
 @pytest.fixture(scope="module")
 def engine(target_path):
     return Engine(load_target(target_path))
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"What is {i} + {i % 7}?"}) + "\n" for i in range(COUNT)))
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +28,6 @@ def hasty(monkeypatch):
 def ask(server, target_path, prompts, out, *more) -> None:
     where = ["--server", server.url, "--model", "small", "--target", str(target_path)]
     main([*where, "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6", "--requests", "4", *more])
-
-
-def contents(folder) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_the_answers_are_the_targets_own(engine, target_path, prompts, tmp_path):
@@ -54,13 +44,10 @@ def test_the_answers_are_the_targets_own(engine, target_path, prompts, tmp_path)
     assert (made_by["temperature"], made_by["top_p"], made_by["max_new_tokens"]) == (0.0, 1.0, 6)
 
 
-@pytest.mark.parametrize("sampling", [(), ("--temperature", "1.0", "--seed", "3")], ids=["greedy", "sampled"])
-def test_after_failures_and_an_interruption_the_bytes_are_the_same(
-    sampling, engine, target_path, prompts, tmp_path, capsys
-):
+def test_after_failures_and_an_interruption_the_bytes_are_the_same(engine, target_path, prompts, tmp_path, capsys):
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()
-    settings = ("--shard-size", "5", *sampling)
+    settings = ("--shard-size", "5", "--limit", "13", "--temperature", "1.0", "--seed", "3")
     with small_server(engine) as server:
         ask(server, target_path, prompts, tmp_path / "whole" / "answers.jsonl", *settings)
     whole, out = contents(tmp_path / "whole"), tmp_path / "cut" / "answers.jsonl"

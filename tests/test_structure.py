@@ -1,4 +1,4 @@
-"""Who may import whom (docs/structures.md), and how long a file or a function may be.
+"""Who may import whom (docs/architecture.md), and how long a file or a function may be.
 
 python tests/test_structure.py prints the counts.
 """
@@ -81,7 +81,7 @@ def room_of(module: str) -> tuple[int, str] | None:
         if module in COMPOSITION:
             return None
         module = module.rpartition(".")[0]
-    raise AssertionError(f"{module} lies in no room: add it to ROOMS and to docs/structures.md")
+    raise AssertionError(f"{module} lies in no room: add it to ROOMS and to docs/architecture.md")
 
 
 def upward_edges() -> list[str]:

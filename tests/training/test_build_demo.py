@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.api import load_drafter, load_target
 from specdec.drafters import mtp
 from specdec.drafters.formats import save_drafter
+from specdec.trees.spec import TreeSpec
 
 
 @pytest.fixture
@@ -115,11 +116,11 @@ def run(module: str, *words: object) -> None:
 
 
 def test_all_stages(target_path, tmp_path, monkeypatch):
-    """On a tiny target of nine layers, with one drafter that grows and one that is new."""
+    """On a tiny target, with one drafter that grows."""
     tokenizer = load_target(target_path).tokenizer
     small = tmp_path / "small"
     fields = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
-    save_hf(small / "target", "llama", num_hidden_layers=9, head=15.0, **fields)
+    save_hf(small / "target", "llama", head=15.0, **fields)
     tokenizer.save_pretrained(small / "target")
     target = load_target(small / "target")
     save_drafter(mtp.create(target), small / "mtp", target)
@@ -134,12 +135,13 @@ def test_all_stages(target_path, tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text(json.dumps(book) + "\n")
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["What is 3?"]}) + "\n")
     monkeypatch.setattr(demo_models, "ANSWERS", 1)
-    small_sizes = {"GROWN": {"mtp": 64}, "DRAFTERS": ("mtp", "dspark"), "LENGTH": 128, "MAP_SIZE": 200}
+    small_sizes = {"GROWN": {"mtp": 64}, "DRAFTERS": ("mtp",), "LENGTH": 128, "MAP_SIZE": 200}
+    small_sizes["TREES"] = (TreeSpec(2, 2, 4),)
     for name, value in (small_sizes | {"run": run}).items():
         monkeypatch.setattr(build_demo, name, value)
     words = ["--small", small, "--conversations", tmp_path / "c.jsonl", "--books", tmp_path / "b.jsonl"]
     words += ["--bench", tmp_path / "p.jsonl", "--work", tmp_path / "work", "--out", tmp_path / "demo", "--eager"]
-    words += ["--sizes", 96, 100, "--tokens", 1280, "--less-steps", 1, "--answers", 24, "trainer.steps=2"]
+    words += ["--sizes", 96, 100, "--tokens", 1280, "--less-steps", 1, "--answers", 12, "trainer.steps=2"]
     words += ["data.heldout=4", "trainer.batch_tokens=512", "trainer.decode_every=null", "drafter.intermediate_size=64"]
     monkeypatch.setattr(sys, "argv", ["build_demo.py", *map(str, words)])
     build_demo.main()
@@ -149,8 +151,7 @@ def test_all_stages(target_path, tmp_path, monkeypatch):
     assert {"before", "after", "steps"} <= set(report["target"])
     assert all(min(drafter["tau"].values()) >= 1 for drafter in report["drafters"].values())
     target = load_target(tmp_path / "demo" / "target")
-    for name in ("mtp", "dspark"):
-        load_drafter(tmp_path / "demo" / name, target)
+    load_drafter(tmp_path / "demo" / "mtp", target)
     page = (tmp_path / "demo" / "README.md").read_text()
     assert "| mtp | " in page
     assert "{" not in page

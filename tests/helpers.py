@@ -22,6 +22,7 @@ from specdec.model.target import Target
 from specdec.sampling.filters import filtered_probs
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
+from specdec.verify import SampleAndMatch
 
 SMALL = {
     "vocab_size": 99,
@@ -339,11 +340,24 @@ def pvalue_against(joint: torch.Tensor, result) -> float:
     vocab = len(joint)
     second, third = torch.tensor([row.tokens[1:3] for row in result.rows]).T
     seen = torch.bincount(second * vocab + third, minlength=vocab**2).double().view(vocab, vocab)
-    expected = joint.double() * len(result.rows)
-    assert seen[expected == 0].sum() == 0, "a token was emitted that the filters exclude"
-    observed, expected = merge_rare_cells(seen.flatten(), expected.flatten())
+    return pvalue_of_counts(seen.flatten(), joint.double().flatten() * len(result.rows))
+
+
+def pvalue_of_counts(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    """Chi-square of counts against the counts expected, rare cells together."""
+    assert seen[expected == 0].sum() == 0, "what never happens happened, such as a token that the filters exclude"
+    observed, expected = merge_rare_cells(seen, expected)
     assert len(observed) > 3
     return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+
+
+class Credulous(SampleAndMatch):
+    """A broken rule: it emits the first draft where the target refused it."""
+
+    def __call__(self, tree, logits, sampling, noise=None):
+        verdict = super().__call__(tree, logits, sampling, noise)
+        verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
+        return verdict
 
 
 def merge_rare_cells(seen, expected, least=5.0):

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import pytest
 from helpers import run_here
@@ -20,18 +18,13 @@ def prompts(tmp_path_factory):
     return path
 
 
-def compare(*overrides: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "specdec/lab/sweep/compare_command.py", *overrides]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_table_chart_and_result(prompts, tmp_path):
     entries = (
         "~entries",
         "+entries.eagle3={draft: demo/eagle3}",
         "+entries.lossy={draft: ngram, tree: chain, verifier: {name: typical}}",
     )
-    done = compare(f"prompts={prompts}", f"out={tmp_path}", "max_new_tokens=24", *entries)
+    done = run_here(compare_main, f"prompts={prompts}", f"out={tmp_path}", "max_new_tokens=24", *entries)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 identical" in done.stdout
     assert "NO: typical" in done.stdout

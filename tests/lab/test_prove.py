@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import Credulous, tiny_drafter, tiny_target
 from scipy import stats
 
 from specdec.lab.proof.equality import EqualityProver, Mismatch
@@ -26,6 +26,7 @@ def test_chi_square_is_scipys():
     assert chi_square(torch.tensor([99.0, 1]).double(), torch.tensor([100.0, 0]).double()) == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["match", "rejection", "block", "sglang"])
 @pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["warm", "filtered"])
 def test_the_rules_follow_the_law(name, sampling):
@@ -38,20 +39,12 @@ def test_the_rules_follow_the_law(name, sampling):
             assert proof.emitted > 1.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["match", "rejection", "block", "sglang"])
 def test_one_wrong_token_in_a_thousand_breaks_the_law(name):
     proof = prove_law(SampledTree((1, 1, 1)), OneInAThousand(make_verifier(name)), FILTERED, draws=100_000)
     assert proof.impossible > 0
     assert proof.pvalue == 0
-
-
-class Credulous(SampleAndMatch):
-    """Emits the first draft where the target refused it."""
-
-    def __call__(self, tree, logits, sampling, noise=None):
-        verdict = super().__call__(tree, logits, sampling, noise)
-        verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
-        return verdict
 
 
 def test_enumeration():

@@ -1,12 +1,12 @@
-"""What rejected drafts leave behind: nothing in our caches; the proof finds it in broken ones, and in transformers'."""
+"""What rejected drafts leave behind: nothing in our caches; the proof finds it in broken ones."""
 
 import pytest
 import torch
 from helpers import tiny_target
 from hybrids import hybrid_target
 
-from specdec.lab.proof.page import markdown, verdict_line
-from specdec.lab.proof.proof import Proof, prove_caches
+from specdec.lab.proof.page import verdict_line
+from specdec.lab.proof.proof import Proof
 from specdec.lab.proof.rollback import prove_rollback
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import BUDGET, RecurrentCache
@@ -31,18 +31,6 @@ def test_experts_round_by_what_is_beside_them(tmp_path):
     proof = prove_rollback(hybrid_target(tmp_path, "qwen3_next"), PROMPTS, together=False)
     assert proof.bugs == 0
     assert proof.rounded > 0
-
-
-def test_what_transformers_crop_leaves(hybrid):
-    """Of the installed version: it keeps recurrent states as they are, or somebody has mended it."""
-    proof = Proof()
-    prove_caches(proof, hybrid, PROMPTS, seed=0)
-    assert not proof.left_behind()
-    if proof.crop.bugs == 0:
-        pytest.skip("the installed transformers takes rejected drafts back")
-    assert (proof.crop.states, proof.crop.logits, proof.crop.astray) == (12, 12, 12)
-    assert "No bug found" in verdict_line(proof)  # it is told, and not counted
-    assert "`crop` (not counted) | 12 | 12 | 12 | 0 | 12 |" in markdown(proof, "")
 
 
 def keep_the_draft(cache: RecurrentCache, n) -> None:

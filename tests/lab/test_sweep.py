@@ -1,6 +1,5 @@
 """Sweeps: what a point depends on, interruptions at any place, and mistakes."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -8,14 +7,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_here
 
+from specdec.cli import revision
 from specdec.engine.trace_files import read_trace
 from specdec.lab.sweep import store, sweep
 from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from specdec.lab.sweep.sweep import Sweep
-from specdec.lab.sweep.sweep_command import drafts_of
+from specdec.lab.sweep.sweep_command import drafts_of, share_of
+from specdec.lab.sweep.sweep_command import main as sweep_main
 from specdec.lab.traces.metrics import METRICS
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
@@ -76,18 +78,6 @@ def whole(target, drafter_path, tmp_path_factory):
 # What a point is
 
 
-def test_a_grid_holds_a_chain_once():
-    found = TreeSpec.grid([1, 4], [3, 5], [8, 16])
-    assert found == [
-        TreeSpec(1, 3),
-        TreeSpec(1, 5),
-        TreeSpec(4, 3, 8),
-        TreeSpec(4, 3, 16),
-        TreeSpec(4, 5, 8),
-        TreeSpec(4, 5, 16),
-    ]
-
-
 def test_drafts_have_names_of_their_own():
     assert [draft.name for draft in drafts_of(["a/draft", "b/draft", "ngram"])] == ["a", "b", "ngram"]
     assert [draft.name for draft in drafts_of(["a/x", "b/x", "demo/mtp"])] == ["a/x", "b/x", "mtp"]
@@ -133,30 +123,22 @@ def test_a_signature_is_of_what_the_files_hold(drafter_path, tmp_path):
 
 
 def test_the_code_version_is_of_what_measures(monkeypatch):
-    before, root = code_version(), Path(sweep.__file__).parents[3]
+    before, root = code_version(), revision.ROOT
     for name in (*NOT_CODE, *LAB):
-        assert (root / name).is_dir() or (root / f"{name}.py").is_file(), "specdec/lab/sweep/points.py names lost files"
+        assert [*root.glob(f"{name}*")], "specdec/lab/sweep/points.py names lost files"
     real = Path.read_bytes
-
-    def changed(name: str) -> bool:
+    for name, matters in {
+        "specdec/engine/engine.py": True,
+        "specdec/lab/traces/metrics.py": True,
+        "drafters/eagle3.py": True,
+        "trees/dynamic.py": True,
+        "specdec/cli/generate.py": False,
+        "specdec/lab/sweep/report.py": False,
+        "specdec/lab/sweep/store.py": False,
+    }.items():
         with monkeypatch.context() as patch:
-            patch.setattr(Path, "read_bytes", lambda self: real(self) + b"#" * (self == root / name))
-            return code_version() != before
-
-    assert all(
-        map(
-            changed,
-            (
-                "specdec/engine/engine.py",
-                "specdec/lab/traces/metrics.py",
-                "specdec/drafters/eagle3.py",
-                "specdec/trees/dynamic.py",
-            ),
-        )
-    )
-    assert not any(
-        map(changed, ("specdec/cli/generate.py", "specdec/lab/sweep/report.py", "specdec/lab/sweep/store.py"))
-    )
+            patch.setattr(Path, "read_bytes", lambda self, name=name: real(self) + b"#" * (self == root / name))
+            assert (code_version() != before) == matters, name
 
 
 # What is measured
@@ -215,6 +197,7 @@ PLACES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", PLACES)
 def test_killed_and_resumed_is_the_same(place, whole, target, drafter_path, tmp_path, monkeypatch):
     name, calls = PLACES[place]
@@ -240,10 +223,9 @@ def test_killed_and_resumed_is_the_same(place, whole, target, drafter_path, tmp_
 
 
 def test_jobs_that_share_a_sweep_make_the_same_file(whole, target, drafter_path, tmp_path):
-    script = load_script()
     found = make(target, tmp_path / "shared")
     points = points_of(found, drafter_path)
-    shares = [script.share_of(points, shard, 2, rank, 2) for shard in (0, 1) for rank in (0, 1)]
+    shares = [share_of(points, shard, 2, rank, 2) for shard in (0, 1) for rank in (0, 1)]
     assert sorted(p.key for share in shares for p in share) == sorted(p.key for p in points)
     for share in reversed(shares):
         make(target, tmp_path / "shared").run(share)
@@ -279,23 +261,6 @@ def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
 # The command
 
 
-def load_script():
-    spec = importlib.util.find_spec("specdec.lab.sweep.sweep_command")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(monkeypatch, *overrides: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["sweep.py", *overrides])
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    try:
-        load_script().main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
 @pytest.fixture
 def questions(tmp_path):
     path = tmp_path / "questions.jsonl"
@@ -304,23 +269,22 @@ def questions(tmp_path):
     return path
 
 
-def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+def test_the_command(questions, target_path, drafter_path, tmp_path):
     out = tmp_path / "out"
     settings = (
         f"benchmark.path={questions}", f"target.path={target_path}", f"draft=[{drafter_path},ngram]", f"out={out}",
         "topk=[1,2]", "steps=2", "num_draft_tokens=[4,60]", "max_new_tokens=8", "resamples=20", "best_tree.questions=2",
     )  # fmt: skip
-    assert run(monkeypatch, *settings) == 0
-    first = capsys.readouterr()
-    last = json.loads(first.out.splitlines()[-1])
+    first = run_here(sweep_main, *settings)
+    assert first.returncode == 0
+    last = json.loads(first.stdout.splitlines()[-1])
     assert last == {
         "out": str(out), "points": 9, "to_be_measured_elsewhere": 0, "measured": 7, "reused": 0, "skipped": 2,
     }  # fmt: skip
-    assert "drafter 2/2/60 skipped: num_draft_tokens is 60" in first.err
+    assert "drafter 2/2/60 skipped: num_draft_tokens is 60" in first.stderr
     results = (out / RESULTS).read_bytes()
     assert (out / "report.html").is_file()
-    assert run(monkeypatch, *settings) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["reused"] == 9
+    assert json.loads(run_here(sweep_main, *settings).stdout.splitlines()[-1])["reused"] == 9
     assert (out / RESULTS).read_bytes() == results
 
 
@@ -345,13 +309,13 @@ def test_the_command(questions, target_path, drafter_path, tmp_path, monkeypatch
         (["Q", "out=QUESTIONS"], "cannot write to"),
     ],
 )
-def test_mistakes(questions, target_path, tmp_path, monkeypatch, capsys, overrides, message):
+def test_mistakes(questions, target_path, tmp_path, overrides, message):
     given = [o.replace("QUESTIONS", str(questions)) for o in overrides if o != "Q"]
     if "Q" in overrides:
         given += [f"benchmark.path={questions}", f"target.path={target_path}"]
         given += [] if any(o.startswith("draft=") for o in given) else ["draft=ngram"]
     given += [] if any(o.startswith("out=") for o in given) else [f"out={tmp_path / 'out'}"]
-    assert run(monkeypatch, *given) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert "Traceback" not in told
+    done = run_here(sweep_main, *given)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -5,18 +5,18 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from test_trees import check_invariants
 
-from specdec.children import LIKELIEST, Drawn, children_of
+from specdec.children import Drawn, children_of
 from specdec.drafters.vocab import DraftVocab
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import Sampling
-from specdec.trees import Chain, SampledTree
+from specdec.trees import SampledTree
 
 EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 
 
 def start(drafter, target, b=2):
-    """The drafter's state after six positions, always the same ones."""
+    """The drafter's state after six positions, the same in every row."""
     g = torch.Generator().manual_seed(4)
     drafter.reset(b, 64)
     feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
@@ -27,8 +27,7 @@ def start(drafter, target, b=2):
 def grow(policy, drafter, target, sampling, b=2):
     root = torch.full((b,), 3)
     noise = Noise([(0, row) for row in range(b)], hashes_of(torch.arange(17))).behind(root, policy.steps + 1)
-    children = children_of("drawn", sampling, noise) if policy.samples else LIKELIEST
-    return policy.grow(drafter, root, start(drafter, target, b), children)
+    return policy.grow(drafter, root, start(drafter, target, b), children_of("drawn", sampling, noise))
 
 
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
@@ -38,12 +37,10 @@ def test_invariants(expansion):
     tree = grow(policy, tiny_drafter(target, draft_vocab=8), target, Sampling(1.0))
     check_invariants(tree, policy.num_draft_tokens)
     children = tree.parents[0, 1:].bincount(minlength=policy.num_draft_tokens)
-    assert (
-        children.tolist()
-        == [e for e, size in zip(expansion, policy.sizes, strict=False) for _ in range(size)] + [0] * policy.sizes[-1]
-    )
+    assert children.tolist() == [(*expansion, 0)[level] for level in tree.depth[0]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=3)], ids=["warm", "filtered"])
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
 @torch.inference_mode()
@@ -88,16 +85,6 @@ def test_used_up_filters_leave_the_likeliest_tokens():
     assert {frozenset(pair) for pair in tree.tokens[:, 1:3].tolist()} == {frozenset(best[:2].tolist())}
     assert len(tree.tokens[:, 1].unique()) == 2
     assert (tree.tokens[:, 3:] == best[2:]).all()
-
-
-@torch.inference_mode()
-def test_at_temperature_0_the_sampled_chain_is_the_chain():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    drawn, chain = (grow(policy, drafter, target, Sampling()) for policy in (SampledTree((1, 1, 1, 1)), Chain(4)))
-    for field in ("tokens", "parents", "depth", "ancestors"):
-        assert torch.equal(getattr(drawn, field), getattr(chain, field)), field
-    torch.testing.assert_close(drawn.logq, chain.logq)
 
 
 @pytest.mark.parametrize("expansion", [(), (2, 0), (-1,)], ids=str)

@@ -9,28 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
-from test_trees import check_invariants
+from test_trees import check_invariants, start
 
 from specdec.api import load_tree
 from specdec.drafters import ngram
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
-from specdec.trees import Chain, StaticTree
+from specdec.trees import StaticTree
 from specdec.trees.optimal import expected_tau, measure_acceptance, optimal_paths
 
 ROOT = Path(__file__).parents[2]
 PATHS = [[2], [0], [1], [0, 0], [0, 3], [2, 1], [1, 0], [0, 3, 0], [0, 3, 1], [1, 0, 2], [0, 3, 1, 0]]
-
-
-def start(drafter, target, b=3):
-    """A state after a few committed tokens, in rows of different lengths, and the roots."""
-    g = torch.Generator().manual_seed(0)
-    tokens = torch.randint(target.config.vocab, (b, 6), generator=g)
-    feats = torch.randn(b, 6, len(drafter.taps) * target.config.hidden, generator=g)
-    n = torch.tensor([6, 2, 4])[:b]
-    drafter.reset(b, 64)
-    state = drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats if drafter.taps else None, tokens, n)
-    return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
 DRAFTERS = {
@@ -66,20 +55,6 @@ def test_every_node_is_what_its_own_path_drafts(name):
                 state = drafter.step(token, state.hidden, depth, ancestors)
         assert torch.equal(tree.tokens[:, node], token[:, 0]), path
         torch.testing.assert_close(tree.logq[:, node], logq)
-
-
-@torch.inference_mode()
-def test_a_path_of_first_children_is_the_chain():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    root, state = start(drafter, target)
-    chain = Chain(4).grow(drafter, root, state)
-    root, state = start(drafter, target)
-    static = StaticTree([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
-    assert static.draft_slots() == Chain(4).draft_slots()
-    tree = static.grow(drafter, root, state)
-    for field in ("tokens", "parents", "depth", "ancestors", "logq"):
-        torch.testing.assert_close(getattr(tree, field), getattr(chain, field))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from specdec.cli.drawing import draw
 from specdec.contracts import Drafter, DraftState
 from specdec.sampling.likely import BLOCK, MANY, top
 from specdec.structs import DraftTree
-from specdec.trees import Chain, DynamicTree
+from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.ancestors import ancestors_of
 
 
@@ -32,6 +32,23 @@ class ScriptedDrafter(Drafter):
     def step(self, tokens, hidden, level, ancestors):
         assert ancestors.shape == (*tokens.shape, level * tokens.shape[1])
         return self.state(*tokens.shape)
+
+
+def start(drafter, target, b=3):
+    """A state after a few committed tokens, always the same, in rows of different lengths; and the roots."""
+    g = torch.Generator().manual_seed(0)
+    tokens = torch.randint(target.config.vocab, (b, 6), generator=g)
+    feats = torch.randn(b, 6, len(drafter.taps) * target.config.hidden, generator=g)
+    n = torch.tensor([6, 2, 4])[:b]
+    drafter.reset(b, 64)
+    state = drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats if drafter.taps else None, tokens, n)
+    return tokens.gather(1, n[:, None] - 1).squeeze(1), state
+
+
+def assert_same_tree(tree: DraftTree, other: DraftTree) -> None:
+    for field in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(tree, field), getattr(other, field)), field
+    torch.testing.assert_close(tree.logq, other.logq)
 
 
 def grow(policy, logits, b=2):
@@ -72,6 +89,7 @@ def test_scores_by_hand():
     check_invariants(tree, 5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("logits", [[0.0, 0.0, 0.0, 0.0], [200.0, 0.0, 0.0, 0.0], [200.0, 200.0, -200.0, -200.0]])
 @pytest.mark.parametrize("n", [2, 5, 9, 13])
 def test_ties_never_orphan_a_node(logits, n):
@@ -86,29 +104,22 @@ def test_ties_never_orphan_a_node(logits, n):
 def test_invariants_with_a_real_drafter(policy):
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=8)
-    drafter.reset(3, 64)
-    f = len(drafter.taps) * target.config.hidden
-    feats, tokens, n = torch.randn(3, 6, f), torch.randint(17, (3, 6)), torch.tensor([6, 2, 4])
-    state = drafter.admit(0, torch.zeros(3, dtype=torch.int64), feats, tokens, n)
-    tree = policy.grow(drafter, torch.tensor([1, 2, 3]), state)
-    check_invariants(tree, policy.num_draft_tokens)
+    check_invariants(policy.grow(drafter, *start(drafter, target)), policy.num_draft_tokens)
 
 
+@pytest.mark.parametrize(
+    "policy", [DynamicTree(1, 4, 5), StaticTree([[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]), SampledTree((1, 1, 1, 1))]
+)
 @torch.inference_mode()
-def test_topk_1_is_the_chain():
+def test_a_tree_of_first_children_is_the_chain(policy):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    feats, tokens = torch.randn(2, 6, len(drafter.taps) * target.config.hidden), torch.randint(17, (2, 6))
-    trees = []
-    for policy in (Chain(4), DynamicTree(1, 4, 5)):
-        drafter.reset(2, 64)
-        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats, tokens, torch.tensor([6, 3]))
-        trees.append(policy.grow(drafter, torch.tensor([1, 2]), state))
-    for field in ("tokens", "parents", "depth", "ancestors"):
-        assert torch.equal(getattr(trees[0], field), getattr(trees[1], field)), field
-    torch.testing.assert_close(trees[0].logq, trees[1].logq)
+    assert policy.draft_slots() == Chain(4).draft_slots()
+    trees = [each.grow(drafter, *start(drafter, target)) for each in (Chain(4), policy)]
+    assert_same_tree(*trees)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("size", [MANY - BLOCK, MANY, MANY + 1, 4 * MANY])
 @pytest.mark.parametrize("k", [1, 4, MANY // BLOCK + 1])
 def test_the_largest_of_many_by_blocks(size, k):

@@ -6,12 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_verify_laws import DRAFTER, ROWS, TARGET, WARM, CheckedDrafter, noise_of, pvalue, target_law, verify
+from test_verify_laws import (
+    DRAFTER,
+    ROWS,
+    TARGET,
+    WARM,
+    CheckedDrafter,
+    filled_up,
+    noise_of,
+    pvalue,
+    target_law,
+    verify,
+)
 
 from specdec.adaptive import Curve, Survival, Told, survival
 from specdec.children import children_of
 from specdec.engine.guide import Guide, Played, trimmed
-from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree
@@ -85,11 +95,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
         cut = trimmed(rows_of(tree, some), torch.arange(width).repeat(len(some), 1))
         verdict = verify(verifier, cut, WARM, noise_at(some))
         tokens[some, :width], n[some] = verdict.tokens, verdict.n
-    for i in range(3):
-        before = tokens[:, i - 1] if i else root
-        fresh = draw(filtered_probs(TARGET[before], WARM), later.whole[:, i])
-        tokens[:, i] = torch.where(n > i, tokens[:, i], fresh)
-    return tokens[:, :3], widths
+    return filled_up(tokens, n, WARM, later), widths
 
 
 def noise_at(rows):

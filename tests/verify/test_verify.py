@@ -46,6 +46,7 @@ def random_tree(seed: int, b: int = 5, n: int = 12, vocab: int = 6) -> DraftTree
     return DraftTree(tokens, parents, depth, ancestors_of(parents, steps), steps)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(20))
 def test_greedy_verdict_equals_a_plain_walk(seed):
     tree = random_tree(seed)
@@ -76,6 +77,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_filters_match_transformers(sampling):
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0)) * 3
@@ -117,6 +119,7 @@ def test_nonsense_is_refused(fields):
         Sampling(**({"temperature": 1.0} | fields))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("temperature", [1e-30, 1e-40, 5e-324])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_the_least_temperatures_are_greedy(temperature, filters):

@@ -10,6 +10,7 @@ run = test_generate.run  # the fixture
 PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "name", "lossless"),
     [

@@ -6,6 +6,7 @@ All results are plain values that JSON has; `None` stands where nothing was seen
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.recorder import TracedRound, TracedRow
 from specdec.engine.report import RoundReport
-from specdec.lab.traces.metrics import Rows
-from specdec.lab.traces.summary import bootstrap
+from specdec.lab.traces.metrics import Rows, rounds_of, tau
+from specdec.lab.traces.summary import bootstrap, entry
 from specdec.lab.wrapped import WrappedDrafter
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
@@ -33,18 +34,7 @@ def calibration(rows: Rows, bins: int = 10) -> dict:
     1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy does not
     tell probabilities."""
     examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
-    groups: list[list[tuple[float, bool]]] = [[] for _ in range(bins)]
-    for probability, accepted in examined:
-        groups[min(int(probability * bins), bins - 1)].append((probability, accepted))
-    out = [
-        {
-            "draft": sum(q for q, _ in group) / len(group),
-            "accepted": sum(taken for _, taken in group) / len(group),
-            "count": len(group),
-        }
-        for group in groups
-        if group
-    ]
+    out = _binned("draft", examined, [*(i / bins for i in range(bins)), math.inf])
     off = sum(abs(b["accepted"] - b["draft"]) * b["count"] for b in out)
     return {"bins": out, "error": off / len(examined) if examined else None}
 
@@ -62,33 +52,14 @@ def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONT
     """tau by the tokens of context that a round began with, with 95 % intervals over questions.
 
     Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round."""
-    bins = list(zip(edges, (*edges[1:], math.inf), strict=True))
-    sums = {id(row): _by_bin(row.rounds, bins) for row in rows}
-
-    def taus(some: Rows) -> list[float]:
-        totals = [
-            [sum(x) for x in zip(*column, strict=True)] for column in zip(*(sums[id(r)] for r in some), strict=True)
-        ]
-        return [emitted / rounds if rounds else math.nan for emitted, rounds in totals]
-
-    if not rows:
-        return []
-    counts = [sum(sums[id(row)][i][1] for row in rows) for i in range(len(bins))]
     out = []
-    for (low, high), count, value, interval in zip(
-        bins, counts, taus(rows), bootstrap(taus, rows, resamples=resamples), strict=True
-    ):
-        if count:
-            ends = [None if math.isnan(end) else end for end in interval]
-            out.append({"from": low, "to": high if math.isfinite(high) else None, "rounds": count, "value": value}
-                       | {"low": ends[0], "high": ends[1]})  # fmt: skip
+    for low, high in pairwise((*edges, math.inf)):
+        some = [replace(row, rounds=[r for r in row.rounds if low <= r.context < high]) for row in rows]
+        if count := rounds_of(some):
+            ends = bootstrap(tau, some, resamples=resamples)[0]
+            bounds = {"from": low, "to": high if math.isfinite(high) else None, "rounds": count}
+            out.append(bounds | entry(tau(some), *ends))
     return out
-
-
-def _by_bin(rounds: list[TracedRound], bins: list[tuple[float, float]]) -> list[tuple[int, int]]:
-    """(tokens emitted, rounds) by bin."""
-    found = [[r for r in rounds if low <= r.context < high] for low, high in bins]
-    return [(sum(len(r.emitted) for r in group), len(group)) for group in found]
 
 
 def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: int = 10) -> dict:
@@ -206,7 +177,7 @@ class Probe(WrappedDrafter):
         and by that of the drafter at the root.
 
         Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out."""
-        return {"target": _binned(self.target), "draft": _binned(self.draft)}
+        return {name: _binned("entropy", getattr(self, name), NATS) for name in ("target", "draft")}
 
 
 def _entropy(logits: Tensor) -> Tensor:
@@ -215,11 +186,12 @@ def _entropy(logits: Tensor) -> Tensor:
     return -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
 
 
-def _binned(seen: list[tuple[float, bool]], edges: Sequence[float] = NATS) -> list[dict]:
+def _binned(name: str, seen: list[tuple[float, bool]], edges: Sequence[float]) -> list[dict]:
+    """Means of what was seen, and shares accepted, of the bins that are not empty."""
     out = []
     for low, high in pairwise(edges):
-        group = [(h, taken) for h, taken in seen if low <= max(h, 0.0) < high]
+        group = [(value, taken) for value, taken in seen if low <= max(value, 0.0) < high]
         if group:
             mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))
-            out.append({"entropy": mean, "accepted": share, "count": len(group)})
+            out.append({name: mean, "accepted": share, "count": len(group)})
     return out

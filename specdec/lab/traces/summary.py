@@ -72,7 +72,7 @@ def summary(rows: Rows, **how) -> dict:
 def _measure(rows: Rows, **how) -> dict:
     def entries(measure: Callable) -> list[dict]:
         values, intervals = _as_list(measure(rows)), bootstrap(measure, rows, **how)
-        return [_entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
+        return [entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
 
     return {
         "questions": len({row.question for row in rows}),
@@ -83,6 +83,7 @@ def _measure(rows: Rows, **how) -> dict:
     }
 
 
-def _entry(value: float, low: float, high: float) -> dict[str, float | None]:
-    entry = {"value": value, "low": low, "high": high}
-    return {key: None if math.isnan(number) else number for key, number in entry.items()}
+def entry(value: float, low: float, high: float) -> dict[str, float | None]:
+    """A value and its interval as JSON has them: None where it is nan."""
+    named = {"value": value, "low": low, "high": high}
+    return {key: None if math.isnan(number) else number for key, number in named.items()}

@@ -94,8 +94,6 @@ class Engine:
         self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
-    # Sequences that come and go
-
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:
         """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
@@ -206,8 +204,6 @@ class Engine:
         emitted = [sequence.tokens[:] for sequence in joining]
         sampling = settings_of([sequence.sampling for sequence in joining], self.device)
         return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
-
-    # A batch from beginning to end
 
     @torch.inference_mode()
     def generate(

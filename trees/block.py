@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.structs import DraftTree
+from specdec.trees.bounds import check_nodes, check_shape
 from specdec.trees.dynamic import Pool, select
 
 MANY = 1 << 30  # nodes are not counted any further
@@ -28,14 +29,8 @@ class BlockTree:
     marginals = True
 
     def __init__(self, topk: int = 8, steps: int = 16, num_draft_tokens: int = 32):
-        if topk < 1 or steps < 1:
-            raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
-        most = most_nodes(topk, steps, num_draft_tokens)
-        if not 2 <= num_draft_tokens <= most:
-            raise ValueError(
-                f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "
-                f"{most} tokens, the root counted"
-            )
+        check_shape(topk, steps)
+        check_nodes(topk, steps, num_draft_tokens, most_nodes(topk, steps, num_draft_tokens))
         self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
         self.pairs = candidate_pairs(topk, steps, num_draft_tokens - 1)
         self.sizes = [min(num_draft_tokens - 1 - level, len(pairs)) for level, pairs in enumerate(self.pairs)]

@@ -4,6 +4,20 @@ MOST_STEPS, MOST_TOPK, MOST_NODES = 256, 1024, 4096
 MOST_CANDIDATES = 1 << 20  # nodes that a dynamic tree chooses from
 
 
+def check_shape(topk: int, steps: int) -> None:
+    if topk < 1 or steps < 1:
+        raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
+
+
+def check_nodes(topk: int, steps: int, nodes: int, most: int) -> None:
+    """most: nodes that a tree of this topk and steps has if nothing is left out."""
+    if not 2 <= nodes <= most:
+        raise ValueError(
+            f"num_draft_tokens is {nodes}, but with topk {topk} and steps {steps} a tree holds 2 to {most} tokens, the "
+            "root counted"
+        )
+
+
 def check_size(topk: int = 1, steps: int = 1, nodes: int = 1, candidates: int = 1) -> None:
     """Raise ValueError, with the bound, for a tree that is too large."""
     for name, size, most in (

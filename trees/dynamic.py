@@ -12,7 +12,7 @@ from specdec.contracts import Children, Drafter, DraftState
 from specdec.kernels import kernel_for
 from specdec.structs import DraftTree
 from specdec.trees.ancestors import ancestors_of
-from specdec.trees.bounds import check_size
+from specdec.trees.bounds import check_nodes, check_shape, check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
@@ -39,15 +39,10 @@ class DynamicTree:
     marginals = False
 
     def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
-        if topk < 1 or steps < 1:
-            raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
+        check_shape(topk, steps)
         candidates = self.candidates(topk, steps)
         check_size(topk, steps, num_draft_tokens, candidates)
-        if not 2 <= num_draft_tokens <= candidates + 1:
-            raise ValueError(
-                f"num_draft_tokens is {num_draft_tokens}, but with topk {topk} and steps {steps} a tree holds 2 to "
-                f"{candidates + 1} tokens, the root counted"
-            )
+        check_nodes(topk, steps, num_draft_tokens, candidates + 1)
         self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
         self.no_parents = torch.zeros(topk, dtype=torch.int64)  # the first level's, as `Pool` names them
         self.first_places, self.itself = torch.arange(1, topk + 1), torch.eye(topk, dtype=torch.bool)

@@ -22,6 +22,7 @@ from specdec import registry
 from specdec.children import KINDS
 from specdec.contracts import TreePolicy
 from specdec.trees.block import MANY, BlockTree, most_nodes
+from specdec.trees.bounds import check_shape
 from specdec.trees.chain import Chain
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.sampled import SampledTree
@@ -52,8 +53,7 @@ class TreeSpec:
     block: bool = False  # it is the best tree over a block (`specdec.trees.BlockTree`)
 
     def __post_init__(self) -> None:
-        if min(self.topk, self.steps) < 1:
-            raise ValueError(f"topk and steps must be at least 1, got topk {self.topk} and steps {self.steps}")
+        check_shape(self.topk, self.steps)
         if self.num_draft_tokens is None:
             nodes = self.steps + 1 if self.topk == 1 else min(NODES, self.most_nodes)
             object.__setattr__(self, "num_draft_tokens", nodes)

@@ -9,7 +9,7 @@ from scipy import stats
 
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law
-from specdec.lab.proof.proof import LAW_TREES, OneInAThousand, fits
+from specdec.lab.proof.proof import OneInAThousand
 from specdec.lab.proof.prove import main
 from specdec.lab.proof.sampled import prove_sampled
 from specdec.structs import Sampling
@@ -24,19 +24,6 @@ def test_chi_square_is_scipys():
     seen, expected = torch.tensor([12.0, 18, 30, 40]).double(), torch.full((4,), 25.0).double()
     assert chi_square(seen, expected) == pytest.approx(stats.chisquare(seen, expected).pvalue, rel=1e-10)
     assert chi_square(torch.tensor([99.0, 1]).double(), torch.tensor([100.0, 0]).double()) == 0
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["match", "rejection", "block", "sglang"])
-@pytest.mark.parametrize("sampling", [WARM, FILTERED], ids=["warm", "filtered"])
-def test_the_rules_follow_the_law(name, sampling):
-    verifier = make_verifier(name)
-    for tree in LAW_TREES:
-        if fits(verifier, tree):
-            proof = prove_law(tree, verifier, sampling, draws=20_000)
-            assert proof.impossible == 0
-            assert proof.pvalue > 1e-5
-            assert proof.emitted > 1.5
 
 
 @pytest.mark.matrix
@@ -79,21 +66,21 @@ def test_sampled_text_of_a_pair():
     target = tiny_target()
     drafter = tiny_drafter(target)
     prompts = [[i % 17, 3] for i in range(40)]
-    good = prove_sampled(target, drafter, Chain(3), SampleAndMatch(), prompts, Sampling(1.0, top_p=0.9), 40)
-    assert (good.outside, good.tokens) == (0, 1600)
+    good = prove_sampled(target, drafter, Chain(3), SampleAndMatch(), prompts, Sampling(1.0, top_p=0.9), 24)
+    assert (good.outside, good.tokens) == (0, 960)
     assert good.pvalue > 1e-4
-    bad = prove_sampled(target, drafter, Chain(3), Credulous(), prompts, Sampling(1.0, top_p=0.9), 40)
+    bad = prove_sampled(target, drafter, Chain(3), Credulous(), prompts, Sampling(1.0, top_p=0.9), 24)
     assert bad.pvalue < 1e-6
 
 
 def test_the_command(capsys, tmp_path, target_path, drafter_path):
-    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "24", "--draws", "20000"]
-    main([*how, "--json", "--out", str(tmp_path / "proof.md")])
+    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "12"]
+    main([*how, "--draws", "2000", "--json", "--out", str(tmp_path / "proof.md")])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["sound"]
     assert {case["rule"] for case in told["laws"]} == {"match", "rejection", "block", "sglang"}
     assert "No bug found" in (tmp_path / "proof.md").read_text()
-    main([*how, "--self-test"])  # ends well if the broken rules were found out
+    main([*how, "--draws", "10000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
 
 

@@ -57,7 +57,7 @@ def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
             ("coupled", "likeliest"),
         ),
     ],
-    ids=str,
+    ids=lambda value: f"t{value.temperature}-k{value.top_k}" if isinstance(value, Sampling) else str(value),
 )
 def test_rounds_are_those_of_real_runs(target, kind, sampling, children):
     """What the target draws is settled by seed and position, so one recording holds the rounds of every tree."""

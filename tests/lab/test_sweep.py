@@ -130,8 +130,8 @@ def test_the_code_version_is_of_what_measures(monkeypatch):
     for name, matters in {
         "specdec/engine/engine.py": True,
         "specdec/lab/traces/metrics.py": True,
-        "drafters/eagle3.py": True,
-        "trees/dynamic.py": True,
+        "specdec/drafters/eagle3.py": True,
+        "specdec/trees/dynamic.py": True,
         "specdec/cli/generate.py": False,
         "specdec/lab/sweep/report.py": False,
         "specdec/lab/sweep/store.py": False,

@@ -71,7 +71,10 @@ def test_tau_along_answers_is_that_of_decoding(drafter, tree):
     target = tiny_target()
     model, spec = DRAFTERS[drafter](target), TreeSpec.parse(tree)
     plain = Engine(target).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
-    ranks = measure_ranks(target, model, [r.prompt for r in plain], [r.tokens for r in plain], 3, 4)
+    texts = [row.prompt for row in plain], [row.tokens for row in plain]
+    ranks = measure_ranks(target, model, *texts, 3, 4)
+    alone = [measure_ranks(target, model, [prompt], [output], 3, 4)[0] for prompt, output in zip(*texts, strict=True)]
+    assert ranks == alone
     paths = spec.paths or [(0,) * depth for depth in range(1, spec.steps + 1)]
     rows = Engine(target, model, spec.build()).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
     assert AlongTexts(0.0, 4, 3, tuple(ranks)).tau(paths) == pytest.approx(tau([row.trace for row in rows]))

@@ -14,9 +14,8 @@ from test_trees import check_invariants, start
 from specdec.api import load_tree
 from specdec.drafters import ngram
 from specdec.drafters.draft_model import DraftModel
-from specdec.engine.engine import Engine
 from specdec.trees import StaticTree
-from specdec.trees.optimal import expected_tau, measure_acceptance, optimal_paths
+from specdec.trees.optimal import expected_tau, optimal_paths
 
 ROOT = Path(__file__).parents[2]
 PATHS = [[2], [0], [1], [0, 0], [0, 3], [2, 1], [1, 0], [0, 3, 0], [0, 3, 1], [1, 0, 2], [0, 3, 1, 0]]
@@ -126,45 +125,6 @@ def test_the_table_bounds_the_tree():
     assert optimal_paths([[1.0], [1.0]], 3) == [(0,), (0, 0)]
     with pytest.raises(ValueError, match="num_draft_tokens is 8, but a tree of 2 levels and 2 children has 2 to 7"):
         optimal_paths([[0.5, 0.5]] * 2, 8)
-
-
-def measured_place_by_place(target, drafter, prompts, outputs, steps, topk):
-    """The same counts from a fresh drafter at every place, one row at a time."""
-    hits, tries = torch.zeros(steps, topk), torch.zeros(steps, 1)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        text = torch.tensor([prompt + output])
-        feats = target(text, None, taps=drafter.taps)[1]
-        for root in range(len(prompt), text.shape[1]):
-            drafter.reset(1, 64)
-            known = None if feats is None else feats[:, :root]
-            state = drafter.admit(0, text[:, 0], known, text[:, 1 : root + 1], torch.tensor([root]))
-            deepest = steps if state.levels is None else int(state.levels)  # nothing is proposed behind it
-            for depth in range(1, min(steps, text.shape[1] - 1 - root) + 1):
-                token = text[:, root + depth : root + depth + 1]
-                children = drafter.vocab.to_target(state.top(topk)[1][0, 0])
-                tries[depth - 1] += 1
-                if depth > deepest:
-                    break
-                hits[depth - 1] += children == token[0]
-                if token[0] not in children:
-                    break
-                state = drafter.step(token, state.hidden, depth, torch.ones(1, 1, depth, dtype=torch.bool))
-    return hits / tries.clamp(min=1)
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-@torch.inference_mode()
-def test_measured_acceptance_is_counted_right(name):
-    target = tiny_target()
-    drafter = DRAFTERS[name](target)
-    prompts = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14]]
-    rows = Engine(target).generate(prompts, max_new_tokens=24).rows
-    outputs = [row.tokens[:n] for row, n in zip(rows, (24, 9, 17), strict=True)]
-    accept = measure_acceptance(target, drafter, prompts, outputs, 3, 4)
-    assert 0 < accept.sum() < 3
-    torch.testing.assert_close(accept, measured_place_by_place(target, drafter, prompts, outputs, 3, 4))
-    one = measure_acceptance(target, drafter, prompts[:1], outputs[:1], 3, 4)
-    torch.testing.assert_close(one, measured_place_by_place(target, drafter, prompts[:1], outputs[:1], 3, 4))
 
 
 def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):

@@ -68,6 +68,7 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
         raise ValueError(f"{out} holds no point that decoded with a drafter: there is nothing to report")
     page = [_section(out, number, group, timings) for number, group in enumerate(groups(results), 1)]
     environment = Environment(autoescape=True, trim_blocks=True)
+    environment.globals |= {"tree_name": tree_name, "best_tree_svg": best_tree_svg, "round_svg": round_svg}
     template = environment.from_string((files("specdec.lab.sweep") / "report.html.jinja").read_text(encoding="utf-8"))
     values = {
         "title": "Speculative decoding: sweep of " + ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results)),
@@ -82,20 +83,16 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
 
 def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]) -> dict:
     points = decoded(group)
-    columns = [{"name": name, "number": is_number} for name, is_number in COLUMNS.items()]
-    chosen = [best(mine) for mine in by_drafter(points).values()]
-    measured = [r for r in group if r["kind"] == "best_tree" and "skipped" not in r]
-    skipped = [r for r in group if "skipped" in r]
     return {
         "title": title_of(group),
         "conditions": conditions_of(group),
         "notes": notes_of(group, timings),
-        "table": {"columns": columns, "rows": table_of(group, timings)},
+        "columns": [{"name": name, "number": is_number} for name, is_number in COLUMNS.items()],
+        "rows": table_of(group, timings),
         "figures": _figures(out, number, points, timings),
-        "coverage": [_coverage(r) for r in chosen],
-        "best_trees": [tree for r in measured for tree in _best_trees(r)],
-        "gallery": [tree for r in chosen for tree in _gallery(r)],
-        "skipped": [{"draft": r["names"]["draft"], "tree": _asked(r), "why": r["skipped"]} for r in skipped],
+        "chosen": [best(mine) for mine in by_drafter(points).values()],
+        "best_trees": [r for r in group if r.get("trees")],
+        "skipped": [r for r in group if "skipped" in r],
     }
 
 
@@ -111,40 +108,6 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
         write_whole(file, lambda aside, png=png: aside.write_bytes(png))
         drawn.append(ReportFigure(title, Markup(svg), caption))
     return drawn
-
-
-def _asked(r: dict) -> str:
-    tree = r["settings"].get("tree")
-    return tree_name(r) if tree else "best tree"
-
-
-def _coverage(r: dict) -> dict:
-    told = r["diagnostics"]["coverage"]
-    missed = ", ".join(f"{text!r} {count}" for text, count in told["missed"]) or "none"
-    share = "" if told["share"] is None else f"{told['share']:.1%}"
-    return {"draft": r["names"]["draft"], "size": f"{told['size']:,}", "share": share, "missed": missed}
-
-
-def _best_trees(r: dict) -> list[dict]:
-    return [
-        {
-            "questions": r["questions"],
-            "caption": f"{r['names']['draft']}, {nodes} nodes: expected tau {tree['expected_tau']:.2f}",
-            "svg": Markup(best_tree_svg(tree["paths"], r["accept"])),
-        }
-        for nodes, tree in r["trees"].items()
-    ]
-
-
-def _gallery(r: dict) -> list[dict]:
-    return [
-        {
-            "caption": f"{r['names']['draft']}, {tree_name(r)}, question {e['question']}, after {e['context']} tokens: "
-            f"{len(e['path']) - 1} accepted",
-            "svg": Markup(round_svg(e)),
-        }
-        for e in r["examples"]
-    ]
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:

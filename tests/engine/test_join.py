@@ -33,7 +33,7 @@ KINDS = (None, "mtp-two-heads-pre-norm", "medusa", "draft-model", "dflash", "loo
 
 
 def jobs_of(what: str, count: int = 12) -> list[dict]:
-    """Greedy texts; texts with settings of their own, some with log-probabilities; long prompts; or rows that let fewer levels count."""
+    """Greedy texts, texts with settings of their own, long prompts, or rows that let fewer levels count."""
     if what == "greedy":
         return [job(i, (Sampling(),), eos=EOS) for i in range(count)]
     if what == "steps":
@@ -116,7 +116,7 @@ def test_a_trace_of_rows_that_join():
 
 @pytest.mark.parametrize(
     ("drafter", "overlap"),
-    [("eagle3", False), ("eagle3", True), ("suffix", True), ("draft-model", False)],
+    [("eagle3", True), ("suffix", True), ("draft-model", False)],
     ids=lambda value: {True: "overlapped", False: "at once"}.get(value, value),
 )
 def test_memory_does_not_grow(drafter, overlap):
@@ -126,6 +126,8 @@ def test_memory_does_not_grow(drafter, overlap):
     engine.reserve(4, 24)
     place = [kv.data_ptr() for kv in engine.loop.batch.cache.memory]
     seen, last = [], None
+    gc.collect()
+    gc.freeze()  # what was there before is not looked through
     for number in range(350):
         last = engine.add([1 + number % 7, 3], max_new_tokens=1 + number % 9, eos=frozenset())
         engine.step()
@@ -136,6 +138,7 @@ def test_memory_does_not_grow(drafter, overlap):
             objects = gc.get_objects()
             seen.append((live_bytes(objects), len(objects)))
             del objects
+    gc.unfreeze()
     assert [kv.data_ptr() for kv in engine.loop.batch.cache.memory] == place
     sizes, objects = zip(*seen[1:], strict=True)
     assert max(sizes) - min(sizes) <= (512 if overlap else 0)  # the buffers of what was read last

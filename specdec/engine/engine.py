@@ -237,16 +237,14 @@ class Engine:
         costs a copy, so an `Observer` says what it reads."""
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
-        size, count = {"vocab": config.vocab, "context": config.context}, len(prompts)
         if not prompts:
             raise ValueError("no prompt was given")
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "grammar": grammar}
-        given["seed"] = [(seed, row) for row in range(count)] if isinstance(seed, int) else seed
-        of_rows = zip(prompts, *(per_row(value, count, name) for name, value in given.items()), strict=True)
-        rows = [
-            make_sequence(prompt, limit, own, seed, stop, eos, logprobs, **size).obey(grammar)
-            for prompt, limit, own, stop, grammar, seed in of_rows
-        ]
+        seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
+        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
+        given["grammar"] = grammar
+        of_rows = zip(prompts, *(per_row(value, len(prompts), name) for name, value in given.items()), strict=True)
+        size = {"vocab": config.vocab, "context": config.context}
+        rows = [make_sequence(*own, eos, logprobs, **size).obey(rule) for *own, rule in of_rows]
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),

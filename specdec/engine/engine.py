@@ -240,9 +240,9 @@ class Engine:
         if not prompts:
             raise ValueError("no prompt was given")
         seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
-        given["grammar"] = grammar
-        of_rows = zip(prompts, *(per_row(value, len(prompts), name) for name, value in given.items()), strict=True)
+        names = "max_new_tokens", "sampling", "seed", "stop", "grammar"
+        given = zip((max_new_tokens, sampling, seeds, stop, grammar), names, strict=True)
+        of_rows = zip(prompts, *(per_row(value, len(prompts), name) for value, name in given), strict=True)
         size = {"vocab": config.vocab, "context": config.context}
         rows = [make_sequence(*own, eos, logprobs, **size).obey(rule) for *own, rule in of_rows]
         request = Request(
@@ -254,8 +254,7 @@ class Engine:
             reads=reads_of(observer),
         )
         self._reserve(request, [len(rows)])  # as they become fewer, others would be recorded again and again
-        self.waiting = list(rows)
-        clock, prefill_seconds = self.loop.batch.clock, 0.0
+        self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
         try:
             while (report := self._step()) is not None:
                 if report.prefill:

@@ -233,16 +233,14 @@ class Engine:
         costs a copy, so an `Observer` says what it reads."""
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
-        size, count = {"vocab": config.vocab, "context": config.context}, len(prompts)
         if not prompts:
             raise ValueError("no prompt was given")
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stop": stop, "grammar": grammar}
-        given["seed"] = [(seed, row) for row in range(count)] if isinstance(seed, int) else seed
-        of_rows = zip(prompts, *(per_row(value, count, name) for name, value in given.items()), strict=True)
-        rows = [
-            make_sequence(prompt, limit, own, seed, stop, eos, logprobs, **size).obey(grammar)
-            for prompt, limit, own, stop, grammar, seed in of_rows
-        ]
+        seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
+        names = "max_new_tokens", "sampling", "seed", "stop", "grammar"
+        given = zip((max_new_tokens, sampling, seeds, stop, grammar), names, strict=True)
+        of_rows = zip(prompts, *(per_row(value, len(prompts), name) for value, name in given), strict=True)
+        size = {"vocab": config.vocab, "context": config.context}
+        rows = [make_sequence(*own, eos, logprobs, **size).obey(rule) for *own, rule in of_rows]
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),
@@ -252,8 +250,7 @@ class Engine:
             reads=reads_of(observer),
         )
         self._reserve(request, [len(rows)])  # as they become fewer, others would be recorded again and again
-        self.waiting = list(rows)
-        clock, prefill_seconds = self.loop.batch.clock, 0.0
+        self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
         try:
             while (report := self._step()) is not None:
                 if report.prefill:

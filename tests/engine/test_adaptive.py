@@ -28,12 +28,8 @@ from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1], [9, 9, 9, 9]]
-KINDS = ("eagle3", "mtp-two-heads-pre-norm", "medusa", "suffix", "draft-model", "dspark")
 STATIC = StaticTree([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
 TREES = {"dynamic": DynamicTree(3, 3, 9), "chain": Chain(3), "static": STATIC, "drawn": SampledTree((2, 1, 1))}
-
-
-CASES = [*((kind, "dynamic") for kind in KINDS), *(("eagle3", tree) for tree in TREES if tree != "dynamic")]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +43,9 @@ def texts(engine, sampling=None):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("sampling", [None, Sampling(0.9, top_k=9), Sampling(repetition_penalty=1.2)], ids=str)
-@pytest.mark.parametrize(("kind", "tree"), CASES)
-def test_the_text_is_plain_decodings(target, kind, tree, sampling):
-    drafter, plain = DRAFTERS[kind](target), [row.tokens for row in texts(Engine(target), sampling)]
+@pytest.mark.parametrize("tree", TREES)
+def test_the_text_is_plain_decodings(target, tree, sampling):
+    drafter, plain = DRAFTERS["eagle3"](target), [row.tokens for row in texts(Engine(target), sampling)]
     accepted = 0
     for overlap in (False, True):
         policy = Restless(TREES[tree].steps)
@@ -57,7 +53,7 @@ def test_the_text_is_plain_decodings(target, kind, tree, sampling):
         assert [row.tokens for row in rows] == plain
         assert {outcome.levels for outcome in policy.outcomes} == {0, 1, 2, 3}
         accepted += sum(sum(row.trace.accepted) for row in rows)
-    assert accepted > 0 or kind == "dspark", "nothing was accepted: the test shows nothing"
+    assert accepted > 0, "nothing was accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp-three-heads", "draft-model", "dflash"])

@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.structs import Sampling, Survivors
-from specdec.trees import Chain, DynamicTree
+from specdec.trees import Chain
 from specdec.verify import make_verifier
 
 EOS = frozenset([11])
@@ -113,20 +113,6 @@ def test_rows_traces_and_reports_are_those_of_rows_that_are_carried(drafter, tre
     assert_same(*told)
     assert {finish for _, finish, _ in told[0][0]} >= {"length", "stop"}
     assert len(told[0][2][-1][0]) < size, "nothing was dropped: the test shows nothing"
-
-
-@pytest.mark.parametrize("drafter", [None, "eagle3", "suffix", "draft-model"])
-@pytest.mark.parametrize("size", [2, 32])
-def test_every_row_equals_its_solo_run(size, drafter):
-    target = tiny_target()
-    engine = Engine(target, *([DRAFTERS[drafter](target), DynamicTree(3, 3, 10)] if drafter else []))
-    how = requests(size)
-    together, computed = Forwards(target).of(engine, **how, stop=stops(size))
-    assert min(computed) < size
-    rows = zip(how["prompts"], how["max_new_tokens"], how["sampling"], stops(size), together, strict=True)
-    for prompt, limit, sampling, stop, row in rows:
-        alone = Engine(target).generate([prompt], max_new_tokens=limit, sampling=sampling, stop=[stop], eos=EOS).rows[0]
-        assert (row.tokens, row.finish) == (alone.tokens, alone.finish)
 
 
 @pytest.mark.parametrize("tree", TREES)

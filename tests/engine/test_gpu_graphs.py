@@ -44,16 +44,14 @@ def test_as_without_graphs(drafter, policy, sampling):
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_plain_decoding(rows, sampling):
     how = {"prompts": [[3, 5, 7], [1], [2, 2]][:rows], "max_new_tokens": 30, "sampling": sampling}
-    assert_same(outcome(Engine(*parts(None)), **how), outcome(launching(*parts(None)), **how))
+    assert_same(*(outcome(make(*parts(None)), **how) for make in (Engine, launching)))
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_every_rule(verifier):
     rule = make_verifier(verifier)
-    target, drafter, _ = parts()
-    policy = SampledTree((1, 1) if rule.chains_only else (2, 2))
-    told = [outcome(make(target, drafter, policy, rule), sampling=SAMPLED) for make in (Engine, launching)]
-    assert_same(*told)
+    pair = *parts()[:2], SampledTree((1, 1) if rule.chains_only else (2, 2)), rule
+    assert_same(*(outcome(make(*pair), sampling=SAMPLED) for make in (Engine, launching)))
 
 
 def test_penalties_and_rows_that_differ():

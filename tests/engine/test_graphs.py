@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import BLOCKS, DRAFTERS, LEARNERS, finish, tiny_drafter, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from tape import Interpreted, Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
@@ -109,17 +109,6 @@ def test_all_lengths(window, backend):
     if isinstance(backend, Interpreted):
         (graph,) = backend.made
         assert len(graph.inputs[0]) == recorded.graphs.batch.room == target.config.context
-
-
-def test_sequences_that_come_and_go(backend):
-    told = []
-    for graphs_ in (backend, False):
-        engine = Engine(*parts(), graphs=graphs_)
-        engine.reserve(2, 64)
-        rows = [engine.add(prompt, max_new_tokens=9) for prompt in ([3, 5, 7], [1], [4, 4, 9, 8])]
-        finish(engine)
-        told.append([row.tokens for row in rows])
-    assert told[0] == told[1]
 
 
 def test_one_call_after_another_on_the_same_graph():

@@ -82,14 +82,6 @@ def test_as_the_loop_that_reads_at_once(drafter, tree, verifier):
         assert_same(outcome(late, sampling=sampling), expected)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_plain_decoding_too(sampling):
-    target = tiny_target(vocab=11)
-    for prompts, limits in ((PROMPTS, LIMITS), (PROMPTS[:1], 30)):
-        how = {"prompts": prompts, "sampling": sampling, "max_new_tokens": limits}
-        assert_same(outcome(Engine(target, overlap=True), **how), outcome(Engine(target), **how))
-
-
 def test_what_only_the_host_knows():
     """Penalties, log-probabilities, samplings by row, and rows that a stop ends, which the device goes on with."""
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import DRAFTERS, come_and_go, tiny_drafter, tiny_target
 from hydra.utils import instantiate
-from tape import Tape
 from test_conf_matrix import DRAFTED, NAMES, fresh_drafter, load
 
 from specdec import children
@@ -72,17 +71,6 @@ def test_children_of_every_kind_give_the_same_text(kind):
     target = tiny_target(vocab=11)
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), SampledTree((3, 2, 1)), children=kind)
     assert texts(engine, MIXED) == plain(tuple(MIXED))
-
-
-@pytest.mark.parametrize(
-    "how", [{"overlap": True}, {"compact": False}, {"graphs": Tape()}], ids=lambda how: next(iter(how))
-)
-def test_overlap_compaction_and_replay_change_nothing(how):
-    target = tiny_target(vocab=11)
-    engine = Engine(target, tiny_drafter(target, draft_vocab=8), DynamicTree(3, 3, 9), **how)
-    assert texts(engine, MIXED) == plain(tuple(MIXED))
-    assert texts(engine, [ALIKE["warm"]] * 8) == plain((ALIKE["warm"],) * 8)
-    come_and_go(engine, JOBS, rows=3)
 
 
 def test_other_seeds_and_rows_draw_other_texts():
@@ -156,11 +144,10 @@ def test_noise_keyed_by_node_is_found_out(monkeypatch):
 
 
 def test_noise_keyed_by_place_in_the_batch_is_found_out(monkeypatch):
-    expected = plain((ALIKE["warm"],) * 8)
     by_place = lambda self, seeds, hashes: INIT(self, [(3, i) for i in range(len(seeds))], hashes)  # noqa: E731
     monkeypatch.setattr(Noise, "__init__", by_place)
-    engine = Engine(tiny_target(vocab=11))
-    assert texts(engine, [ALIKE["warm"]] * 8) != expected
+    with pytest.raises(AssertionError):
+        come_and_go(Engine(tiny_target(vocab=11, seed=9)), JOBS, rows=3)
 
 
 def test_drafts_that_see_one_position_further_on_are_found_out(monkeypatch):

@@ -1,10 +1,8 @@
 """The names under which the tensors of block drafters are published."""
 
-from torch import Tensor
-
 from specdec.drafters.conditional import HEADS
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.fields import layer_parameters
+from specdec.drafters.formats.places import Place, layer_parameters
 from specdec.model.checkpoint import whole
 
 PARTS = {  # of a conditional head
@@ -24,7 +22,7 @@ BARE = {  # parts that are published without `.weight`
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
-def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
+def parameters(drafter: BlockDrafter) -> dict[str, Place]:
     """Published tensor names -> where their rows lie in our modules."""
     out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
     for i, layer in enumerate(drafter.layers):

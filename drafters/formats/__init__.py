@@ -86,7 +86,7 @@ class Checkpoint:
 
     def construct(self, target) -> Drafter:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
-        return self.family.build(self.meaning, self.tensors, target, self.path)
+        return self.family.construct(self.meaning, self.tensors, target, self.path)
 
     def refuse_nonfinite(self) -> None:
         """Raises ValueError that names the first of the tensors that hold NaN or Inf."""

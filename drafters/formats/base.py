@@ -153,21 +153,22 @@ class Family:
         check_target(meaning.shape.hidden, meaning.vocab, target, name)
 
     def construct(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
-        """Build a drafter. Raises ValueError unless every tensor fits the meaning, and the meaning the target."""
+        """Build a drafter. Raises ValueError unless every tensor fits the meaning, and the meaning the target.
+
+        No weight is drawn that is then read: of large heads that would take seconds."""
         check_faults(self.faults(meaning, tensors), name)
         self.check(meaning, tensors, target, name)
         check_shapes(name, tensors, self.expected(meaning, tensors))
         taps, vocab = self.taps(meaning, target.config.layers), self.vocab(meaning, tensors, target, name)
         embedding = self.embedding(meaning, tensors, target)
-        with target.device:
+        with target.device, Unset():
             drafter = self.make(meaning, taps, vocab, embedding, target.head.weight)
         fill(self.parameters(drafter), tensors, name, self.noun, self.aside)
         return drafter
 
-    def build(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
-        """As `construct`, and no weight is drawn that is then read: of large heads that takes seconds."""
-        with _Unset():
-            return self.construct(meaning, tensors, target, name)
+    def built_for(self, meaning: Any, tensors: Tensors) -> int:
+        """How many hidden states the drafter is made for, by its meaning."""
+        return self.streams(meaning, tensors)
 
     def proposed(self, meaning: Any, tensors: Tensors) -> int:
         """How many tokens the drafter proposes, by its meaning."""
@@ -178,7 +179,7 @@ class Family:
         with torch.device("meta"):
             ends, vocab = torch.empty(meaning.vocab or 1, meaning.shape.hidden), DraftVocab(meaning.vocab or 1)
             vocab.size = self.proposed(meaning, tensors)
-            drafter = self.make(meaning, (0,) * self.streams(meaning, tensors), vocab, ends, ends)
+            drafter = self.make(meaning, (0,) * self.built_for(meaning, tensors), vocab, ends, ends)
         shapes = {name: rows.shape for name, rows in rows_of(self.parameters(drafter)).items()}
         return shapes | {name: tensors[name].shape for name in ("draft_ids",) if name in tensors}
 
@@ -231,7 +232,7 @@ class Family:
         return dataclasses.replace(meaning, tap=taps[0])
 
 
-class _Unset(TorchFunctionMode):
+class Unset(TorchFunctionMode):
     """The functions of `torch.nn.init` leave tensors as they are."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

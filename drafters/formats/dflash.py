@@ -170,6 +170,9 @@ class BlockFamily(Family):
         if not 0 <= mask < rows:
             raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")
 
+    def built_for(self, meaning: BlockMeaning, tensors: Tensors) -> int:
+        return len(meaning.taps)
+
     def proposed(self, meaning: BlockMeaning, tensors: Tensors) -> int:
         return meaning.draft_vocab
 

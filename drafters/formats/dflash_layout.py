@@ -27,10 +27,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tenso
     if kind not in PROJECTORS:
         raise ValueError(f"{name}: block drafters of the kind {kind} are not supported")
     shifted = kind == "dspark" or how.get("draft_shift") or how.get("shift_label")
-    switches = {
-        "label": "p+k+1" if shifted else "p+k",
-        "causal": bool(how.get("causal_head", False)),
-    }
+    switches = {"label": "p+k+1" if shifted else "p+k", "causal": bool(how.get("causal_head", False))}
     windowed = {"sliding_causal": bool(config.get("is_causal", True))}
     stated = {"block_size": config.get("block_size")} | how
     return meaning_of(stated, config, tensors, name, outputs(how, name), switches, windowed)
@@ -159,12 +156,7 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
 
 ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write, shares_head=True)
 DEEPSPEC = Layout(
-    "deepspec",
-    "block drafters as of DeepSpec",
-    recognise_deepspec,
-    read_deepspec,
-    write_deepspec,
-    shares_head=True,
+    "deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec, shares_head=True
 )
 SPECULATORS = Layout(
     "speculators",

@@ -14,10 +14,7 @@ PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
 PARTS["selector"] = {"slot": "candidate_selector.hidden_projection"}
 BARE = {  # parts that are published without `.weight`
     "domino": {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"},
-    "selector": {
-        "embed": "candidate_selector.predecessor_codebook",
-        "head": "candidate_selector.successor_codebook",
-    },
+    "selector": {"embed": "candidate_selector.predecessor_codebook", "head": "candidate_selector.successor_codebook"},
 }
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 

@@ -54,11 +54,7 @@ def moe_parameters(moe: MoE, prefix: str) -> dict[str, Place]:
 
 
 def fill(
-    parameters: dict[str, Place],
-    tensors: dict[str, Tensor],
-    name: str,
-    layout: str,
-    aside: tuple[str, ...] = (),
+    parameters: dict[str, Place], tensors: dict[str, Tensor], name: str, layout: str, aside: tuple[str, ...] = ()
 ) -> None:
     """Copy every tensor to its place, and each place once. The caller reads those named in `aside` itself.
 

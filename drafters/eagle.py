@@ -51,14 +51,7 @@ class Eagle(RecurrentDrafter):
         self.fc.weight[:, h:] = torch.eye(h)
 
 
-def create(
-    target,
-    *,
-    vocab: DraftVocab | None = None,
-    fc_bias: bool = True,
-    init: str = "target",
-    **shape,
-) -> Eagle:
+def create(target, *, vocab: DraftVocab | None = None, fc_bias: bool = True, init: str = "target", **shape) -> Eagle:
     """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     config = target.config
     vocab = vocab or DraftVocab(config.vocab)

@@ -15,6 +15,8 @@ from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters import draft_model, ngram
 from specdec.drafters.formats import (
+    block_servers,
+    dflash,
     dflash_layout,
     eagle,
     eagle3,
@@ -26,10 +28,8 @@ from specdec.drafters.formats import (
     pard,
     peagle,
     recipe,
-    sglang_blocks,
     speculators,
     vllm,
-    vllm_blocks,
 )
 from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
 from specdec.drafters.formats.maps import map_doubts
@@ -45,12 +45,12 @@ from specdec.model.names import bundled, resolve
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
-    dflash_layout.FAMILY: (
+    dflash.FAMILY: (
         dflash_layout.ZLAB,
         dflash_layout.DEEPSPEC,
         dflash_layout.SPECULATORS,
-        vllm_blocks.BLOCKS,
-        sglang_blocks.BLOCKS,
+        block_servers.VLLM,
+        block_servers.SGLANG,
     ),
     pard.FAMILY: (pard.LAYOUT,),
     peagle.FAMILY: (peagle.OWN, peagle.FLAT, peagle.SPECULATORS),
@@ -86,7 +86,7 @@ class Checkpoint:
 
     def construct(self, target) -> Drafter:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
-        return self.family.build(self.meaning, self.tensors, target, self.path)
+        return self.family.construct(self.meaning, self.tensors, target, self.path)
 
     def refuse_nonfinite(self) -> None:
         """Raises ValueError that names the first of the tensors that hold NaN or Inf."""

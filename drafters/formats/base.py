@@ -7,8 +7,8 @@ so every convention is interpreted in one place.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.contracts import Drafter
-from specdec.drafters.layers import DraftShape
+from specdec.drafters.formats.fields import describe_rope, shape_faults
+from specdec.drafters.formats.places import Place, fill, read_ids, rows_of
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.checkpoint import check_shapes
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 
@@ -87,6 +89,11 @@ class Layout:
     beside: Callable[[Tensors], dict[str, Any]] = lambda tensors: {}  # further pickles, as for `write_folder`
 
 
+def write_only(name: str, title: str, write: Callable, **switches) -> Layout:
+    """A layout for a server: what is written is recognised and read as the published layout that it is in."""
+    return Layout(name, title, lambda *given: False, lambda *given: None, write, **switches)
+
+
 @dataclass(frozen=True)
 class Reading:
     """Another way to read a checkpoint: its meaning and its tensors in that reading."""
@@ -96,55 +103,136 @@ class Reading:
     tensors: Tensors
 
 
-@dataclass(frozen=True, eq=False)
 class Family:
     """One forward of a drafter, and what can be done with its checkpoints once their spelling is gone.
 
-    construct(meaning, tensors, target, name) builds a drafter. It raises ValueError unless every tensor fits the
-    meaning, and the meaning the target.
-    expected(meaning, tensors) returns names and shapes that a checkpoint of this meaning must hold.
-    describe(meaning, tensors) returns every convention in force, in words. The tensors may be on the meta device, but
-    for d2t and t2d.
-    readings(meaning, tensors, target) returns the plausible misreadings, but for other taps.
-    dismantle(drafter, target) returns what a drafter means, and its tensors: the reverse of `construct`.
-    vllm(meaning) returns what vLLM's `--speculative-config` says beyond the folder of the export: the method, and how
-    many tokens are drafted where it is always the same number. sglang(meaning) returns SGLang's name of the algorithm;
-    None where nothing is known of it.
-    refuse(server, meaning) raises ValueError for what the server's forward would silently compute otherwise. It names
-    the settings of training that would change that.
-    faults(meaning, tensors) returns what else than a tensor's name or shape keeps a checkpoint from loading.
-    streams(meaning, tensors) returns how many hidden states the drafter reads at once; 0 if none can be chosen.
-    retap(meaning, taps) returns the meaning with other taps, as many as that.
-
-    All tensors are under the family's published names.
-    """
+    A family is a subclass, of which `FAMILIES` has one instance. It says how a drafter is made (`make`), where its
+    tensors lie (`parameters`), what is in force (`describe`), and what of the rest differs from what stands here. All
+    tensors are under the family's published names."""
 
     title: str
-    construct: Callable[[Any, Tensors, Any, str], Drafter]
-    expected: Callable[[Any, Tensors], dict[str, torch.Size]]
-    describe: Callable[[Any, Tensors], dict[str, str]]
-    readings: Callable[[Any, Tensors, Any], list[Reading]]
-    dismantle: Callable[[Any, Any], tuple[Any, Tensors]] | None = None
+    noun: str  # a drafter of the family, in errors
     drafter: type[Drafter] | None = None  # the class of drafters that are saved as this family
     saved_as: str = ""  # the name of the layout that they are saved in
     sign: str = ""  # the tensors that show the family, for users
-    servers: Mapping[str, str] = field(default_factory=dict)  # server -> name of the layout that it loads
-    vllm: Callable[[Any], dict] | None = None
-    sglang: Callable[[Any], str | None] = lambda meaning: None
-    refuse: Callable[[str, Any], None] = lambda server, meaning: None
-    faults: Callable[[Any, Tensors], list[str]] = lambda meaning, tensors: []
-    streams: Callable[[Any, Tensors], int] = lambda meaning, tensors: 0
-    retap: Callable[[Any, tuple[int, ...]], Any] = lambda meaning, taps: meaning
-    aside: tuple[str, ...] = ()  # tensors that may be there beside the expected ones
+    for_vllm: str = ""  # the name of the layout that vLLM loads
+    for_sglang: str = ""  # the name of the layout that SGLang loads
+    aside: tuple[str, ...] = ()  # tensors that may be there beside those of `parameters`
+    reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
+    method: str = ""  # vLLM's name of the method
+    algorithm: str | None = None  # SGLang's name of the algorithm
 
-    def build(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
-        """As `construct`, and no weight is drawn that is then read: of large heads that takes seconds."""
-        with _Unset():
-            return self.construct(meaning, tensors, target, name)
+    @property
+    def servers(self) -> dict[str, str]:
+        """Server -> name of the layout that it loads."""
+        return {name: layout for name, layout in (("sglang", self.for_sglang), ("vllm", self.for_vllm)) if layout}
+
+    def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor) -> Drafter:
+        """The drafter without its weights, on the device that torch is set to. embedding, head [V,H]: the target's."""
+        raise NotImplementedError
+
+    def parameters(self, drafter: Any) -> dict[str, Place]:
+        """Published tensor names -> where their rows lie in our modules."""
+        raise NotImplementedError
+
+    def taps(self, meaning: Any, layers: int) -> tuple[int, ...]:
+        """The hidden states that the drafter reads of a target of so many layers."""
+        return (layers if meaning.tap is None else meaning.tap,)
+
+    def vocab(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> DraftVocab:
+        """The tokens that the drafter proposes."""
+        return DraftVocab(meaning.vocab, read_ids(tensors))
+
+    def embedding(self, meaning: Any, tensors: Tensors, target: Any) -> Tensor:
+        """What stands for the target's embedding [V,H]."""
+        return target.embed.weight
+
+    def check(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> None:
+        """Raise ValueError unless the meaning fits the target."""
+        check_target(meaning.shape.hidden, meaning.vocab, target, name)
+
+    def construct(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
+        """Build a drafter. Raises ValueError unless every tensor fits the meaning, and the meaning the target.
+
+        No weight is drawn that is then read: of large heads that would take seconds."""
+        check_faults(self.faults(meaning, tensors), name)
+        self.check(meaning, tensors, target, name)
+        check_shapes(name, tensors, self.expected(meaning, tensors))
+        taps, vocab = self.taps(meaning, target.config.layers), self.vocab(meaning, tensors, target, name)
+        embedding = self.embedding(meaning, tensors, target)
+        with target.device, Unset():
+            drafter = self.make(meaning, taps, vocab, embedding, target.head.weight)
+        fill(self.parameters(drafter), tensors, name, self.noun, self.aside)
+        return drafter
+
+    def built_for(self, meaning: Any, tensors: Tensors) -> int:
+        """How many hidden states the drafter is made for, by its meaning."""
+        return self.streams(meaning, tensors)
+
+    def proposed(self, meaning: Any, tensors: Tensors) -> int:
+        """How many tokens the drafter proposes, by its meaning."""
+        return meaning.vocab
+
+    def expected(self, meaning: Any, tensors: Tensors) -> dict[str, torch.Size]:
+        """Names and shapes that a checkpoint of this meaning must hold."""
+        with torch.device("meta"):
+            ends, vocab = torch.empty(meaning.vocab or 1, meaning.shape.hidden), DraftVocab(meaning.vocab or 1)
+            vocab.size = self.proposed(meaning, tensors)
+            drafter = self.make(meaning, (0,) * self.built_for(meaning, tensors), vocab, ends, ends)
+        shapes = {name: rows.shape for name, rows in rows_of(self.parameters(drafter)).items()}
+        return shapes | {name: tensors[name].shape for name in ("draft_ids",) if name in tensors}
+
+    def faults(self, meaning: Any, tensors: Tensors) -> list[str]:
+        """What else than a tensor's name or shape keeps a checkpoint from loading."""
+        return shape_faults(meaning.shape) + ids_faults(meaning, tensors)
+
+    def dismantle(self, drafter: Any, target: Any) -> tuple[Any, Tensors]:
+        """What a drafter means, and its tensors: the reverse of `construct`."""
+        raise NotImplementedError
+
+    def describe(self, meaning: Any, tensors: Tensors) -> dict[str, str]:
+        """Every convention in force, in words. The tensors may be on the meta device, but for d2t and t2d."""
+        raise NotImplementedError
+
+    def readings(self, meaning: Any, tensors: Tensors, target: Any) -> list[Reading]:
+        """The plausible misreadings, but for other taps."""
+        return []
+
+    def rope_readings(self, meaning: Any, tensors: Tensors, target: Any) -> list[Reading]:
+        """Readings with the two ropes that a config may mean if it states none or a copied one."""
+        seen, out = {meaning.shape.rope}, []
+        for name, rope in (("the target's rope", target.config.rope), ("rope as where none is stated", Rope())):
+            if rope not in seen:
+                seen.add(rope)
+                shape = dataclasses.replace(meaning.shape, rope=rope)
+                words = f"{name}, {describe_rope(rope)}"
+                out.append(Reading(words, dataclasses.replace(meaning, shape=shape), tensors))
+        return out
+
+    def sglang(self, meaning: Any) -> str | None:
+        """SGLang's name of the algorithm; None where nothing is known of it."""
+        return self.algorithm
+
+    def vllm(self, meaning: Any) -> dict:
+        """What vLLM's `--speculative-config` says beyond the folder of the export: the method, and how many tokens are
+        drafted where it is always the same number."""
+        return {"method": self.method}
+
+    def refuse(self, server: str, meaning: Any) -> None:
+        """Raise ValueError for what the server's forward would silently compute otherwise. It names the settings of
+        training that would change that."""
+
+    def streams(self, meaning: Any, tensors: Tensors) -> int:
+        """How many hidden states the drafter reads at once; 0 if none can be chosen."""
+        return self.reads
+
+    def retap(self, meaning: Any, taps: tuple[int, ...]) -> Any:
+        """The meaning with other taps, as many as that."""
+        return dataclasses.replace(meaning, tap=taps[0])
 
 
-class _Unset(TorchFunctionMode):
+class Unset(TorchFunctionMode):
     """The functions of `torch.nn.init` leave tensors as they are."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -152,49 +240,6 @@ class _Unset(TorchFunctionMode):
         if getattr(function, "__module__", None) == nn.init.__name__:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return function(*args, **kwargs)
-
-
-def describe_shape(shape: DraftShape) -> dict[str, str]:
-    """The shape of a draft layer, in words."""
-    grouped = f", {shape.kv_heads} for keys and values" if shape.kv_heads != shape.heads else ""
-    return {
-        "layer": f"hidden {shape.hidden}, MLP {shape.intermediate}, {shape.heads} heads of {shape.head_dim}{grouped}",
-        "rope": describe_rope(shape.rope),
-        "context": f"{shape.context} positions",
-        "rms_norm_eps": f"{shape.eps:g}",
-    }
-
-
-def describe_rope(rope: Rope) -> str:
-    scaling = "" if rope.scaling == "default" else f", {rope.scaling} scaling by {rope.factor:g}"
-    return f"theta {rope.theta:g}{scaling}"
-
-
-def rope_readings(meaning, tensors: Tensors, target) -> list[Reading]:
-    """Readings with the two ropes that a config may mean if it states none or a copied one."""
-    seen, out = {meaning.shape.rope}, []
-    for name, rope in (("the target's rope", target.config.rope), ("rope as where none is stated", Rope())):
-        if rope not in seen:
-            seen.add(rope)
-            shape = dataclasses.replace(meaning.shape, rope=rope)
-            words = f"{name}, {describe_rope(rope)}"
-            out.append(Reading(words, dataclasses.replace(meaning, shape=shape), tensors))
-    return out
-
-
-def one_tap(meaning, taps: tuple[int, ...]):
-    """`Family.retap` of families that read one hidden state."""
-    return dataclasses.replace(meaning, tap=taps[0])
-
-
-def shape_faults(shape: DraftShape) -> list[str]:
-    """The numbers of a shape with which nothing can be computed."""
-    out = [shape.rope.fault()]
-    if not 0 <= shape.eps < 1:
-        out.append(f"rms_norm_eps is {shape.eps:g}, and must be from 0 to 1")
-    if shape.context < 1:
-        out.append(f"max_position_embeddings is {shape.context}, and must be at least 1")
-    return [fault for fault in out if fault]
 
 
 def ids_faults(meaning, tensors: Tensors) -> list[str]:

@@ -1,31 +1,48 @@
-"""Which block drafters vLLM 0.32 and SGLang would draft wrongly with, and why: no error would be seen there.
+"""Block drafters as servers load them. Their targets' embedding is shared.
 
-Traps in vLLM: only the mask rows of DFlash draft. The gate and the state of other Markov heads than DSpark's plain one
-are not read. Both servers gather taps in ascending order.
+vLLM 0.32: DFlash in z-lab's layout, or, for a part of the vocabulary, in that of `speculators`; DSpark in DeepSpec's.
+Traps: a `speculators` config whose `sliding_window_non_causal` is false makes every layer causal there, those without a
+window too. z-lab's `is_causal` speaks of all layers as well. The last hidden state is the one before the final norm.
+
+SGLang 0.5.23: DSpark in DeepSpec's layout, the others in z-lab's. Traps: the class is chosen by `architectures` alone,
+and DSpark's reads `markov_rank` at the top of the config. A target gives the inputs of its layers, so it has no last
+hidden state; that is an error at the first prompt.
 """
 
-import itertools
-
+from specdec.drafters.formats import dflash_layout
+from specdec.drafters.formats.base import TargetFacts, Tensors, write_only
 from specdec.drafters.formats.dflash import BlockMeaning
-
-TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
-HEADS = {"vllm": (None, "markov"), "sglang": (None, "markov", "domino")}  # conditional heads that they know
+from specdec.drafters.formats.vllm import needed
 
 
-def refuse(server: str, meaning: BlockMeaning) -> None:
-    """Raise ValueError for what a server's forward would silently compute otherwise."""
-    title, how, kind = TITLES[server], meaning.forward, meaning.conditional
-    if kind not in HEADS[server]:
-        raise ValueError(f"{title} would draft wrongly with this head: it knows no {kind} (train with "
-                         "drafter.conditional=markov, or null)")  # fmt: skip
-    if how.convolution:
-        raise ValueError(f"{title} is not known to draft with this backbone (train drafter=dflash or dspark)")
-    if kind is None and meaning.confidence is None and how.label != "p+k":
-        raise ValueError(f"{title} knows DFlash with slot k for token p+k only (train with drafter.label=p+k)")
-    if any(how.sliding) and how.window_from != "slot":
-        raise ValueError(f"{title} knows no windows before the anchor (train with drafter.window_from=slot)")
-    if how.causal and server == "sglang":
-        raise ValueError("SGLang knows no full layers in which a slot sees no later one (train with "
-                         "drafter.causal=false)")  # fmt: skip
-    if any(a >= b for a, b in itertools.pairwise(meaning.taps)):
-        raise ValueError(f"{title} gathers taps in ascending order, and the drafter has {list(meaning.taps)}")
+def write_vllm(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how, target = meaning.forward, needed(target)
+    _check_last(meaning, target, "which vLLM has only as it is before the final norm")
+    if meaning.conditional or meaning.confidence is not None:
+        return dflash_layout.write_deepspec(meaning, tensors, target)
+    if not meaning.own_head:
+        config, tensors = dflash_layout.write(meaning, tensors, target)
+        return config | ({"is_causal": True} if how.causal else {}), tensors
+    if how.causal or any(how.sliding):
+        raise ValueError(
+            "vLLM has no form for a part of the vocabulary with windows or causal slots (train with "
+            "drafter.draft_vocab_size=null)"
+        )
+    config, tensors = dflash_layout.write_speculators(meaning, tensors, target)
+    return config | {"sliding_window_non_causal": True}, tensors
+
+
+def write_sglang(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if target is not None:
+        _check_last(meaning, target, "which SGLang does not give")
+    one = dflash_layout.write_deepspec if meaning.conditional == "markov" else dflash_layout.write
+    return one(meaning, tensors, target)
+
+
+def _check_last(meaning: BlockMeaning, target: TargetFacts, why: str) -> None:
+    if target.layers in meaning.taps:
+        raise ValueError(f"the drafter reads hidden state {target.layers}, {why} (train with lower drafter.taps)")
+
+
+VLLM = write_only("vllm", "block drafters as vLLM reads them", write_vllm, shares_head=True)
+SGLANG = write_only("sglang", "block drafters as SGLang reads them", write_sglang, shares_head=True)

@@ -135,7 +135,7 @@ class _Trial:
         self.tried = self.searched = 0
 
     def construct(self, reading: Reading) -> Drafter:
-        drafter = self.family.build(reading.meaning, reading.tensors, self.target, self.checkpoint.path)
+        drafter = self.family.construct(reading.meaning, reading.tensors, self.target, self.checkpoint.path)
         return drafter.to(self.target.device, self.target.dtype).eval()
 
     def try_reading(self, reading: Reading) -> Outcome:

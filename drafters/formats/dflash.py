@@ -6,6 +6,7 @@ embeddings and head. The files of z-lab and SpecForge have neither.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,25 +16,17 @@ from torch import Tensor
 from specdec.drafters.block_forward import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, head_of
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.base import (
-    Meaning,
-    Reading,
-    Tensors,
-    check_target,
-    describe_shape,
-    rope_readings,
-    shape_faults,
-)
+from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors
 from specdec.drafters.formats.dflash_names import CONVOLUTIONS, parameters
-from specdec.drafters.formats.fields import fill, read_shape, rows_of, shape_fields
+from specdec.drafters.formats.fields import describe_shape, read_shape, shape_faults, shape_fields
 from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
+from specdec.drafters.formats.places import rows_of
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
-ANGELSPEC, SUPPORTED = ("dflare", "dfly"), "DFlash, DFlash2, DSpark, Domino and JetSpec"
-ALREADY = ("d2t", "t2d", "embed_tokens.weight")
+SERVERS = {"vllm": ("vLLM", (None, "markov")), "sglang": ("SGLang", (None, "markov", "domino"))}  # heads they know
 
 
 @dataclass(frozen=True)
@@ -56,70 +49,16 @@ class BlockMeaning(Meaning):
         return self.draft_vocab != self.vocab
 
 
-def construct(meaning: BlockMeaning, tensors: Tensors, target, name: str) -> BlockDrafter:
-    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
-    check_target(meaning.shape.hidden, meaning.vocab, target, name)
-    vocab = read_vocab(tensors, meaning.vocab, name)
-    mask, rows = meaning.forward.mask_token, len(target.embed.weight)
-    if not 0 <= mask < rows:
-        raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")
-    with target.device:
-        drafter = _empty(meaning, vocab, target.embed.weight, target.head.weight)
-    fill(parameters(drafter), tensors, name, "a block drafter", aside=ALREADY)
-    return drafter
-
-
-def _empty(meaning: BlockMeaning, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> BlockDrafter:
-    hidden = meaning.shape.hidden
-    conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
-    confidence = None if meaning.confidence is None else Confidence(hidden, meaning.confidence)
-    head = None if meaning.own_head else head
-    how = meaning.layers, meaning.taps, vocab, embedding, head, meaning.forward, conditional, confidence
-    return BlockDrafter(meaning.shape, *how)
-
-
-def expected(meaning: BlockMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    nothing = torch.empty(0, meaning.shape.hidden, device="meta")
-    vocab = DraftVocab(meaning.vocab)
-    vocab.size = meaning.draft_vocab
-    with torch.device("meta"):
-        drafter = _empty(meaning, vocab, nothing, nothing)
-    return {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
-
-
-def dismantle(drafter: BlockDrafter, target) -> tuple[BlockMeaning, Tensors]:
-    """What the drafter is, and its tensors."""
-    vocab, head, sure = drafter.vocab, drafter.conditional, drafter.confidence
-    kinds = {kind: name for name, kind in HEADS.items()}
-    meaning = BlockMeaning(
-        shape=drafter.shape,
-        vocab=vocab.target_size,
-        draft_vocab=vocab.size,
-        layers=len(drafter.layers),
-        forward=drafter.switches,
-        taps=drafter.taps,
-        conditional=kinds[type(head)] if head else None,
-        rank=head.rank if head else 0,
-        head=head.settings() if head else {},
-        confidence=sure.rank if sure else None,
-    )
-    tensors = rows_of(parameters(drafter))
-    if vocab.ids is not None:
-        tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
-        tensors |= {"lm_head.weight": drafter.head.weight}
-    return meaning, tensors
-
-
 def meaning_of(
     config: dict, layer: dict, tensors: Tensors, name: str, taps: tuple[int, ...], switches: dict, windowed: dict
 ) -> tuple[BlockMeaning, Tensors]:
     """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
     `BlockForward`; windowed: those that count if a layer has a window. What the tensors show is read from them, and not
     from the config. Copies of the target's are left out."""
-    angelspec = [key for key in tensors if key.startswith(("layer_fusion_weights", "hidden_correction."))]
-    if angelspec or config.get("model_arch") in ANGELSPEC:
-        raise ValueError(f"{name}: DFlare and DFly drafters are not supported; supported are {SUPPORTED}")
+    angelspec = any(key.startswith(("layer_fusion_weights", "hidden_correction.")) for key in tensors)
+    if angelspec or layer.get("model_arch") in ("dflare", "dfly"):
+        supported = "DFlash, DFlash2, DSpark, Domino and JetSpec"
+        raise ValueError(f"{name}: DFlare and DFly drafters are not supported; supported are {supported}")
     shape = read_shape(layer, name)
     for key in ("block_size", "mask_token_id"):
         if not isinstance(config.get(key), int):
@@ -203,52 +142,130 @@ def head_fields(meaning: BlockMeaning) -> dict:
     }
 
 
-def describe(meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    how = meaning.forward
-    first = "slot 0 drafts nothing" if how.unused else "all slots draft"
-    windows = "none"
-    if any(how.sliding):
-        windows = f"{sum(how.sliding)} of {meaning.layers} layers see {how.window} positions, by the {how.window_from}"
-        windows += ", and no later slot" if how.sliding_causal else ""
-    return describe_shape(meaning.shape) | {
-        "layers": str(meaning.layers),
-        "taps": f"hidden_states[{', '.join(map(str, meaning.taps))}]",
-        "block": f"{how.rows} rows, of mask token {how.mask_token} behind the last token",
-        "alignment": f"slot k tells token {how.label}, {first}",
-        "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
-        "windows": windows,
-        "convolutions": f"over slots, {how.convolution} channels a group" if how.convolution else "none",
-        "fusion": "one projection of the taps for all layers",
-        "conditional head": f"{meaning.conditional} of rank {meaning.rank}" if meaning.conditional else "none",
-        "confidence head": "none" if meaning.confidence is None else "there",
-        "head": "its own" if meaning.own_head else "the target's",
-        "vocabulary": describe_vocab(tensors, meaning.vocab, meaning.draft_vocab),
-        "embedding": "the target's",
-    }
+class BlockFamily(Family):
+    title, noun = "DFlash", "a block drafter"
+    drafter = BlockDrafter
+    saved_as = "dflash"
+    sign = "fc.* and hidden_norm.*"
+    for_vllm, for_sglang, method = "vllm", "sglang", "dflash"
+    parameters = staticmethod(parameters)
+    aside = ("d2t", "t2d", "embed_tokens.weight")
+
+    def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
+        confidence = None if meaning.confidence is None else Confidence(meaning.shape.hidden, meaning.confidence)
+        head = None if meaning.own_head else head
+        how = meaning.layers, taps, vocab, embedding, head, meaning.forward, conditional, confidence
+        return BlockDrafter(meaning.shape, *how)
+
+    def taps(self, meaning: BlockMeaning, layers: int) -> tuple[int, ...]:
+        return meaning.taps
+
+    def vocab(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
+        return read_vocab(tensors, meaning.vocab, name)
+
+    def check(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> None:
+        super().check(meaning, tensors, target, name)
+        mask, rows = meaning.forward.mask_token, len(target.embed.weight)
+        if not 0 <= mask < rows:
+            raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")
+
+    def built_for(self, meaning: BlockMeaning, tensors: Tensors) -> int:
+        return len(meaning.taps)
+
+    def proposed(self, meaning: BlockMeaning, tensors: Tensors) -> int:
+        return meaning.draft_vocab
+
+    def faults(self, meaning: BlockMeaning, tensors: Tensors) -> list[str]:
+        fault = map_fault(tensors, meaning.vocab)
+        return shape_faults(meaning.shape) + ([fault] if fault else [])
+
+    def dismantle(self, drafter: BlockDrafter, target) -> tuple[BlockMeaning, Tensors]:
+        vocab, head, sure = drafter.vocab, drafter.conditional, drafter.confidence
+        kinds = {kind: name for name, kind in HEADS.items()}
+        meaning = BlockMeaning(
+            shape=drafter.shape,
+            vocab=vocab.target_size,
+            draft_vocab=vocab.size,
+            layers=len(drafter.layers),
+            forward=drafter.switches,
+            taps=drafter.taps,
+            conditional=kinds[type(head)] if head else None,
+            rank=head.rank if head else 0,
+            head=head.settings() if head else {},
+            confidence=sure.rank if sure else None,
+        )
+        tensors = rows_of(parameters(drafter))
+        if vocab.ids is not None:
+            tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
+            tensors |= {"lm_head.weight": drafter.head.weight}
+        return meaning, tensors
+
+    def describe(self, meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
+        how = meaning.forward
+        first = "slot 0 drafts nothing" if how.unused else "all slots draft"
+        windows, count = "none", sum(how.sliding)
+        if count:
+            windows = f"{count} of {meaning.layers} layers see {how.window} positions, by the {how.window_from}"
+            windows += ", and no later slot" if how.sliding_causal else ""
+        return describe_shape(meaning.shape) | {
+            "layers": str(meaning.layers),
+            "taps": f"hidden_states[{', '.join(map(str, meaning.taps))}]",
+            "block": f"{how.rows} rows, of mask token {how.mask_token} behind the last token",
+            "alignment": f"slot k tells token {how.label}, {first}",
+            "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
+            "windows": windows,
+            "convolutions": f"over slots, {how.convolution} channels a group" if how.convolution else "none",
+            "fusion": "one projection of the taps for all layers",
+            "conditional head": f"{meaning.conditional} of rank {meaning.rank}" if meaning.conditional else "none",
+            "confidence head": "none" if meaning.confidence is None else "there",
+            "head": "its own" if meaning.own_head else "the target's",
+            "vocabulary": describe_vocab(tensors, meaning.vocab, meaning.draft_vocab),
+            "embedding": "the target's",
+        }
+
+    def readings(self, meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
+        """Which token a slot tells, what slots see, the rope."""
+        how, replace = meaning.forward, dataclasses.replace
+        label = "p+k" if how.label == "p+k+1" else "p+k+1"
+        out = [Reading(f"slot k tells token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
+        causal = replace(how, causal=not how.causal)
+        words = "a slot sees no later one" if causal.causal else "all slots see each other"
+        out.append(Reading(words, replace(meaning, forward=causal), tensors))
+        return [*out, *self.rope_readings(meaning, tensors, target)]
+
+    def vllm(self, meaning: BlockMeaning) -> dict:
+        """All slots of the block are drafted, as they see each other."""
+        method = "dspark" if meaning.conditional else self.method
+        return {"method": method, "num_speculative_tokens": meaning.forward.drafts}
+
+    def sglang(self, meaning: BlockMeaning) -> str | None:
+        return {None: "DFLASH", "markov": "DSPARK"}.get(meaning.conditional)
+
+    def refuse(self, server: str, meaning: BlockMeaning) -> None:
+        """Traps in vLLM: only the mask rows of DFlash draft, and the gate and the state of other Markov heads than
+        DSpark's plain one are not read. Both servers gather taps in ascending order."""
+        (title, heads), how, kind = SERVERS[server], meaning.forward, meaning.conditional
+        if kind not in heads:
+            raise ValueError(f"{title} would draft wrongly with this head: it knows no {kind} (train with "
+                             "drafter.conditional=markov, or null)")  # fmt: skip
+        if how.convolution:
+            raise ValueError(f"{title} is not known to draft with this backbone (train drafter=dflash or dspark)")
+        if kind is None and meaning.confidence is None and how.label != "p+k":
+            raise ValueError(f"{title} knows DFlash with slot k for token p+k only (train with drafter.label=p+k)")
+        if any(how.sliding) and how.window_from != "slot":
+            raise ValueError(f"{title} knows no windows before the anchor (train with drafter.window_from=slot)")
+        if how.causal and server == "sglang":
+            raise ValueError("SGLang knows no full layers in which a slot sees no later one (train with "
+                             "drafter.causal=false)")  # fmt: skip
+        if any(a >= b for a, b in itertools.pairwise(meaning.taps)):
+            raise ValueError(f"{title} gathers taps in ascending order, and the drafter has {list(meaning.taps)}")
+
+    def streams(self, meaning: BlockMeaning, tensors: Tensors) -> int:
+        return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
+
+    def retap(self, meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
+        return dataclasses.replace(meaning, taps=taps)
 
 
-def readings(meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings beside other taps: which token a slot tells, what slots see, the rope."""
-    how, replace = meaning.forward, dataclasses.replace
-    label = "p+k" if how.label == "p+k+1" else "p+k+1"
-    out = [Reading(f"slot k tells token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
-    causal = replace(how, causal=not how.causal)
-    words = "a slot sees no later one" if causal.causal else "all slots see each other"
-    out.append(Reading(words, replace(meaning, forward=causal), tensors))
-    return [*out, *rope_readings(meaning, tensors, target)]
-
-
-def streams(meaning: BlockMeaning, tensors: Tensors) -> int:
-    """How many hidden states the drafter fuses."""
-    return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
-
-
-def retap(meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
-    return dataclasses.replace(meaning, taps=taps)
-
-
-def faults(meaning: BlockMeaning, tensors: Tensors) -> list[str]:
-    """What else than a tensor's name or shape keeps a checkpoint from loading."""
-    fault = map_fault(tensors, meaning.vocab)
-    return shape_faults(meaning.shape) + ([fault] if fault else [])
+FAMILY = BlockFamily()

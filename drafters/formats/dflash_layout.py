@@ -6,26 +6,8 @@ DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own lo
 """
 
 from specdec.drafters.block_forward import BlockForward
-from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors
-from specdec.drafters.formats.block_servers import refuse
-from specdec.drafters.formats.dflash import (
-    ALREADY,
-    MARKOV,
-    BlockMeaning,
-    construct,
-    describe,
-    dismantle,
-    expected,
-    faults,
-    head_fields,
-    layer_fields,
-    meaning_of,
-    outputs,
-    readings,
-    retap,
-    streams,
-)
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, head_fields, layer_fields, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
 from specdec.drafters.formats.fields import dtype_name
 from specdec.drafters.formats.maps import membership
@@ -45,10 +27,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tenso
     if kind not in PROJECTORS:
         raise ValueError(f"{name}: block drafters of the kind {kind} are not supported")
     shifted = kind == "dspark" or how.get("draft_shift") or how.get("shift_label")
-    switches = {
-        "label": "p+k+1" if shifted else "p+k",
-        "causal": bool(how.get("causal_head", False)),
-    }
+    switches = {"label": "p+k+1" if shifted else "p+k", "causal": bool(how.get("causal_head", False))}
     windowed = {"sliding_causal": bool(config.get("is_causal", True))}
     stated = {"block_size": config.get("block_size")} | how
     return meaning_of(stated, config, tensors, name, outputs(how, name), switches, windowed)
@@ -177,12 +156,7 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
 
 ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write, shares_head=True)
 DEEPSPEC = Layout(
-    "deepspec",
-    "block drafters as of DeepSpec",
-    recognise_deepspec,
-    read_deepspec,
-    write_deepspec,
-    shares_head=True,
+    "deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec, shares_head=True
 )
 SPECULATORS = Layout(
     "speculators",
@@ -191,31 +165,4 @@ SPECULATORS = Layout(
     read_speculators,
     write_speculators,
     shares_head=True,
-)
-
-
-def in_vllm(meaning: BlockMeaning) -> dict:
-    """vLLM's name of the method. All slots of the block are drafted, as they see each other."""
-    method = "dspark" if meaning.conditional else "dflash"
-    return {"method": method, "num_speculative_tokens": meaning.forward.drafts}
-
-
-FAMILY = Family(
-    "DFlash",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    BlockDrafter,
-    saved_as=ZLAB.name,
-    sign="fc.* and hidden_norm.*",
-    servers={"vllm": "vllm", "sglang": "sglang"},
-    vllm=in_vllm,
-    sglang=lambda meaning: {None: "DFLASH", "markov": "DSPARK"}.get(meaning.conditional),
-    refuse=refuse,
-    faults=faults,
-    streams=streams,
-    retap=retap,
-    aside=ALREADY,
 )

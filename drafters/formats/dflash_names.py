@@ -1,10 +1,8 @@
 """The names under which the tensors of block drafters are published."""
 
-from torch import Tensor
-
 from specdec.drafters.conditional import HEADS
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.fields import layer_parameters
+from specdec.drafters.formats.places import Place, layer_parameters
 from specdec.model.checkpoint import whole
 
 PARTS = {  # of a conditional head
@@ -16,15 +14,12 @@ PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
 PARTS["selector"] = {"slot": "candidate_selector.hidden_projection"}
 BARE = {  # parts that are published without `.weight`
     "domino": {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"},
-    "selector": {
-        "embed": "candidate_selector.predecessor_codebook",
-        "head": "candidate_selector.successor_codebook",
-    },
+    "selector": {"embed": "candidate_selector.predecessor_codebook", "head": "candidate_selector.successor_codebook"},
 }
 CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
-def parameters(drafter: BlockDrafter) -> dict[str, tuple[Tensor, int, int]]:
+def parameters(drafter: BlockDrafter) -> dict[str, Place]:
     """Published tensor names -> where their rows lie in our modules."""
     out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
     for i, layer in enumerate(drafter.layers):

@@ -17,39 +17,15 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.eagle import Eagle
-from specdec.drafters.formats.base import (
-    Family,
-    Layout,
-    Meaning,
-    Reading,
-    TargetFacts,
-    Tensors,
-    check_faults,
-    check_target,
-    describe_shape,
-    ids_faults,
-    one_tap,
-    rope_readings,
-    shape_faults,
-)
-from specdec.drafters.formats.fields import (
-    dtype_name,
-    fill,
-    held,
-    layer_parameters,
-    read_ids,
-    read_shape,
-    shape_fields,
-    shapes_of,
-)
+from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
+from specdec.drafters.formats.fields import describe_shape, dtype_name, read_shape, shape_fields
+from specdec.drafters.formats.places import Place, describe_ids, held, layer_parameters
 from specdec.drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.checkpoint import check_shapes, whole
+from specdec.model.checkpoint import whole
 
-TITLE = "EAGLE-1/2"
 EMBEDDING = "embed_tokens.weight"
-ASIDE = (EMBEDDING, "draft_ids")
 TOKEN_MAP = "token_map.pt"  # which SGLang is told of by a flag
 
 
@@ -65,57 +41,63 @@ class EagleMeaning(Meaning):
     own_embedding: bool = False
 
 
-def parameters(drafter: Eagle) -> dict[str, tuple[Tensor, int, int]]:
-    """Published tensor names -> where their rows lie in our modules."""
-    return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
+class EagleFamily(Family):
+    title = noun = "EAGLE-1/2"
+    drafter = Eagle
+    saved_as = "eagle"
+    sign = "layers.0.* with fc"
+    for_vllm, for_sglang = "vllm", "sglang"
+    method, algorithm = "eagle", "EAGLE"
+    aside = (EMBEDDING, "draft_ids")
 
-
-def construct(meaning: EagleMeaning, tensors: Tensors, target, name: str) -> Eagle:
-    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
-    check_faults(faults(meaning, tensors), name)
-    check_target(meaning.shape.hidden, meaning.vocab, target, name)
-    check_shapes(name, tensors, expected(meaning, tensors))
-    vocab = DraftVocab(meaning.vocab, read_ids(tensors))
-    tap = target.config.layers if meaning.tap is None else meaning.tap
-    with target.device:
-        embedding = tensors[EMBEDDING].to(target.device, target.dtype) if meaning.own_embedding else target.embed.weight
-        drafter = _empty(meaning, tap, vocab, embedding, target.head.weight)
+    def make(self, meaning: EagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        drafter = Eagle(meaning.shape, taps[0], vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
         drafter.own_embedding = meaning.own_embedding
-    fill(parameters(drafter), tensors, name, TITLE, aside=ASIDE)
-    return drafter
+        return drafter
 
+    def parameters(self, drafter: Eagle) -> dict[str, Place]:
+        return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
 
-def _empty(meaning: EagleMeaning, tap: int, vocab: DraftVocab, embedding: Tensor, head: Tensor) -> Eagle:
-    return Eagle(meaning.shape, tap, vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
+    def embedding(self, meaning: EagleMeaning, tensors: Tensors, target) -> Tensor:
+        own = meaning.own_embedding
+        return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
+    def expected(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+        own = {EMBEDDING: torch.Size([meaning.vocab, meaning.shape.hidden])} if meaning.own_embedding else {}
+        return super().expected(meaning, tensors) | own
 
-def expected(meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    nothing = torch.empty(0, meaning.shape.hidden, device="meta")
-    with torch.device("meta"):
-        drafter = _empty(meaning, 0, DraftVocab(meaning.vocab), nothing, nothing)
-    own = {EMBEDDING: torch.Size([meaning.vocab, meaning.shape.hidden])} if meaning.own_embedding else {}
-    return shapes_of(parameters(drafter), tensors) | own
+    def dismantle(self, drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
+        """Without an embedding unless it is the head's own."""
+        biases, own = (drafter.fc.bias is not None, drafter.attention.qkv.bias is not None), drafter.own_embedding
+        meaning = EagleMeaning(drafter.shape, drafter.vocab.target_size, *biases, own_embedding=own)
+        tensors = held(self.parameters(drafter), drafter.vocab)
+        return meaning, tensors | ({EMBEDDING: drafter.embedding} if own else {})
 
+    def describe(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
+        biases = [name for name, there in (("fc", meaning.fc_bias), ("q, k, v", meaning.qkv_bias)) if there]
+        return describe_shape(meaning.shape) | {
+            "taps": "hidden_states[N], the last one, after the final norm",
+            "fc input": "[embedding, hidden], the embedding first; no norms",
+            "layer input": "fc's output as it is: the layer has no input norm",
+            "feedback": "the layer's output as it is",
+            "head": "the target's, without a norm before it",
+            "biases": ", ".join(biases) or "none",
+            "vocabulary": describe_ids(tensors, meaning.vocab),
+            "embedding": "its own"
+            if meaning.own_embedding
+            else "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
+        }
 
-def faults(meaning: EagleMeaning, tensors: Tensors) -> list[str]:
-    return shape_faults(meaning.shape) + ids_faults(meaning, tensors)
+    def readings(self, meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
+        swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
+        other = Reading("fc input [hidden, embedding]", meaning, swapped)
+        return [*self.rope_readings(meaning, tensors, target), other]
 
-
-def dismantle(drafter: Eagle, target) -> tuple[EagleMeaning, Tensors]:
-    """What the head is, and its tensors, without an embedding unless it is the head's own."""
-    biases = drafter.fc.bias is not None, drafter.attention.qkv.bias is not None
-    own = drafter.own_embedding
-    meaning = EagleMeaning(drafter.shape, drafter.vocab.target_size, *biases, own_embedding=own)
-    return meaning, held(parameters(drafter), drafter.vocab) | ({EMBEDDING: drafter.embedding} if own else {})
-
-
-def refuse(server: str, meaning: EagleMeaning) -> None:
-    """Raise ValueError for what SGLang's forward would silently compute otherwise."""
-    if server == "sglang" and meaning.own_embedding:
-        raise ValueError(
-            "SGLang would draft wrongly with this head: it takes the target's embedding for the head's own"
-        )
+    def refuse(self, server: str, meaning: EagleMeaning) -> None:
+        if server == "sglang" and meaning.own_embedding:
+            raise ValueError(
+                "SGLang would draft wrongly with this head: it takes the target's embedding for the head's own"
+            )
 
 
 # The published layout
@@ -199,36 +181,6 @@ def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFac
     return config, renamed(renamed(tensors, "fc.", "fusion_fc."), "layers.0.", "transformer.")
 
 
-# What the doctor asks
-
-
-def describe(meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    biases = [name for name, there in (("fc", meaning.fc_bias), ("q, k, v", meaning.qkv_bias)) if there]
-    ids = read_ids(tensors)
-    return describe_shape(meaning.shape) | {
-        "taps": "hidden_states[N], the last one, after the final norm",
-        "fc input": "[embedding, hidden], the embedding first; no norms",
-        "layer input": "fc's output as it is: the layer has no input norm",
-        "feedback": "the layer's output as it is",
-        "head": "the target's, without a norm before it",
-        "biases": ", ".join(biases) or "none",
-        "vocabulary": f"all {meaning.vocab} target tokens" if ids is None else f"{len(ids)} of {meaning.vocab} tokens",
-        "embedding": "its own"
-        if meaning.own_embedding
-        else "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
-    }
-
-
-def readings(meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings."""
-    swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
-    return [
-        *rope_readings(meaning, tensors, target),
-        Reading("fc input [hidden, embedding]", meaning, swapped),
-    ]
-
-
 SPECULATORS = Layout(
     "speculators",
     "EAGLE-1/2 as of the first versions of speculators",
@@ -237,31 +189,10 @@ SPECULATORS = Layout(
     write_speculators,
 )
 PUBLISHED = Layout("eagle", "EAGLE-1/2 as of EAGLE", recognise, read, write)
-# What is written is read as the layout of EAGLE-1/2's authors.
-SGLANG = Layout(
+SGLANG = write_only(
     "sglang",
     "EAGLE-1/2 as SGLang reads it",
-    lambda config, tensors: False,
-    read,
     write_sglang,
     beside=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
 )
-FAMILY = Family(
-    TITLE,
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    Eagle,
-    saved_as=PUBLISHED.name,
-    sign="layers.0.* with fc",
-    servers={"sglang": SGLANG.name, "vllm": "vllm"},
-    vllm=lambda meaning: {"method": "eagle"},
-    sglang=lambda meaning: "EAGLE",
-    refuse=refuse,
-    faults=faults,
-    streams=lambda meaning, tensors: 1,
-    retap=one_tap,
-    aside=ASIDE,
-)
+FAMILY = EagleFamily()

@@ -13,25 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
-from specdec.drafters.formats.base import (
-    Family,
-    Meaning,
-    Reading,
-    Tensors,
-    check_faults,
-    check_target,
-    describe_shape,
-    rope_readings,
-    shape_faults,
-)
-from specdec.drafters.formats.fields import fill, layer_parameters, rows_of
+from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors, check_target
+from specdec.drafters.formats.fields import describe_shape, shape_faults
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
+from specdec.drafters.formats.places import Place, layer_parameters, rows_of
 from specdec.drafters.layers import DraftShape, SharedHead
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.checkpoint import check_shapes, whole
+from specdec.model.checkpoint import whole
 from specdec.model.target import check_taps
 
-ASIDE = ("d2t", "t2d", "embed_tokens.weight")
+EMBEDDING = "embed_tokens.weight"
 PROJECTIONS = [f"midlayer.self_attn.{x}_proj" for x in "qkv"]
 
 
@@ -53,7 +44,7 @@ class Eagle3Meaning(Meaning):
         return self.tap_width != self.shape.hidden
 
 
-def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
+def parameters(drafter: Eagle3) -> dict[str, Place]:
     """Published tensor names -> where their rows lie in our modules."""
     out = (
         whole(drafter.fc, "fc")
@@ -69,98 +60,6 @@ def parameters(drafter: Eagle3) -> dict[str, tuple[Tensor, int, int]]:
     for i, norm in enumerate(drafter.tap_norms or ()):
         out |= whole(norm, f"fc_norm.{i}")
     return out
-
-
-def construct(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Eagle3:
-    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
-    wanted = target.config
-    check_faults(shape_faults(meaning.shape), name)
-    check_target(meaning.tap_width, meaning.vocab, target, name)
-    taps = meaning.taps or (2, wanted.layers // 2, wanted.layers - 3)
-    width = tensors["fc.weight"].shape[-1]
-    if width != len(taps) * wanted.hidden:
-        raise ValueError(
-            f"{name}: fc.weight takes {width} features, {len(taps)} taps of the target give {len(taps) * wanted.hidden}"
-        )
-    check_taps(taps, wanted.layers)
-    check_shapes(name, tensors, expected(meaning, tensors))
-    vocab = read_vocab(tensors, wanted.vocab, name)
-    if vocab.size != meaning.draft_vocab:
-        raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {meaning.draft_vocab}")
-    embedding = _embedding(meaning, tensors, target, name)
-    with embedding.device:
-        drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, wanted.hidden)
-    if not meaning.own_head:
-        drafter.head = SharedHead(target.head.weight, vocab.ids)
-    fill(parameters(drafter), tensors, name, "EAGLE-3", aside=ASIDE)
-    return drafter
-
-
-def _embedding(meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Tensor:
-    """The target's embedding; the file's for a drafter of another width, which cannot share the target's."""
-    if not meaning.own_embedding:
-        return target.embed.weight
-    if "embed_tokens.weight" not in tensors:
-        raise ValueError(f"{name}: a drafter narrower or wider than the target needs embed_tokens.weight of its own")
-    return tensors["embed_tokens.weight"].to(target.device, target.dtype)
-
-
-def expected(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    with torch.device("meta"):
-        vocab = DraftVocab(meaning.draft_vocab)
-        embedding, taps = torch.empty(0, meaning.shape.hidden), (0,) * streams(meaning, tensors)
-        drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)
-    shapes = {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
-    if not meaning.own_head:
-        del shapes["lm_head.weight"]
-    if meaning.draft_vocab != meaning.vocab:
-        shapes["d2t"] = torch.Size([meaning.draft_vocab])
-    return shapes
-
-
-def streams(meaning: Eagle3Meaning, tensors: Tensors) -> int:
-    return tensors["fc.weight"].shape[-1] // meaning.tap_width
-
-
-def retap(meaning: Eagle3Meaning, taps: tuple[int, ...]) -> Eagle3Meaning:
-    return dataclasses.replace(meaning, taps=taps)
-
-
-def faults(meaning: Eagle3Meaning, tensors: Tensors) -> list[str]:
-    """What keeps the head from loading beside its tensors: numbers of the shape, taps, the map."""
-    taps, width, out = meaning.taps, tensors["fc.weight"].shape[-1], shape_faults(meaning.shape)
-    count = 3 if taps is None else len(taps)
-    if width != count * meaning.tap_width:
-        out.append(
-            f"fc.weight takes {width} features, {count} taps of {meaning.tap_width} give {count * meaning.tap_width}"
-        )
-    if min(taps or (0,)) < 0:
-        out.append(f"the taps {list(taps)} name a hidden state below 0")
-    fault = map_fault(tensors, meaning.vocab)
-    return [*out, fault] if fault else out
-
-
-def dismantle(drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
-    """What the head is, and its tensors.
-
-    Raises ValueError for a draft vocabulary out of order, which the layouts cannot express."""
-    vocab = drafter.vocab
-    ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
-    if not torch.equal(ids, ids.sort().values):
-        raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
-    tensors = rows_of(parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
-    own_head = isinstance(drafter.head, nn.Linear) or vocab.ids is not None
-    if own_head:
-        tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}
-        tensors["lm_head.weight"] = drafter.head.weight
-    width = drafter.fc.in_features // len(drafter.taps)
-    if width != drafter.shape.hidden:
-        tensors["embed_tokens.weight"] = drafter.embedding
-    meaning = Eagle3Meaning(
-        drafter.shape, vocab.target_size, vocab.size, width, drafter.switches, taps=drafter.taps, own_head=own_head
-    )
-    return meaning, tensors
 
 
 def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
@@ -186,92 +85,152 @@ def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, 
 SGLANG_KNOWS = ("tap_norms", "input_norm", "feedback")  # of the switches; the rest of its forward is the default
 
 
-def refuse(server: str, meaning: Eagle3Meaning) -> None:
-    """Raise ValueError for what SGLang's forward of an EAGLE-3 head would silently compute otherwise."""
-    if server != "sglang":
-        return
-    other = {
-        field.name: str(field.default).lower()
-        for field in dataclasses.fields(Eagle3Forward)
-        if field.name not in SGLANG_KNOWS and getattr(meaning.forward, field.name) != field.default
-    }
-    if other:
-        settings = " ".join(f"drafter.{name}={value}" for name, value in other.items())
-        names = ", ".join(other)
-        raise ValueError(
-            f"SGLang would draft wrongly with this head: its forward knows no {names} (train with {settings})"
+class Eagle3Family(Family):
+    title = noun = "EAGLE-3"
+    drafter = Eagle3
+    saved_as = "specdec"
+    sign = "midlayer.* with fc"
+    for_vllm, for_sglang = "vllm", "eagle3"
+    method, algorithm = "eagle3", "EAGLE3"
+    parameters = staticmethod(parameters)
+    aside = ("d2t", "t2d", EMBEDDING)
+
+    def make(self, meaning: Eagle3Meaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)
+        if not meaning.own_head:
+            drafter.head = SharedHead(head, vocab.ids)
+        return drafter
+
+    def taps(self, meaning: Eagle3Meaning, layers: int) -> tuple[int, ...]:
+        return meaning.taps or (2, layers // 2, layers - 3)
+
+    def vocab(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> DraftVocab:
+        vocab = read_vocab(tensors, target.vocab, name)
+        if vocab.size != meaning.draft_vocab:
+            asked = meaning.draft_vocab
+            raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {asked}")
+        return vocab
+
+    def embedding(self, meaning: Eagle3Meaning, tensors: Tensors, target) -> Tensor:
+        """The target's; the file's for a drafter of another width, which cannot share the target's."""
+        own = meaning.own_embedding
+        return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
+
+    def check(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> None:
+        check_target(meaning.tap_width, meaning.vocab, target, name)
+        check_taps(self.taps(meaning, target.config.layers), target.config.layers)
+        if EMBEDDING not in tensors and meaning.shape.hidden != target.config.hidden:
+            raise ValueError(f"{name}: a drafter narrower or wider than the target needs {EMBEDDING} of its own")
+
+    def proposed(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
+        return meaning.draft_vocab
+
+    def expected(self, meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:
+        mapped = {"d2t": torch.Size([meaning.draft_vocab])} if meaning.draft_vocab != meaning.vocab else {}
+        return super().expected(meaning, tensors) | mapped
+
+    def faults(self, meaning: Eagle3Meaning, tensors: Tensors) -> list[str]:
+        taps, width, out = meaning.taps, tensors["fc.weight"].shape[-1], shape_faults(meaning.shape)
+        count = 3 if taps is None else len(taps)
+        if width != count * meaning.tap_width:
+            given = count * meaning.tap_width
+            out.append(f"fc.weight takes {width} features, {count} taps of {meaning.tap_width} give {given}")
+        if min(taps or (0,)) < 0:
+            out.append(f"the taps {list(taps)} name a hidden state below 0")
+        fault = map_fault(tensors, meaning.vocab)
+        return [*out, fault] if fault else out
+
+    def dismantle(self, drafter: Eagle3, target) -> tuple[Eagle3Meaning, Tensors]:
+        """Raises ValueError for a draft vocabulary out of order, which the layouts cannot express."""
+        vocab = drafter.vocab
+        ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
+        if not torch.equal(ids, ids.sort().values):
+            raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
+        tensors = rows_of(parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
+        own_head = isinstance(drafter.head, nn.Linear) or vocab.ids is not None
+        if own_head:
+            tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}
+            tensors["lm_head.weight"] = drafter.head.weight
+        width = drafter.fc.in_features // len(drafter.taps)
+        if width != drafter.shape.hidden:
+            tensors[EMBEDDING] = drafter.embedding
+        meaning = Eagle3Meaning(
+            drafter.shape, vocab.target_size, vocab.size, width, drafter.switches, taps=drafter.taps, own_head=own_head
         )
-    if len(meaning.taps or (0,) * 3) * meaning.tap_width == meaning.shape.hidden:
-        raise ValueError(
-            "SGLang would draft wrongly with this head: features as wide as the head do not go through fc there "
-            "(train with drafter.taps=3)"
+        return meaning, tensors
+
+    def refuse(self, server: str, meaning: Eagle3Meaning) -> None:
+        if server != "sglang":
+            return
+        other = {
+            field.name: str(field.default).lower()
+            for field in dataclasses.fields(Eagle3Forward)
+            if field.name not in SGLANG_KNOWS and getattr(meaning.forward, field.name) != field.default
+        }
+        if other:
+            settings = " ".join(f"drafter.{name}={value}" for name, value in other.items())
+            names = ", ".join(other)
+            raise ValueError(
+                f"SGLang would draft wrongly with this head: its forward knows no {names} (train with {settings})"
+            )
+        if len(meaning.taps or (0,) * 3) * meaning.tap_width == meaning.shape.hidden:
+            raise ValueError(
+                "SGLang would draft wrongly with this head: features as wide as the head do not go through fc there "
+                "(train with drafter.taps=3)"
+            )
+
+    def describe(self, meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:
+        how, count = meaning.forward, self.streams(meaning, tensors)
+        norms = "one for each tap" if how.tap_norms else "one over all taps" if how.input_norm else "none"
+        head = "its own" if meaning.own_head else "none in the file: the target's rows"
+        return describe_shape(meaning.shape) | {
+            "taps": ", ".join(f"hidden_states[{tap}]" for tap in meaning.taps)
+            if meaning.taps
+            else f"not listed: the default hidden_states[2], [N//2], [N-3] of {count} streams",
+            "fc input": f"{count} x {meaning.tap_width}, in the order of the taps; norm before fc: {norms}",
+            "layer input": "[norm(embedding), norm(hidden)], the embedding first",
+            "residual": "the normed hidden state" if how.residual_norm else "the hidden state as it is",
+            "feedback": f"the hidden state {'after' if how.feedback == 'post' else 'before'} the final norm",
+            "head": f"{head}, {'after' if how.head_norm else 'without'} the final norm",
+            "biases": "q, k, v" if how.qkv_bias else "none",
+            "q and k norm": "yes" if how.qk_norm else "no",
+            "vocabulary": describe_vocab(tensors, meaning.vocab, meaning.draft_vocab),
+            "embedding": "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
+        }
+
+    def readings(self, meaning: Eagle3Meaning, tensors: Tensors, target) -> list[Reading]:
+        """Each has been met in the wild, or in an issue of a serving system."""
+        layers, how = target.config.layers, meaning.forward
+        replace = dataclasses.replace
+        out = []
+        taps = self.taps(meaning, layers)
+        for shift, words in ((1, "outputs of the layers listed"), (-1, "inputs of the layers before")):
+            moved = tuple(tap + shift for tap in taps)
+            if all(0 <= tap <= layers for tap in moved):
+                out.append(Reading(f"taps {shift:+d}, {list(moved)}: {words}", replace(meaning, taps=moved), tensors))
+        out += self.rope_readings(meaning, tensors, target)
+        for feedback, head_norm in (("pre", True), ("post", True), ("pre", False)):
+            if (feedback, head_norm) != (how.feedback, how.head_norm):
+                words = f"feedback {'before' if feedback == 'pre' else 'after'} the final norm"
+                words += "" if head_norm else ", which the head does not see"
+                forward = replace(how, feedback=feedback, head_norm=head_norm)
+                out.append(Reading(words, replace(meaning, forward=forward), tensors))
+        flipped = replace(how, residual_norm=not how.residual_norm)
+        out.append(Reading(f"norm_before_residual {flipped.residual_norm}", replace(meaning, forward=flipped), tensors))
+        swapped = {f"{name}.weight": tensors[f"{name}.weight"] for name in PROJECTIONS}
+        swapped = {name: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) for name, weight in swapped.items()}
+        out.append(Reading("layer input [hidden, embedding]", meaning, tensors | swapped))
+        a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
+        out.append(
+            Reading("norms of embedding and hidden exchanged", meaning, tensors | {a: tensors[b], b: tensors[a]})
         )
+        return out + map_readings(meaning, tensors)
+
+    def streams(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
+        return tensors["fc.weight"].shape[-1] // meaning.tap_width
+
+    def retap(self, meaning: Eagle3Meaning, taps: tuple[int, ...]) -> Eagle3Meaning:
+        return dataclasses.replace(meaning, taps=taps)
 
 
-def describe(meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    how, count = meaning.forward, streams(meaning, tensors)
-    norms = "one for each tap" if how.tap_norms else "one over all taps" if how.input_norm else "none"
-    head = "its own" if meaning.own_head else "none in the file: the target's rows"
-    return describe_shape(meaning.shape) | {
-        "taps": ", ".join(f"hidden_states[{tap}]" for tap in meaning.taps)
-        if meaning.taps
-        else f"not listed: the default hidden_states[2], [N//2], [N-3] of {count} streams",
-        "fc input": f"{count} x {meaning.tap_width}, in the order of the taps; norm before fc: {norms}",
-        "layer input": "[norm(embedding), norm(hidden)], the embedding first",
-        "residual": "the normed hidden state" if how.residual_norm else "the hidden state as it is",
-        "feedback": f"the hidden state {'after' if how.feedback == 'post' else 'before'} the final norm",
-        "head": f"{head}, {'after' if how.head_norm else 'without'} the final norm",
-        "biases": "q, k, v" if how.qkv_bias else "none",
-        "q and k norm": "yes" if how.qk_norm else "no",
-        "vocabulary": describe_vocab(tensors, meaning.vocab, meaning.draft_vocab),
-        "embedding": "the target's" + (", not the file's" if "embed_tokens.weight" in tensors else ""),
-    }
-
-
-def readings(meaning: Eagle3Meaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings. Each has been met in the wild, or in an issue of a serving system."""
-    layers, how = target.config.layers, meaning.forward
-    replace = dataclasses.replace
-    out = []
-    taps = meaning.taps or (2, layers // 2, layers - 3)
-    for shift, words in ((1, "outputs of the layers listed"), (-1, "inputs of the layers before")):
-        moved = tuple(tap + shift for tap in taps)
-        if all(0 <= tap <= layers for tap in moved):
-            out.append(Reading(f"taps {shift:+d}, {list(moved)}: {words}", replace(meaning, taps=moved), tensors))
-    out += rope_readings(meaning, tensors, target)
-    for feedback, head_norm in (("pre", True), ("post", True), ("pre", False)):
-        if (feedback, head_norm) != (how.feedback, how.head_norm):
-            words = f"feedback {'before' if feedback == 'pre' else 'after'} the final norm"
-            words += "" if head_norm else ", which the head does not see"
-            forward = replace(how, feedback=feedback, head_norm=head_norm)
-            out.append(Reading(words, replace(meaning, forward=forward), tensors))
-    flipped = replace(how, residual_norm=not how.residual_norm)
-    out.append(Reading(f"norm_before_residual {flipped.residual_norm}", replace(meaning, forward=flipped), tensors))
-    swapped = {f"{name}.weight": tensors[f"{name}.weight"] for name in PROJECTIONS}
-    swapped = {name: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) for name, weight in swapped.items()}
-    out.append(Reading("layer input [hidden, embedding]", meaning, tensors | swapped))
-    a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
-    out.append(Reading("norms of embedding and hidden exchanged", meaning, tensors | {a: tensors[b], b: tensors[a]}))
-    return out + map_readings(meaning, tensors)
-
-
-FAMILY = Family(
-    "EAGLE-3",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    Eagle3,
-    saved_as="specdec",
-    sign="midlayer.* with fc",
-    servers={"sglang": "eagle3", "vllm": "vllm"},
-    vllm=lambda meaning: {"method": "eagle3"},
-    sglang=lambda meaning: "EAGLE3",
-    refuse=refuse,
-    faults=faults,
-    streams=streams,
-    retap=retap,
-    aside=ASIDE,
-)
+FAMILY = Eagle3Family()

@@ -167,11 +167,5 @@ def order_doubts(ids: list | None) -> list[str]:
 
 OWN = Layout("specdec", "ours: the EAGLE-3 layout, with taps by name", recognise_own, read, write_own)
 PUBLISHED = Layout(
-    "eagle3",
-    "EAGLE-3 as of EAGLE, SpecForge and SGLang",
-    recognise,
-    read,
-    write,
-    names_layers=True,
-    doubts=doubts,
+    "eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write, names_layers=True, doubts=doubts
 )

@@ -1,18 +1,11 @@
-"""What the layouts share: the config fields of a draft layer's shape, and the names of its tensors.
+"""The config fields of a draft layer's shape: read, written and described."""
 
-Names of tensors map to (parameter, first row, number of rows): fused parameters hold the rows of several tensors.
-"""
-
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.drafters.layers import DraftShape
-from specdec.drafters.moe import MoE
-from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_rope, rope_fields
-from specdec.model.checkpoint import StrictFill, fused, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
-from specdec.model.layers import GatedMLP
+from specdec.model.rope import Rope
 
 
 def read_shape(config: dict, name: str) -> DraftShape:
@@ -61,82 +54,27 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
-    """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
-    attention = layer.attention
-    q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
-    kv = attention.kv_heads * attention.head_dim
-    out = (
-        fused(attention.qkv, [f"{prefix}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
-        | whole(attention.o, f"{prefix}.self_attn.o_proj")
-        | whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
-    )
-    if attention.q_norm is not None:
-        out |= whole(attention.q_norm, f"{prefix}.self_attn.q_norm")
-        out |= whole(attention.k_norm, f"{prefix}.self_attn.k_norm")
-    return out
+def describe_shape(shape: DraftShape) -> dict[str, str]:
+    """The shape of a draft layer, in words."""
+    grouped = f", {shape.kv_heads} for keys and values" if shape.kv_heads != shape.heads else ""
+    return {
+        "layer": f"hidden {shape.hidden}, MLP {shape.intermediate}, {shape.heads} heads of {shape.head_dim}{grouped}",
+        "rope": describe_rope(shape.rope),
+        "context": f"{shape.context} positions",
+        "rms_norm_eps": f"{shape.eps:g}",
+    }
 
 
-def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
-    """The tensors of a gated MLP."""
-    width = mlp.down.in_features
-    return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
-        mlp.down, f"{prefix}.down_proj"
-    )
+def describe_rope(rope: Rope) -> str:
+    scaling = "" if rope.scaling == "default" else f", {rope.scaling} scaling by {rope.factor:g}"
+    return f"theta {rope.theta:g}{scaling}"
 
 
-def moe_parameters(moe: MoE, prefix: str) -> dict[str, tuple[Tensor, int, int]]:
-    """The tensors of a mixture of experts. Published checkpoints store every expert by itself."""
-    how, hidden = moe.experts, moe.down.shape[1]
-    out = whole(moe.router, f"{prefix}.gate")
-    if moe.router_bias is not None:
-        out[f"{prefix}.gate.e_score_correction_bias"] = (moe.router_bias, 0, how.count)
-    for i in range(how.count):
-        out[f"{prefix}.experts.{i}.gate_proj.weight"] = (moe.gate_up[i], 0, how.width)
-        out[f"{prefix}.experts.{i}.up_proj.weight"] = (moe.gate_up[i], how.width, how.width)
-        out[f"{prefix}.experts.{i}.down_proj.weight"] = (moe.down[i], 0, hidden)
-    if moe.shared is not None:
-        out |= mlp_parameters(moe.shared, f"{prefix}.shared_expert" + ("" if moe.shared_gate is not None else "s"))
-    if moe.shared_gate is not None:
-        out |= whole(moe.shared_gate, f"{prefix}.shared_expert_gate")
-    return out
-
-
-def fill(
-    parameters: dict[str, tuple[Tensor, int, int]],
-    tensors: dict[str, Tensor],
-    name: str,
-    layout: str,
-    aside: tuple[str, ...] = (),
-) -> None:
-    """Copy every tensor to its place, and each place once. The caller reads those named in `aside` itself.
-
-    Raises ValueError, with the checkpoint's `name`, for a tensor that is missing, left over or of another shape."""
-    strict = StrictFill(name, parameters)
-    for key, value in tensors.items():
-        if key not in aside and not strict.put(key, value):
-            raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which {layout} has no place")
-    strict.finish()
-
-
-def rows_of(parameters: dict[str, tuple[Tensor, int, int]]) -> dict[str, Tensor]:
-    """The tensors to write, by name: the reverse of `fill`."""
-    return {name: tensor[start : start + rows] for name, (tensor, start, rows) in parameters.items()}
-
-
-def held(parameters: dict[str, tuple[Tensor, int, int]], vocab: DraftVocab) -> dict[str, Tensor]:
-    """The tensors of a head, and `draft_ids`, the tokens that it proposes, unless it proposes all."""
-    return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
-
-
-def shapes_of(parameters: dict[str, tuple[Tensor, int, int]], tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint must hold: the parameters, and `draft_ids` if it is there."""
-    shapes = {name: rows.shape for name, rows in rows_of(parameters).items()}
-    return shapes | {name: tensors[name].shape for name in ("draft_ids",) if name in tensors}
-
-
-def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
-    """The tokens [U] that a head proposes; None for all."""
-    ids = tensors.get(key)
-    return None if ids is None else ids.to(torch.int64)
+def shape_faults(shape: DraftShape) -> list[str]:
+    """The numbers of a shape with which nothing can be computed."""
+    out = [shape.rope.fault()]
+    if not 0 <= shape.eps < 1:
+        out.append(f"rms_norm_eps is {shape.eps:g}, and must be from 0 to 1")
+    if shape.context < 1:
+        out.append(f"max_position_embeddings is {shape.context}, and must be at least 1")
+    return [fault for fault in out if fault]

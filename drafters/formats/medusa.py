@@ -15,15 +15,14 @@ from specdec.drafters.formats.base import (
     Reading,
     TargetFacts,
     Tensors,
-    check_faults,
     check_target,
     ids_faults,
-    one_tap,
 )
-from specdec.drafters.formats.fields import dtype_name, fill, held, read_ids, shapes_of
+from specdec.drafters.formats.fields import dtype_name
+from specdec.drafters.formats.places import held, read_ids
 from specdec.drafters.medusa import Medusa, MedusaShape
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.checkpoint import check_shapes, whole
+from specdec.model.checkpoint import whole
 
 
 @dataclass(frozen=True)
@@ -35,41 +34,63 @@ class MedusaMeaning(Meaning):
     tap: int | None = None  # the hidden state that the heads read; None for the last one
 
 
-def parameters(drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
-    """Published tensor names -> where they lie in our modules."""
-    out = {}
-    for i, blocks in enumerate(drafter.blocks):
-        for j, block in enumerate(blocks):
-            out |= whole(block.linear, f"{i}.{j}.linear")
-        if drafter.shape.own_heads:
-            out |= whole(drafter.heads[i], f"{i}.{len(blocks)}")
-    return out
+class MedusaFamily(Family):
+    title = noun = "Medusa"
+    drafter = Medusa
+    saved_as = "medusa"
+    sign = "0.0.linear"
+    for_vllm, method = "vllm", "medusa"
+    aside = ("draft_ids",)
 
+    def make(self, meaning: MedusaMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        return Medusa(meaning.shape, taps[0], vocab, head)
 
-def construct(meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> Medusa:
-    """Heads, refused unless every tensor fits the meaning and the meaning the target."""
-    check_faults(ids_faults(meaning, tensors), name)
-    check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
-    check_shapes(name, tensors, expected(meaning, tensors))
-    tap = target.config.layers if meaning.tap is None else meaning.tap
-    vocab = DraftVocab(target.vocab, read_ids(tensors))
-    with target.device:
-        drafter = Medusa(meaning.shape, tap, vocab, target.head.weight)
-    fill(parameters(drafter), tensors, name, "Medusa", aside=("draft_ids",))
-    return drafter
+    def parameters(self, drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
+        out = {}
+        for i, blocks in enumerate(drafter.blocks):
+            for j, block in enumerate(blocks):
+                out |= whole(block.linear, f"{i}.{j}.linear")
+            if drafter.shape.own_heads:
+                out |= whole(drafter.heads[i], f"{i}.{len(blocks)}")
+        return out
 
+    def check(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> None:
+        check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
 
-def expected(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    rows = len(tensors[f"0.{meaning.shape.blocks}.weight"]) if meaning.shape.own_heads else 1
-    with torch.device("meta"):
-        drafter = Medusa(meaning.shape, 0, DraftVocab(rows), torch.empty(0, meaning.shape.hidden))
-    return shapes_of(parameters(drafter), tensors)
+    def vocab(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
+        return DraftVocab(target.vocab, read_ids(tensors))
 
+    def proposed(self, meaning: MedusaMeaning, tensors: Tensors) -> int:
+        return len(tensors[f"0.{meaning.shape.blocks}.weight"]) if meaning.shape.own_heads else 1
 
-def dismantle(drafter: Medusa, target) -> tuple[MedusaMeaning, Tensors]:
-    """What the heads are, and their tensors."""
-    return MedusaMeaning(drafter.shape, drafter.vocab.target_size), held(parameters(drafter), drafter.vocab)
+    def faults(self, meaning: MedusaMeaning, tensors: Tensors) -> list[str]:
+        return ids_faults(meaning, tensors)
+
+    def dismantle(self, drafter: Medusa, target) -> tuple[MedusaMeaning, Tensors]:
+        meaning = MedusaMeaning(drafter.shape, drafter.vocab.target_size)
+        return meaning, held(self.parameters(drafter), drafter.vocab)
+
+    def describe(self, meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
+        shape, ids = meaning.shape, read_ids(tensors)
+        tokens = f"all {meaning.vocab or 'of the'} target tokens" if ids is None else f"{len(ids)} target tokens"
+        return {
+            "heads": f"{shape.heads} of {shape.blocks} residual blocks, hidden {shape.hidden}",
+            "taps": "hidden_states[N], the last one, after the final norm",
+            "head": "each its own matrix" if shape.own_heads else "the target's, shared",
+            "biases": "in the residual blocks",
+            "vocabulary": tokens,
+        }
+
+    def readings(self, meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
+        """Rows of the heads that stand in another order."""
+        ids = read_ids(tensors)
+        if ids is None or not meaning.shape.own_heads or torch.equal(ids, ids.sort().values):
+            return []
+        words = "the tokens of draft_ids in ascending order"
+        return [Reading(words, meaning, tensors | {"draft_ids": ids.sort().values})]
+
+    def vllm(self, meaning: MedusaMeaning) -> dict:
+        return super().vllm(meaning) | {"num_speculative_tokens": meaning.shape.heads}
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -99,42 +120,5 @@ def write(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) 
     return config | ({"vocab_size": meaning.vocab} if meaning.vocab else {}), tensors
 
 
-def describe(meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    shape, ids = meaning.shape, read_ids(tensors)
-    tokens = f"all {meaning.vocab or 'of the'} target tokens" if ids is None else f"{len(ids)} target tokens"
-    return {
-        "heads": f"{shape.heads} of {shape.blocks} residual blocks, hidden {shape.hidden}",
-        "taps": "hidden_states[N], the last one, after the final norm",
-        "head": "each its own matrix" if shape.own_heads else "the target's, shared",
-        "biases": "in the residual blocks",
-        "vocabulary": tokens,
-    }
-
-
-def readings(meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreading beside another tap: rows of the heads that stand in another order."""
-    ids = read_ids(tensors)
-    if ids is None or not meaning.shape.own_heads or torch.equal(ids, ids.sort().values):
-        return []
-    words = "the tokens of draft_ids in ascending order"
-    return [Reading(words, meaning, tensors | {"draft_ids": ids.sort().values})]
-
-
 LAYOUT = Layout("medusa", "Medusa as of its authors", recognise, read, write)
-FAMILY = Family(
-    "Medusa",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    Medusa,
-    saved_as=LAYOUT.name,
-    sign="0.0.linear",
-    servers={"vllm": "vllm"},
-    vllm=lambda meaning: {"method": "medusa", "num_speculative_tokens": meaning.shape.heads},
-    faults=ids_faults,
-    streams=lambda meaning, tensors: 1,
-    retap=one_tap,
-)
+FAMILY = MedusaFamily()

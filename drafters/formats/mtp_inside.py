@@ -21,26 +21,22 @@ from specdec.drafters.formats.base import (
     Tensors,
     check_faults,
     check_target,
-    describe_shape,
-    shape_faults,
 )
-from specdec.drafters.formats.fields import fill, layer_parameters, read_shape, shapes_of
+from specdec.drafters.formats.fields import describe_shape, read_shape, shape_faults
+from specdec.drafters.formats.mtp import NAMES, WORDS, head_parameters
+from specdec.drafters.formats.places import Place, fill, rows_of
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.moe import Experts, MoE
-from specdec.drafters.mtp import Mtp, MtpForward, MtpLayer
+from specdec.drafters.mtp import Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.checkpoint import check_shapes, whole
+from specdec.model.checkpoint import check_shapes
 
 MIMO, QWEN = "model.mtp_layers.", "mtp."
 EMBEDDING = "model.embed_tokens.weight"
+KINDS = {"mimo": "as MiMo", "deepseek": "as DeepSeek-V3 and GLM-4.5", "qwen": "as Qwen3-Next"}
 # the parts of a head beside its decoder layer: ours -> theirs, within the head's prefix
 PARTS = {
-    "mimo": {
-        "embed_norm": "token_layernorm",
-        "hidden_norm": "hidden_layernorm",
-        "project": "input_proj",
-        "norm": "final_layernorm",
-    },
+    "mimo": NAMES,
     "deepseek": {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"},
     "qwen": {
         "embed_norm": "pre_fc_norm_embedding",
@@ -71,23 +67,6 @@ def naming(name: str, layers: int) -> str | None:
 
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's embedding and head
-
-
-def construct(meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
-    """The heads, refused unless every tensor fits the meaning and the meaning the target.
-
-    Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts MLP.
-    """
-    shape = _shape(meaning.config, name)
-    check_faults(shape_faults(shape), name)
-    check_target(shape.hidden, meaning.config["vocab_size"], target, name)
-    drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
-    copies = tuple(key for key in tensors if key.endswith(COPIES))
-    parameters = _parameters(drafter.blocks[0], _prefix(tensors, meaning.kind, name), meaning.kind)
-    if meaning.kind == "qwen":
-        tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
-    fill(parameters, tensors, name, "its MTP head", aside=copies)
-    return drafter
 
 
 def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedding: Tensor, head: Tensor) -> Mtp:
@@ -170,57 +149,62 @@ def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
     )
 
 
-def _parameters(block: MtpLayer, prefix: str, kind: str) -> dict[str, tuple[Tensor, int, int]]:
-    """Published tensor names -> where their rows lie in our module."""
-    layer = _layer_prefix(prefix, kind)
-    out = whole(block.input_norm, f"{layer}.input_layernorm") | layer_parameters(block, layer)
-    for ours, theirs in PARTS[kind].items():
-        out |= whole(block.get_submodule(ours), f"{prefix}.{theirs}")
-    return out
+def _parameters(drafter: Mtp, kind: str, prefix: str) -> dict[str, Place]:
+    """Published tensor names -> where their rows lie in the only head."""
+    return head_parameters(drafter.blocks[0], prefix, _layer_prefix(prefix, kind), PARTS[kind])
 
 
-def expected(meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold. Raises ValueError as `construct` does."""
-    nothing = torch.empty(0, meaning.config["hidden_size"], device="meta")
-    with torch.device("meta"):
-        drafter = _empty(meaning, tensors, meaning.config.get("model_type", "the target"), 0, nothing, nothing)
-    parameters = _parameters(drafter.blocks[0], _prefix(tensors, meaning.kind, ""), meaning.kind)
-    copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
-    return shapes_of(parameters, tensors) | copies
+class InsideFamily(Family):
+    title = "MTP heads inside a target"
+    reads = 0
 
+    def construct(self, meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
+        """Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts
+        MLP, too."""
+        shape = _shape(meaning.config, name)
+        check_faults(shape_faults(shape), name)
+        check_target(shape.hidden, meaning.config["vocab_size"], target, name)
+        drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
+        copies = tuple(key for key in tensors if key.endswith(COPIES))
+        parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, name))
+        if meaning.kind == "qwen":
+            tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
+        fill(parameters, tensors, name, "its MTP head", aside=copies)
+        return drafter
 
-def faults(meaning: InsideMeaning, tensors: Tensors) -> list[str]:
-    return shape_faults(_shape(meaning.config, ""))
+    def expected(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+        """Raises ValueError as `construct` does."""
+        nothing = torch.empty(0, meaning.config["hidden_size"], device="meta")
+        with torch.device("meta"):
+            drafter = _empty(meaning, tensors, meaning.config.get("model_type", "the target"), 0, nothing, nothing)
+        parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, ""))
+        copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
+        return {key: rows.shape for key, rows in rows_of(parameters).items()} | copies
 
+    def faults(self, meaning: InsideMeaning, tensors: Tensors) -> list[str]:
+        return shape_faults(_shape(meaning.config, ""))
 
-def describe(meaning: InsideMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    first = meaning.kind == "mimo"
-    return describe_shape(_shape(meaning.config, "")) | {
-        "names": {"mimo": "as MiMo", "deepseek": "as DeepSeek-V3 and GLM-4.5", "qwen": "as Qwen3-Next"}[meaning.kind],
-        "taps": "hidden_states[N], the last one, after the final norm",
-        "projection input": "[norm(hidden), norm(embedding)]" if first else "[norm(embedding), norm(hidden)]",
-        "norms": "stored minus one" if meaning.kind == "qwen" else "as they are",
-        "feedback": f"the hidden state {'after' if meaning.feedback == 'post' else 'before'} the final norm",
-        "head": "the target's, after the head's own final norm",
-        "embedding": "the target's",
-    }
+    def describe(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, str]:
+        first = meaning.kind == "mimo"
+        return describe_shape(_shape(meaning.config, "")) | {
+            "names": KINDS[meaning.kind],
+            "taps": "hidden_states[N], the last one, after the final norm",
+            "projection input": "[norm(hidden), norm(embedding)]" if first else "[norm(embedding), norm(hidden)]",
+            "norms": "stored minus one" if meaning.kind == "qwen" else "as they are",
+            "feedback": f"the hidden state {WORDS[meaning.feedback]}",
+            "head": "the target's, after the head's own final norm",
+            "embedding": "the target's",
+        }
 
-
-def readings(meaning: InsideMeaning, tensors: Tensors, target) -> list[Reading]:
-    """The plausible misreadings."""
-    other = "pre" if meaning.feedback == "post" else "post"
-    project = f".{PARTS[meaning.kind]['project']}.weight"
-    swapped = {k: torch.cat(v.chunk(2, 1)[::-1], 1) for k, v in tensors.items() if ("." + k).endswith(project)}
-    words = "[embedding, hidden]" if meaning.kind == "mimo" else "[hidden, embedding]"
-    return [
-        Reading(
-            f"feedback {'before' if other == 'pre' else 'after'} the final norm",
-            replace(meaning, feedback=other),
-            tensors,
-        ),
-        Reading(f"projection input {words}", meaning, tensors | swapped),
-    ]
+    def readings(self, meaning: InsideMeaning, tensors: Tensors, target) -> list[Reading]:
+        other = "pre" if meaning.feedback == "post" else "post"
+        project = f".{PARTS[meaning.kind]['project']}.weight"
+        swapped = {k: torch.cat(v.chunk(2, 1)[::-1], 1) for k, v in tensors.items() if ("." + k).endswith(project)}
+        words = "[embedding, hidden]" if meaning.kind == "mimo" else "[hidden, embedding]"
+        return [
+            Reading(f"feedback {WORDS[other]}", replace(meaning, feedback=other), tensors),
+            Reading(f"projection input {words}", meaning, tensors | swapped),
+        ]
 
 
 def wants(config: dict, name: str) -> bool:
@@ -240,4 +224,4 @@ def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 LAYOUT = Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants)
-FAMILY = Family("MTP heads inside a target", construct, expected, describe, readings, faults=faults)
+FAMILY = InsideFamily()

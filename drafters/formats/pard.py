@@ -12,21 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.drafters.formats.base import (
-    Family,
-    Layout,
-    Meaning,
-    Reading,
-    TargetFacts,
-    Tensors,
-    check_faults,
-    describe_rope,
-)
-from specdec.drafters.formats.fields import dtype_name, fill, rows_of
+from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
+from specdec.drafters.formats.fields import describe_rope, dtype_name
+from specdec.drafters.formats.places import Place, rows_of
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
-from specdec.model.checkpoint import check_shapes
 from specdec.model.loader import target_parameters
 from specdec.model.target import Target, check_taps
 
@@ -48,7 +39,7 @@ class PardMeaning(Meaning):
     own_embedding = True
 
 
-def parameters(drafter: Pard) -> dict[str, tuple[Tensor, int, int]]:
+def parameters(drafter: Pard) -> dict[str, Place]:
     """Tensor names -> where their rows lie in our modules."""
     out = target_parameters(drafter.model)
     if drafter.target_proj is not None:
@@ -56,87 +47,93 @@ def parameters(drafter: Pard) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
-def construct(meaning: PardMeaning, tensors: Tensors, target, name: str) -> Pard:
-    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
-    check_faults(faults(meaning, tensors), name)
-    config = read_config(meaning.config, name)
-    if config.vocab != target.vocab:
-        raise ValueError(f"{name}: the drafter is for a vocabulary of {config.vocab}, the target's is {target.vocab}")
-    depth, width = target.config.layers, target.config.hidden
-    taps = tuple(depth + 1 + layer for layer in meaning.layers)
-    check_taps(taps, depth)
-    if meaning.layers and meaning.dim != len(taps) * width:
-        raise ValueError(f"{name}: the drafter reads {meaning.dim} features, {len(taps)} states of the target give "
-                         f"{len(taps) * width}")  # fmt: skip
-    check_shapes(name, tensors, expected(meaning, tensors))
-    with target.device:
-        drafter = _empty(meaning, taps, width, name)
-    fill(parameters(drafter), tensors, name, "PARD")
-    return drafter
+class PardFamily(Family):
+    """A language model's config states everything but the number of tokens, so there are no misreadings."""
 
+    title = noun = "PARD"
+    drafter = Pard
+    saved_as = "pard"
+    sign = "spd_type in the config"
+    for_vllm, method = "pard", "draft_model"
+    reads = 0
+    parameters = staticmethod(parameters)
 
-def _empty(meaning: PardMeaning, taps: tuple[int, ...], width: int, name: str) -> Pard:
-    model = Target(read_config(meaning.config, name))
-    if model.config.tied:
-        model.head.weight = model.embed.weight
-    forward = PardForward(meaning.mask_token, meaning.scale)
-    return Pard(model, meaning.config, DraftVocab(model.vocab), meaning.block, forward, taps, width)
+    def make(self, meaning: PardMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        width = meaning.dim // max(len(meaning.layers), 1)
+        model = Target(read_config(meaning.config, "the drafter"))
+        if model.config.tied:
+            model.head.weight = model.embed.weight
+        forward = PardForward(meaning.mask_token, meaning.scale)
+        return Pard(model, meaning.config, vocab, meaning.block, forward, taps, width)
 
+    def taps(self, meaning: PardMeaning, layers: int) -> tuple[int, ...]:
+        return tuple(layers + 1 + layer for layer in meaning.layers)
 
-def expected(meaning: PardMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    with torch.device("meta"):
-        count = len(meaning.layers)
-        drafter = _empty(meaning, (0,) * count, meaning.dim // max(count, 1), "the drafter")
-    return {key: rows.shape for key, rows in rows_of(parameters(drafter)).items()}
+    def vocab(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
+        return DraftVocab(target.vocab)
 
+    def check(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> None:
+        vocab, depth = read_config(meaning.config, name).vocab, target.config.layers
+        if vocab != target.vocab:
+            raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.vocab}")
+        taps = self.taps(meaning, depth)
+        check_taps(taps, depth)
+        given = len(taps) * target.config.hidden
+        if meaning.layers and meaning.dim != given:
+            raise ValueError(
+                f"{name}: the drafter reads {meaning.dim} features, {len(taps)} states of the target give {given}"
+            )
 
-def faults(meaning: PardMeaning, tensors: Tensors) -> list[str]:
-    """What else than a tensor's name or shape keeps a checkpoint from loading."""
-    try:
+    def expected(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+        with torch.device("meta"):
+            vocab, nothing = DraftVocab(read_config(meaning.config, "the drafter").vocab), torch.empty(0)
+            drafter = self.make(meaning, (0,) * len(meaning.layers), vocab, nothing, nothing)
+        return {key: rows.shape for key, rows in rows_of(parameters(drafter)).items()}
+
+    def faults(self, meaning: PardMeaning, tensors: Tensors) -> list[str]:
+        try:
+            config = read_config(meaning.config, "the drafter")
+        except NotNative as error:
+            return [f"PARD takes models of our own decoder only, and {error}"]
+        out = []
+        if not 0 <= meaning.mask_token < config.vocab:
+            out.append(f"pard_token is {meaning.mask_token}, but the embedding has {config.vocab} rows")
+        if meaning.block < 2:
+            out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
+        if any(layer >= 0 for layer in meaning.layers):
+            out.append(f"pard2_target_layers must count from the end, got {list(meaning.layers)}")
+        return out
+
+    def dismantle(self, drafter: Pard, target) -> tuple[PardMeaning, Tensors]:
+        """Raises ValueError for one that proposes a part of the vocabulary."""
+        if drafter.vocab.ids is not None:
+            raise ValueError("PARD has no layout for a part of a vocabulary: set drafter.draft_vocab_size=null")
+        how, layers = drafter.switches, tuple(tap - target.config.layers - 1 for tap in drafter.taps)
+        dim = len(drafter.taps) * (drafter.tap_width or 0)
+        meaning = PardMeaning(drafter.config, how.mask_token, drafter.block, layers, how.scale, dim)
+        return meaning, rows_of(parameters(drafter))
+
+    def describe(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, str]:
         config = read_config(meaning.config, "the drafter")
-    except NotNative as error:
-        return [f"PARD takes models of our own decoder only, and {error}"]
-    out = []
-    if not 0 <= meaning.mask_token < config.vocab:
-        out.append(f"pard_token is {meaning.mask_token}, but the embedding has {config.vocab} rows")
-    if meaning.block < 2:
-        out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
-    if any(layer >= 0 for layer in meaning.layers):
-        out.append(f"pard2_target_layers must count from the end, got {list(meaning.layers)}")
-    return out
+        reads = "tokens only"
+        if meaning.layers:
+            reads = f"tokens, and {meaning.scale:g} times a projection of hidden_states{list(meaning.layers)}"
+        return {
+            "model": f"{meaning.config.get('model_type')}, {config.layers} layers, hidden {config.hidden}",
+            "rope": describe_rope(config.rope),
+            "reads": reads,
+            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+            "head": "its own",
+            "vocabulary": f"all {config.vocab} target tokens, no map",
+            "embedding": "its own",
+        }
 
+    def vllm(self, meaning: PardMeaning) -> dict:
+        return super().vllm(meaning) | {"parallel_drafting": True}
 
-def dismantle(drafter: Pard, target) -> tuple[PardMeaning, Tensors]:
-    """What the drafter is, and its tensors. Raises ValueError for one that proposes a part of the vocabulary."""
-    if drafter.vocab.ids is not None:
-        raise ValueError("PARD has no layout for a part of a vocabulary: set drafter.draft_vocab_size=null")
-    how, layers = drafter.switches, tuple(tap - target.config.layers - 1 for tap in drafter.taps)
-    dim = len(drafter.taps) * (drafter.tap_width or 0)
-    meaning = PardMeaning(drafter.config, how.mask_token, drafter.block, layers, how.scale, dim)
-    return meaning, rows_of(parameters(drafter))
-
-
-def describe(meaning: PardMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    config = read_config(meaning.config, "the drafter")
-    reads = "tokens only"
-    if meaning.layers:
-        reads = f"tokens, and {meaning.scale:g} times a projection of hidden_states{list(meaning.layers)}"
-    return {
-        "model": f"{meaning.config.get('model_type')}, {config.layers} layers, hidden {config.hidden}",
-        "rope": describe_rope(config.rope),
-        "reads": reads,
-        "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
-        "head": "its own",
-        "vocabulary": f"all {config.vocab} target tokens, no map",
-        "embedding": "its own",
-    }
-
-
-def readings(meaning: PardMeaning, tensors: Tensors, target) -> list[Reading]:
-    """None: a language model's config states everything but the number of tokens."""
-    return []
+    def refuse(self, server: str, meaning: PardMeaning) -> None:
+        if meaning.layers:
+            raise ValueError("vLLM drafts with PARD, and not with PARD-2 (train with drafter.taps=null)")
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -183,12 +180,6 @@ def doubts(config: dict) -> list[str]:
     return [f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken"]
 
 
-def refuse(server: str, meaning: PardMeaning) -> None:
-    """Raise ValueError for what vLLM's draft model would silently leave out."""
-    if meaning.layers:
-        raise ValueError("vLLM drafts with PARD, and not with PARD-2 (train with drafter.taps=null)")
-
-
 LAYOUT = Layout(
     "pard",
     "PARD as of its authors (AMD)",
@@ -198,18 +189,4 @@ LAYOUT = Layout(
     doubts=doubts,
     apart=("warp_model.bin", "target_proj."),
 )
-FAMILY = Family(
-    "PARD",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    Pard,
-    saved_as=LAYOUT.name,
-    sign="spd_type in the config",
-    servers={"vllm": LAYOUT.name},
-    vllm=lambda meaning: {"method": "draft_model", "parallel_drafting": True},
-    refuse=refuse,
-    faults=faults,
-)
+FAMILY = PardFamily()

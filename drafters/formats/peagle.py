@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
-from specdec.drafters.formats.base import Family, Layout, Reading, TargetFacts, Tensors, check_faults, check_target
-from specdec.drafters.formats.eagle3 import Eagle3Meaning
-from specdec.drafters.formats.fields import fill, layer_parameters, rows_of
-from specdec.drafters.formats.maps import read_vocab
+from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
+from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
+from specdec.drafters.formats.places import Place, layer_parameters, rows_of
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.checkpoint import check_shapes, whole
-from specdec.model.target import check_taps
+from specdec.model.checkpoint import whole
 
-EMBEDDING, MASK = "embed_tokens.weight", "mask_hidden"
-ASIDE = ("d2t", "t2d")
+MASK = "mask_hidden"
 BLOCK = 8  # speculators' default, where a config does not state how many tokens were learnt
 
 
@@ -42,7 +39,7 @@ class PEagleMeaning(Eagle3Meaning):
         return self.embeds
 
 
-def parameters(drafter: PEagle) -> dict[str, tuple[Tensor, int, int]]:
+def parameters(drafter: PEagle) -> dict[str, Place]:
     """Published tensor names -> where their rows lie in our modules."""
     out = eagle3.parameters(drafter)
     for i, layer in enumerate(drafter.upper, start=1):
@@ -50,88 +47,65 @@ def parameters(drafter: PEagle) -> dict[str, tuple[Tensor, int, int]]:
     return out | {name: (p, 0, len(p)) for name, p in ((EMBEDDING, drafter.embedding), (MASK, drafter.mask_hidden))}
 
 
-def construct(meaning: PEagleMeaning, tensors: Tensors, target, name: str) -> PEagle:
-    """A drafter, refused unless every tensor fits the meaning and the meaning the target."""
-    check_faults(faults(meaning, tensors), name)
-    check_target(meaning.tap_width, meaning.vocab, target, name)
-    depth = target.config.layers
-    taps = meaning.taps or (2, depth // 2, depth - 3)
-    check_taps(taps, depth)
-    check_shapes(name, tensors, expected(meaning, tensors))
-    if not meaning.embeds and meaning.shape.hidden != target.config.hidden:
-        raise ValueError(f"{name}: a drafter narrower or wider than the target needs {EMBEDDING} of its own")
-    vocab, embedding = read_vocab(tensors, target.vocab, name), target.embed.weight
-    if vocab.size != meaning.draft_vocab:
-        raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {meaning.draft_vocab}")
-    if meaning.embeds:
-        embedding = torch.empty(meaning.vocab, meaning.shape.hidden, device=embedding.device)
-    with target.device:
-        drafter = _empty(meaning, taps, vocab, embedding)
-    if not meaning.own_head:
-        drafter.head = SharedHead(target.head.weight, vocab.ids)
-    places = parameters(drafter)
-    if not meaning.embeds:
-        del places[EMBEDDING]
-    fill(places, tensors, name, "P-EAGLE", aside=ASIDE)
-    return drafter
+class PEagleFamily(Eagle3Family):
+    title = noun = "P-EAGLE"
+    drafter = PEagle
+    saved_as = "specdec"
+    sign = MASK
+    for_vllm, for_sglang = "speculators", ""
+    algorithm = None
+    parameters = staticmethod(parameters)
+    aside = ("d2t", "t2d")
 
+    def make(self, meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+        how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
+        drafter = PEagle(meaning.shape, meaning.layers, *how)
+        if not meaning.own_head:
+            drafter.head = SharedHead(head, vocab.ids)
+        return drafter
 
-def _empty(meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor) -> PEagle:
-    how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
-    return PEagle(meaning.shape, meaning.layers, *how)
+    def construct(self, meaning: PEagleMeaning, tensors: Tensors, target, name: str) -> PEagle:
+        if not meaning.embeds and meaning.shape.hidden == target.config.hidden:
+            tensors = tensors | {EMBEDDING: target.embed.weight}  # the head's own begins as the target's
+        return super().construct(meaning, tensors, target, name)
 
+    def expected(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+        shapes = super().expected(meaning, tensors)
+        return shapes if meaning.embeds else {name: shape for name, shape in shapes.items() if name != EMBEDDING}
 
-def expected(meaning: PEagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """Names and shapes that a checkpoint of this meaning must hold."""
-    with torch.device("meta"):
-        embedding = torch.empty(meaning.vocab, meaning.shape.hidden)
-        drafter = _empty(meaning, (0,) * eagle3.streams(meaning, tensors), DraftVocab(meaning.draft_vocab), embedding)
-    shapes = {name: rows.shape for name, rows in rows_of(parameters(drafter)).items()}
-    if not meaning.own_head:
-        del shapes["lm_head.weight"]
-    if not meaning.embeds:
-        del shapes[EMBEDDING]
-    return shapes | ({"d2t": torch.Size([meaning.draft_vocab])} if meaning.draft_vocab != meaning.vocab else {})
+    def faults(self, meaning: PEagleMeaning, tensors: Tensors) -> list[str]:
+        out = super().faults(meaning, tensors)
+        if not 0 <= meaning.mask_token < meaning.vocab:
+            out.append(f"mask_token_id is {meaning.mask_token}, but the embedding has {meaning.vocab} rows")
+        if meaning.block < 2:
+            out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
+        return out
 
+    def dismantle(self, drafter: PEagle, target) -> tuple[PEagleMeaning, Tensors]:
+        meaning, tensors = super().dismantle(drafter, target)
+        own = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
+        head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
+        return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
 
-def faults(meaning: PEagleMeaning, tensors: Tensors) -> list[str]:
-    """What keeps the head from loading beside its tensors."""
-    out = eagle3.faults(meaning, tensors)
-    if not 0 <= meaning.mask_token < meaning.vocab:
-        out.append(f"mask_token_id is {meaning.mask_token}, but the embedding has {meaning.vocab} rows")
-    if meaning.block < 2:
-        out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
-    return out
+    def describe(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
+        out = super().describe(meaning, tensors) | {
+            "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
+            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+            "embedding": "its own" if meaning.embeds else "the target's",
+        }
+        del out["feedback"]
+        return out
 
+    def readings(self, meaning: PEagleMeaning, tensors: Tensors, target) -> list[Reading]:
+        """EAGLE-3's misreadings, but for what is fed back."""
+        return [r for r in super().readings(meaning, tensors, target) if not r.name.startswith("feedback")]
 
-def dismantle(drafter: PEagle, target) -> tuple[PEagleMeaning, Tensors]:
-    """What the head is, and its tensors."""
-    meaning, tensors = eagle3.dismantle(drafter, target)
-    own = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
-    head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
-    return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
+    def vllm(self, meaning: PEagleMeaning) -> dict:
+        return super().vllm(meaning) | {"parallel_drafting": True}
 
-
-def describe(meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
-    """Every convention in force, in words."""
-    out = eagle3.describe(meaning, tensors) | {
-        "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
-        "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
-        "embedding": "its own" if meaning.embeds else "the target's",
-    }
-    del out["feedback"]
-    return out
-
-
-def readings(meaning: PEagleMeaning, tensors: Tensors, target) -> list[Reading]:
-    """EAGLE-3's misreadings, but for what is fed back."""
-    return [r for r in eagle3.readings(meaning, tensors, target) if not r.name.startswith("feedback")]
-
-
-def refuse(server: str, meaning: PEagleMeaning) -> None:
-    """Raise ValueError for what vLLM's P-EAGLE would silently leave out."""
-    if meaning.forward.tap_norms:
-        raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")
+    def refuse(self, server: str, meaning: PEagleMeaning) -> None:
+        if meaning.forward.tap_norms:
+            raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")
 
 
 def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[PEagleMeaning, Tensors]:
@@ -241,21 +215,4 @@ SPECULATORS = Layout(
     write_speculators,
     names_layers=True,
 )
-FAMILY = Family(
-    "P-EAGLE",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    PEagle,
-    saved_as=OWN.name,
-    sign="mask_hidden",
-    servers={"vllm": SPECULATORS.name},
-    vllm=lambda meaning: {"method": "eagle3", "parallel_drafting": True},
-    refuse=refuse,
-    faults=faults,
-    streams=eagle3.streams,
-    retap=eagle3.retap,
-    aside=ASIDE,
-)
+FAMILY = PEagleFamily()

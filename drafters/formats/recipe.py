@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from specdec.contracts import Drafter
-from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, check_target
-from specdec.drafters.formats.fields import fill, read_ids
+from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors, check_target
+from specdec.drafters.formats.places import fill, read_ids
 from specdec.drafters.vocab import DraftVocab
 
 IDS = "draft_ids"
@@ -25,57 +25,59 @@ class RecipeMeaning(Meaning):
     config: dict
 
 
-def construct(meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Drafter:
-    """A drafter made anew by its recipe, refused unless every tensor fits."""
-    config = meaning.config
-    recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
-    check_target(config.get("hidden_size"), vocab, target, name)
-    named = str(recipe.pop("_target_", ""))
-    # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
-    module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
-    if not module.startswith("specdec.drafters."):  # a checkpoint must not choose what code runs
-        raise ValueError(
-            f"{name}: the recipe's _target_ must be a function under `specdec.drafters`, got {module}.{function}"
-        )
-    try:
-        create = pkgutil.resolve_name(f"{module}:{function}")
-    except (ImportError, AttributeError):
-        raise ValueError(f"{name}: there is no {module}.{function} in this version") from None
-    try:
-        drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"{name}: config.json: recipe does not fit {module}: {str(error).splitlines()[0]}") from None
-    fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, aside=(IDS,))
-    drafter.recipe = config["recipe"]
-    return drafter
+class RecipeFamily(Family):
+    """A recipe states everything, so there are no misreadings."""
 
+    title = "a drafter saved with its settings"
+    saved_as = "recipe"
+    reads = 0
+    knows_tensors = False
+    aside = (IDS,)
 
-def dismantle(drafter: Drafter, target) -> tuple[RecipeMeaning, Tensors]:
-    """The recipe, which the maker of the drafter left in `drafter.recipe`, and the parameters.
+    def construct(self, meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Drafter:
+        """A drafter made anew by its recipe, refused unless every tensor fits."""
+        config = meaning.config
+        recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
+        check_target(config.get("hidden_size"), vocab, target, name)
+        named = str(recipe.pop("_target_", ""))
+        # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
+        module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
+        if not module.startswith("specdec.drafters."):  # a checkpoint must not choose what code runs
+            raise ValueError(
+                f"{name}: the recipe's _target_ must be a function under `specdec.drafters`, got {module}.{function}"
+            )
+        try:
+            create = pkgutil.resolve_name(f"{module}:{function}")
+        except (ImportError, AttributeError):
+            raise ValueError(f"{name}: there is no {module}.{function} in this version") from None
+        try:
+            drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
+        except (TypeError, RuntimeError) as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"{name}: config.json: recipe does not fit {module}: {why}") from None
+        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, self.aside)
+        drafter.recipe = config["recipe"]
+        return drafter
 
-    Raises ValueError for a drafter without a recipe."""
-    if drafter.recipe is None:
-        raise ValueError(f"{type(drafter).__name__} has no published layout and no recipe: set drafter.recipe")
-    tensors = dict(drafter.named_parameters())
-    if drafter.vocab.ids is not None:
-        tensors[IDS] = drafter.vocab.ids
-    config = {"recipe": drafter.recipe, "vocab_size": drafter.vocab.target_size, "hidden_size": target.config.hidden}
-    return RecipeMeaning(config), tensors
+    def dismantle(self, drafter: Drafter, target) -> tuple[RecipeMeaning, Tensors]:
+        """Raises ValueError for a drafter without a recipe, which its maker leaves in `drafter.recipe`."""
+        if drafter.recipe is None:
+            raise ValueError(f"{type(drafter).__name__} has no published layout and no recipe: set drafter.recipe")
+        tensors = dict(drafter.named_parameters())
+        if drafter.vocab.ids is not None:
+            tensors[IDS] = drafter.vocab.ids
+        sizes = {"vocab_size": drafter.vocab.target_size, "hidden_size": target.config.hidden}
+        return RecipeMeaning({"recipe": drafter.recipe, **sizes}), tensors
 
+    def expected(self, meaning: RecipeMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+        """The tensors that are there: only the recipe, with a target, knows which ones ought to be."""
+        return {name: tensor.shape for name, tensor in tensors.items() if name != IDS}
 
-def expected(meaning: RecipeMeaning, tensors: Tensors) -> dict[str, torch.Size]:
-    """The tensors that are there: only the recipe, with a target, knows which ones ought to be."""
-    return {name: tensor.shape for name, tensor in tensors.items() if name != IDS}
+    def describe(self, meaning: RecipeMeaning, tensors: Tensors) -> dict[str, str]:
+        return {"recipe": ", ".join(f"{name} {value}" for name, value in meaning.config["recipe"].items())}
 
-
-def describe(meaning: RecipeMeaning, tensors: Tensors) -> dict[str, str]:
-    """The recipe as it stands."""
-    return {"recipe": ", ".join(f"{name} {value}" for name, value in meaning.config["recipe"].items())}
-
-
-def readings(meaning: RecipeMeaning, tensors: Tensors, target) -> list[Reading]:
-    """None: a recipe states everything."""
-    return []
+    def faults(self, meaning: RecipeMeaning, tensors: Tensors) -> list[str]:
+        return []
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -91,14 +93,4 @@ def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 LAYOUT = Layout("recipe", "ours: the YAML that made the drafter, and its parameters", recognise, read, write)
-FAMILY = Family(
-    "a drafter saved with its settings",
-    construct,
-    expected,
-    describe,
-    readings,
-    dismantle,
-    saved_as=LAYOUT.name,
-    knows_tensors=False,
-    aside=(IDS,),
-)
+FAMILY = RecipeFamily()

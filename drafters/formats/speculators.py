@@ -143,11 +143,5 @@ def doubts(config: dict) -> list[str]:
 
 
 EAGLE3 = Layout(
-    "speculators",
-    "EAGLE-3 as of speculators and vLLM",
-    recognise,
-    read,
-    write,
-    names_layers=True,
-    doubts=doubts,
+    "speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write, names_layers=True, doubts=doubts
 )

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 
 from specdec.drafters.formats import eagle, medusa, speculators
-from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, write_only
 from specdec.drafters.formats.eagle import EMBEDDING, EagleMeaning
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
 from specdec.drafters.formats.medusa import MedusaMeaning
@@ -139,6 +139,5 @@ def notes(config: dict) -> list[str]:
 
 
 EAGLE3 = Layout("vllm", "EAGLE-3 as vLLM reads it", recognise_eagle3, read_eagle3, write_eagle3, names_layers=True)
-# What is written is read as the layout of EAGLE-1/2's authors.
-EAGLE = Layout("vllm", "EAGLE-1/2 as vLLM reads it", lambda config, tensors: False, eagle.read, write_eagle)
+EAGLE = write_only("vllm", "EAGLE-1/2 as vLLM reads it", write_eagle)
 MEDUSA = Layout("vllm", "Medusa as vLLM reads it", recognise_medusa, read_medusa, write_medusa)

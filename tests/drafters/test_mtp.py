@@ -40,7 +40,7 @@ def stand_in(embed: torch.Tensor, head: torch.Tensor):
 
 def build(config: dict, tensors: dict[str, torch.Tensor], target):
     """The MTP heads that a target's checkpoint holds."""
-    return mtp_inside.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
+    return mtp_inside.FAMILY.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
 
 
 def block_tensors(prefix: str, scale: float = 0.3) -> dict[str, torch.Tensor]:

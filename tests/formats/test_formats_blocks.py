@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 from specdec.drafters.dflash import create
 from specdec.drafters.formats import (
     FAMILIES,
+    block_servers,
+    dflash,
     dflash_layout,
     family_of,
     load_drafter,
     open_checkpoint,
     save_drafter,
-    vllm_blocks,
 )
 from specdec.drafters.formats.base import facts_of
 from specdec.drafters.formats.convert import export
@@ -51,7 +52,7 @@ def drafter_of(case: str):
     return golden_drafter(name, extra=extra, **changes)
 
 
-READ = [layout for layout in FAMILIES[dflash_layout.FAMILY] if layout.name not in ("sglang", "vllm")]
+READ = [layout for layout in FAMILIES[dflash.FAMILY] if layout.name not in ("sglang", "vllm")]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,7 +61,7 @@ def test_what_is_written_is_read_again(case, layout, target):
     """In every layout that can say it, to the last bit; the others say why they cannot."""
     drafter = drafter_of(case)
     family = family_of(drafter)
-    assert family is dflash_layout.FAMILY
+    assert family is dflash.FAMILY
     meaning, tensors = family.dismantle(drafter, target)
     windows = any(meaning.forward.sliding)
     shifted = meaning.forward.label == "p+k+1"
@@ -100,7 +101,7 @@ def test_fusions_of_angelspec_are_refused(sign):
 
 def test_a_part_of_the_vocabulary(target, tmp_path):
     """The layout of speculators has the map, and a head of its own; the others refuse it."""
-    meaning, tensors = dflash_layout.FAMILY.dismantle(drafter_of("speculators"), target)
+    meaning, tensors = dflash.FAMILY.dismantle(drafter_of("speculators"), target)
     ids = torch.arange(96) * 3
     tensors |= {"d2t": ids - torch.arange(96), "lm_head.weight": torch.randn(96, 64)}
     meaning = dataclasses.replace(meaning, draft_vocab=96)
@@ -119,7 +120,7 @@ def test_a_part_of_the_vocabulary(target, tmp_path):
 
 def test_misreadings_are_those_of_the_field(target):
     """The doctor tries the other alignment and what slots see, beside other taps."""
-    family = dflash_layout.FAMILY
+    family = dflash.FAMILY
     meaning, tensors = family.dismantle(drafter_of("dflash"), target)
     names = [reading.name for reading in family.readings(meaning, tensors, target)]
     assert {"slot k tells token p+k+1", "a slot sees no later one"} <= set(names)
@@ -151,12 +152,12 @@ SERVED = {
 def test_servers_get_what_they_read(name, server, target, tmp_path):
     """What is exported reads back as what it was."""
     changes, *said = SERVED[name]
-    meaning, tensors = dflash_layout.FAMILY.dismantle(drafter_of("dspark" if name == "dspark" else "dflash"), target)
+    meaning, tensors = dflash.FAMILY.dismantle(drafter_of("dspark" if name == "dspark" else "dflash"), target)
     meaning = dataclasses.replace(meaning, forward=dataclasses.replace(meaning.forward, **changes))
     if name in ("rnn", "domino"):
         head = {"rnn": "markov_rnn", "domino": "domino"}[name]
         made = create(target, layers=2, taps=meaning.taps, block_size=6, label="p+k+1", conditional=head, rank=16)
-        meaning, tensors = dflash_layout.FAMILY.dismantle(made, target)
+        meaning, tensors = dflash.FAMILY.dismantle(made, target)
     elif name in ("taps", "last"):
         meaning = dataclasses.replace(meaning, taps={"taps": (6, 2, 10), "last": (2, 6, 12)}[name])
     usual = dflash_layout.SPECULATORS if "anchor" in name else dflash_layout.ZLAB
@@ -179,7 +180,7 @@ def test_servers_get_what_they_read(name, server, target, tmp_path):
 def test_a_part_of_the_vocabulary_in_vllm(target):
     """In the layout of speculators, of which vLLM would make all layers causal unless windows are said not to be."""
     drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=DraftVocab(320, torch.arange(96) * 3))
-    config, tensors = vllm_blocks.write(*dflash_layout.FAMILY.dismantle(drafter, target), facts_of(target))
+    config, tensors = block_servers.write_vllm(*dflash.FAMILY.dismantle(drafter, target), facts_of(target))
     assert config["speculators_model_type"] == "dflash"
     assert config["sliding_window_non_causal"]
     assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import dataclass
 
 from omegaconf import DictConfig
 from rich.table import Table
@@ -31,40 +30,29 @@ KEEPS = (None, 8, 64)
 MEASURED = {"interpreter and libraries": "measured"}
 
 
-@dataclass
-class Plan:
-    """What a run goes through, all its processes together. Tokens include padding, as in the log."""
+def plan(trainer: Trainer) -> tuple[list[int], dict]:
+    """Count the batches of the whole run, of all its processes together, without making them. Tokens include padding,
+    as in the log.
 
-    conversations: int
-    epoch_batches: int
-    epoch_tokens: int
-    learnt_tokens: int  # of an epoch
-    steps: int
-    epochs: float
-    tokens: int  # of the run
-    largest: list[int]  # the batch with most padded tokens, as sample indices
-
-
-def plan(trainer: Trainer) -> Plan:
-    """Count the batches of the whole run, without making them."""
+    Returns the batch with most padded tokens, as sample indices, and the counts by their names in the report."""
     data, config = trainer.data, trainer.config
-    batches = config.steps * config.accumulate * trainer.processes.world
-    epoch, sizes = len(data.epoch(0)), [0]
+    a_step = config.accumulate * trainer.processes.world
+    batches, epoch, sizes = config.steps * a_step, len(data.epoch(0)), [0]
     largest: list[int] = []
     for indices in itertools.islice(data.order(), batches):
         size = math.prod(data.layout(indices)[1])
         largest = indices if size > max(sizes[-epoch:]) else largest
         sizes.append(size)
-    return Plan(
-        conversations=len(data.samples),
-        epoch_batches=epoch,
-        epoch_tokens=sum(math.prod(data.layout(indices)[1]) for indices in data.epoch(0)),
-        learnt_tokens=sum(int(s.mask.sum()) for s in data.samples),
-        steps=config.steps,
-        epochs=batches / epoch,
-        tokens=sum(sizes),
-        largest=largest,
-    )
+    return largest, {
+        "conversations": len(data.samples),
+        "steps": config.steps,
+        "steps_an_epoch": epoch / a_step,
+        "epochs": round(batches / epoch, 3),
+        "tokens": sum(sizes),
+        "epoch_tokens": sum(math.prod(data.layout(indices)[1]) for indices in data.epoch(0)),
+        "learnt_tokens": sum(int(s.mask.sum()) for s in data.samples),
+        "largest_batch": list(data.layout(largest)[1]),
+    }
 
 
 def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
@@ -80,25 +68,17 @@ def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
 
 def estimate(trainer: Trainer, before: int = 0) -> dict:
     """All figures in one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
-    counted = plan(trainer)
-    shape = trainer.data.layout(counted.largest)[1]
-    measured = measure(trainer, counted.largest)  # first: what counts from shapes loads libraries of its own
-    parts = step_bytes(trainer, shape) | {"interpreter and libraries": before}
+    largest, counts = plan(trainer)
+    measured = measure(trainer, largest)  # first: what counts from shapes loads libraries of its own
+    parts = step_bytes(trainer, tuple(counts["largest_batch"])) | {"interpreter and libraries": before}
     caches = cache_bytes(trainer)
     weights = parts["drafter"]
     checkpoint = weights + parts["optimiser"] + parts["averages"] // 2
     samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
     padded = Batches(samples, trainer.config.batch_tokens, seed=0)
     cached_tokens = sum(math.prod(padded.layout(indices)[1]) for indices in padded.by_length())
-    return {
-        "conversations": counted.conversations,
-        "steps": counted.steps,
-        "steps_an_epoch": counted.epoch_batches / (trainer.config.accumulate * trainer.processes.world),
-        "epochs": round(counted.epochs, 3),
-        "tokens": counted.tokens,
-        "epoch_tokens": counted.epoch_tokens,
-        "learnt_tokens": counted.learnt_tokens,
-        "largest_batch": list(shape),
+    seconds = measured.seconds_a_token * counts["tokens"] / trainer.processes.world
+    return counts | {
         "memory": parts,
         "target_shared_by": shared_target(trainer.target),
         "target_spread_over": spread_target(trainer.target),
@@ -107,10 +87,8 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "cache": [{"store": store, "keep": keep or "all", "bytes": n} for (store, keep), n in caches.items()],
         "checkpoint": checkpoint,
         "run_disk": checkpoint * (trainer.config.keep + 1) + 2 * weights,
-        "seconds_a_step": round(
-            measured.seconds_a_token * counted.tokens / (counted.steps * trainer.processes.world), 4
-        ),
-        "seconds": round(measured.seconds_a_token * counted.tokens / trainer.processes.world, 1),
+        "seconds_a_step": round(seconds / counts["steps"], 4),
+        "seconds": round(seconds, 1),
         "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
         "on_policy": trainer.rollouts is not None,
         "free_disk": free_disk(trainer.out),

@@ -5,12 +5,12 @@ import gc
 import pytest
 from helpers import DRAFTERS, assert_as_alone, come_and_go, finish, job, tiny_drafter, tiny_target
 from policies import Depths, Restless
+from specdec.lab.load.books import live_bytes
 from tape import Interpreted, Tape
 
 from specdec.adaptive import Fixed
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
-from specdec.lab.load.books import live_bytes
 from specdec.model import cpu_linear
 from specdec.model.cache import KVCache
 from specdec.structs import Sampling

@@ -3,9 +3,9 @@
 import gc
 
 import pytest
+import torch
 from helpers import DRAFTERS, assert_as_alone, come_and_go, finish, job, tiny_drafter, tiny_target
 from policies import Depths, Restless
-from specdec.lab.load.books import live_bytes
 from tape import Interpreted, Tape
 
 from specdec.adaptive import Fixed
@@ -40,6 +40,12 @@ def jobs_of(what: str, count: int = 12) -> list[dict]:
         return [job(i, steps=STEPS[i % 7]) for i in range(count)]
     long = what == "parts"
     return [job(i, prompt=job(i)["prompt"] * (1 + i % 9 * long), logprobs=i % 3 > 0) for i in range(count)]
+
+
+def live_bytes(objects: list) -> int:
+    """Return the bytes of the tensors among all objects of a process, without packed weights."""
+    tensors = [x for x in objects if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def pair():
 
 @needs_compiler
 @pytest.mark.matrix
-@pytest.mark.parametrize("how", [True, "aside"])
+@pytest.mark.parametrize("how", [True, "aside"], ids=["at once", "aside"])
 def test_a_compiled_round(how, tmp_path, monkeypatch, capfd):
     """It gives the same text as a launched one, is kept, and is loaded by the next engine; what is damaged is removed.
     Where another process compiles nobody waits: rounds are launched meanwhile."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_heads
-from helpers import BLOCKS, DRAFTERS, LEARNERS, PARALLEL, tiny_parallel, tiny_target
+from helpers import DRAFTERS, LEARNERS, PARALLEL, tiny_parallel, tiny_target
 from published import (
     CONFIG,
     LAYERS,
@@ -23,7 +23,6 @@ from published import (
 )
 from safetensors.torch import load_file
 
-from specdec.drafters import dflash
 from specdec.drafters import eagle as eagle_drafter
 from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, recognise, save_drafter
 from specdec.drafters.formats.base import TargetFacts
@@ -149,14 +148,11 @@ def test_converted_and_back_bit_for_bit(case, to, tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", [*LEARNERS, *BLOCKS, *PARALLEL])
+@pytest.mark.parametrize("kind", [*LEARNERS, *PARALLEL, "dflash", "dspark"])
 def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
     """Of large heads that would take seconds. Nothing is left in doubt, and nothing is found wrong."""
     target = tiny_target()
-    if kind in BLOCKS:  # of all tokens: not every kind of a part has a layout
-        saved = dflash.create(target, **{"layers": 2, "taps": 2, "block_size": 6, "rank": 4} | BLOCKS[kind])
-    else:
-        saved = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
+    saved = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
     save_drafter(saved, tmp_path / "it", target)
     before = torch.random.get_rng_state()
     with warnings.catch_warnings():

@@ -3,7 +3,6 @@ gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 
 import dataclasses
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -134,19 +133,29 @@ def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
     for to, name in ((export, "sglang"), (convert, "speculators")):
         with pytest.raises(ValueError, match=r"embedding"):
             to(tmp_path / "vllm", tmp_path / "no", name)
-    _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path / "shared", folder)
-    assert "embed_tokens.weight" not in tensors
 
 
-@pytest.mark.parametrize(("blocks", "own"), [(1, False), (2, False), (1, True)])
-def test_medusa_in_the_words_of_vllm(blocks, own, pair, tmp_path):
+def test_eagle_without_a_bias_shares_the_targets_embedding(pair, tmp_path):
     folder, target, _ = pair
+    _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path, folder)
+    assert "embed_tokens.weight" not in tensors
+    few = eagle.create(target, vocab=DraftVocab(target.vocab, torch.arange(9)))
+    with pytest.raises(ValueError, match=r"only some \(train with drafter.draft_vocab_size=null\)"):
+        written(few, target, tmp_path / "few", folder)
+
+
+@pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
+def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
+    folder, target, _ = pair
+    blocks, own = 2 if kind == "two blocks" else 1, kind == "own matrices"
     drafter = randomized(medusa.create(target, heads=3, blocks=blocks, own_heads=own))
     config, tensors = written(drafter, target, tmp_path, folder)
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, blocks)
-    assert (config["medusa_fc_bias"], config["original_lm_head"]) == (True, not own)
-    assert ("lm_heads.0.weight" in tensors) is not own
-    if not own:
+    assert config["medusa_fc_bias"] is True
+    assert config["original_lm_head"] is not own
+    if own:
+        assert "lm_heads.0.weight" not in tensors
+    else:
         assert torch.equal(tensors["lm_heads.0.weight"], target.head.weight)
     again = load_drafter(tmp_path / "vllm", target)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
@@ -188,17 +197,22 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
 # What others read otherwise is written out, or said
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "specdec", "speculators", "modelopt"])
-def test_both_counts_of_layers_and_norm_before_residual_are_written(layout, pair, tmp_path):
+def test_both_counts_of_layers_are_written(pair, tmp_path):
     folder, target, _ = pair
     save_drafter(eagle3.create(target, taps=(5, 1, 3)), tmp_path / "ours", target)
-    convert(tmp_path / "ours", tmp_path / "there", layout, folder)
+    convert(tmp_path / "ours", tmp_path / "there", "eagle3", folder)
     config = json.loads((tmp_path / "there" / "config.json").read_text())
-    assert config["norm_before_residual"] is False  # some readers take it for true where it is absent
-    if layout == "eagle3":
-        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
-        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
-        assert load_drafter(tmp_path / "there", target).taps == (1, 3, 5)
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
+    assert load_drafter(tmp_path / "there", target).taps == (1, 3, 5)
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "specdec", "speculators", "modelopt"])
+def test_norm_before_residual_is_always_stated(layout, pair, tmp_path):
+    folder, target, _ = pair
+    save_drafter(eagle3.create(target, taps=(1, 3, 5)), tmp_path / "ours", target)
+    convert(tmp_path / "ours", tmp_path / "there", layout, folder)
+    assert json.loads((tmp_path / "there" / "config.json").read_text())["norm_before_residual"] is False
 
 
 def test_doubts_are_said(tmp_path):
@@ -246,48 +260,60 @@ def test_measured_acceptance_goes_along(name, tmp_path):
 
 
 def drafters_for(target):
-    """Name -> drafter, and the settings that would let the servers load it which cannot."""
-    few, low, last = DraftVocab(target.vocab, torch.arange(9)), (1, 3, 5), (1, 3, LAYERS)
-    made, all_tokens, other = partial(eagle3.create, target), "drafter.draft_vocab_size=null", "drafter=eagle3"
-    below = {"sglang": "drafter.taps from 1"}
+    few = DraftVocab(target.vocab, torch.arange(9))
     return {
-        "default": (made(vocab=few, taps=low), {}),
-        "the target's head": (made(vocab=few, taps=low, train_head=False), {}),
-        "EAGLE-3.1": (made(taps=low, tap_norms=True, feedback="post"), {}),
-        "five taps": (made(taps=(1, 2, 3, 4, 5)), {}),
-        "one tap": (made(taps=(3,)), {"sglang": "drafter.taps=3"}),
-        "the last state": (made(taps=last), below | {"vllm": "drafter.tap_norms=true"}),
-        "the last state, normed": (made(taps=last, tap_norms=True), below),
+        "default": (eagle3.create(target, vocab=few, taps=(1, 3, 5)), {}),
+        "the target's head": (eagle3.create(target, vocab=few, taps=(1, 3, 5), train_head=False), {}),
+        "EAGLE-3.1": (eagle3.create(target, taps=(1, 3, 5), tap_norms=True, feedback="post"), {}),
+        "five taps": (eagle3.create(target, taps=(1, 2, 3, 4, 5)), {}),
+        "one tap": (eagle3.create(target, taps=(3,)), {"sglang": "drafter.taps=3"}),
+        "the last state": (
+            eagle3.create(target, taps=(1, 3, LAYERS)),
+            {"sglang": "drafter.taps from 1", "vllm": "drafter.tap_norms=true"},
+        ),
+        "the last state, normed": (
+            eagle3.create(target, taps=(1, 3, LAYERS), tap_norms=True),
+            {"sglang": "drafter.taps from 1"},
+        ),
         "no norm before the head": (
-            made(taps=low, head_norm=False),
+            eagle3.create(target, taps=(1, 3, 5), head_norm=False),
             {"sglang": "drafter.head_norm=true", "vllm": "drafter.head_norm=true"},
         ),
         "EAGLE-2": (eagle.create(target), {}),
-        "EAGLE-2 of some tokens": (eagle.create(target, vocab=few), {"vllm": all_tokens}),
-        "Medusa": (medusa.create(target), {"sglang": other}),
-        "Medusa of some tokens": (medusa.create(target, vocab=few), {"sglang": other, "vllm": all_tokens}),
-        "MTP": (mtp.create(target), {"sglang": other, "vllm": other}),
+        "EAGLE-2 of some tokens": (eagle.create(target, vocab=few), {"vllm": "drafter.draft_vocab_size=null"}),
+        "Medusa": (medusa.create(target), {"sglang": "drafter=eagle3"}),
+        "Medusa of some tokens": (
+            medusa.create(target, vocab=few),
+            {"sglang": "drafter=eagle3", "vllm": "drafter.draft_vocab_size=null"},
+        ),
+        "MTP": (mtp.create(target), {"sglang": "drafter=eagle3", "vllm": "drafter=eagle3"}),
     }
 
 
-def test_training_says_at_its_start_what_export_would_refuse(pair, tmp_path, capsys):
-    folder, target, _ = pair
+def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(pair, capsys):
+    _, target, _ = pair
     for name, (drafter, expected) in drafters_for(target).items():
         reasons = without_a_form(drafter, target)
         assert set(reasons) == set(expected), name
+        for server, settings in expected.items():
+            assert settings in reasons[server], name
         warn_of_servers(drafter, target)
         said = capsys.readouterr().out
         assert said.count("\n") == bool(expected)
-        save_drafter(drafter, tmp_path / name, target)
-        for server in ("vllm", "sglang"):
-            if server not in expected:
-                export(tmp_path / name, tmp_path / f"{name} there", server, folder)
-                continue
-            assert expected[server] in reasons[server], name
-            assert expected[server] in said
+        assert all(settings in said for settings in expected.values())
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_what_training_says_is_what_export_does(server, pair, tmp_path):
+    folder, target, _ = pair
+    for i, (name, (drafter, expected)) in enumerate(drafters_for(target).items()):
+        save_drafter(drafter, tmp_path / f"{i}", target)
+        if server in expected:
             with pytest.raises(ValueError, match=r".") as refused:
-                export(tmp_path / name, tmp_path / f"{name} there", server, folder)
-            assert str(refused.value).split(": ")[0] in reasons[server], name
+                export(tmp_path / f"{i}", tmp_path / f"{i}-there", server, folder)
+            assert str(refused.value).split(": ")[0] in without_a_form(drafter, target)[server], name
+        else:
+            export(tmp_path / f"{i}", tmp_path / f"{i}-there", server, folder)
 
 
 def test_a_draft_vocabulary_is_no_tensor_left_over(tmp_path):

@@ -14,25 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, DraftState
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.block_forward import BlockForward
 from specdec.drafters.block_layers import BlockLayer, SlotConvolution
-from specdec.drafters.cached import CachedDrafter
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
 from specdec.drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
 from specdec.drafters.unroll_block import Blocks, blocks_behind
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
-from specdec.model.cache import KVCache
-from specdec.model.layers import Linear, LinearMap, RMSNorm, unfreeze
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import Linear, LinearMap, RMSNorm, freeze, unfreeze
 from specdec.model.rope import RopeTable
 from specdec.model.target import check_taps
 
 
-class BlockDrafter(CachedDrafter):
+class BlockDrafter(Drafter):
     """The backbone. Embeddings and head are the target's. Behind the head there may be a conditional one, which changes
     the logits of a slot by the tokens drafted before it."""
+
+    learns = True
+    recompute = False
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class BlockDrafter(CachedDrafter):
         """embedding, head [V,H]: the target's, shared and frozen; head None: the drafter has its own."""
         super().__init__()
         self.shape, self.taps, self.vocab, self.switches = shape, tuple(taps), vocab, forward
-        self.block, self.depth, self.scratch = forward.drafts, layers, forward.rows
+        self.block = forward.drafts
         self.sliding = forward.sliding or (False,) * layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("masks", torch.full((1, forward.rows - 1), forward.mask_token), persistent=False)
@@ -90,9 +92,27 @@ class BlockDrafter(CachedDrafter):
 
     # Decoding
 
-    def absorb(
-        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
-    ) -> DraftState:
+    def _slots(self, slots: int) -> int:
+        return slots + self.switches.rows
+
+    def reset(self, rows: int, slots: int) -> None:
+        shape, slots = self.shape, self._slots(slots)
+        freeze(self)
+        self.rope.reserve(slots, self.embedding)
+        cache = KVCache(len(self.layers), rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = cache.clear(0)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        shape = self.shape
+        return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
+        return self._absorb(self.cache.admit(row, len(first), tokens.shape[1]), feats, tokens, n, tokens.shape[1])
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         places = cache.places[: tokens.shape[1]]
         rope, slots = self.rope(cache.lens[:, None] + places), cache.slots_of(places)
         features = self.fuse(feats)
@@ -232,7 +252,13 @@ def create(
         )
     taps = default_taps(config.layers, taps) if isinstance(taps, int) else tuple(taps)
     check_taps(taps, config.layers)
-    shape = shape_like(target, intermediate_size, num_attention_heads, num_key_value_heads, rope_theta)
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
+    )
     embedding, vocab = target.embed.weight, vocab or DraftVocab(target.vocab)
     mask = len(embedding) - 1 if mask_token is None else mask_token
     if not 0 <= mask < len(embedding):

@@ -181,7 +181,13 @@ def create(
     norm for each tap gives, as far as a forward without norms can have it.
     init: see `layers.start`. forward: fields of `Eagle3Forward`.
     """
-    shape = shape_like(target, intermediate_size, num_attention_heads, num_key_value_heads, rope_theta)
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
+    )
     layers = target.config.layers
     taps = choose_taps(layers, taps)
     check_taps(taps, layers)

@@ -38,6 +38,7 @@ class DraftShape:
 
 def shape_like(
     target,
+    *,
     intermediate_size: int | None = None,
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,

@@ -57,9 +57,11 @@ class PEagle(ParallelDrafter, Eagle3):
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
 
-    @property
-    def scratch(self) -> int:
-        return self.block
+    def reset(self, rows: int, slots: int) -> None:
+        super().reset(rows, slots + self.block)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return super().cache_bytes(rows, slots + self.block)
 
     def reserve(self, positions: int) -> None:
         self.rope.reserve(positions, self.embedding)
@@ -112,7 +114,13 @@ def create(
     """
     if layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
-    shape = shape_like(target, intermediate_size, num_attention_heads, num_key_value_heads, rope_theta)
+    shape = shape_like(
+        target,
+        intermediate_size=intermediate_size,
+        num_attention_heads=num_attention_heads,
+        num_key_value_heads=num_key_value_heads,
+        rope_theta=rope_theta,
+    )
     depth, embedding, vocab = target.config.layers, target.embed.weight, vocab or DraftVocab(target.vocab)
     taps = choose_taps(depth, taps)
     check_taps(taps, depth)

@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import Children, DraftState
-from specdec.drafters.cached import CachedDrafter
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.layers import Attend, CachedAttention, DraftShape
 from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView, document_mask, document_positions
-from specdec.model.cache import KVCache
-from specdec.model.layers import unfreeze
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import LinearMap, freeze, unfreeze
 from specdec.model.rope import RopeTable
 
 
@@ -35,7 +34,7 @@ class Place(NamedTuple):
     rope: tuple[Tensor, Tensor]  # cos, sin [B,1,1,Dh]
 
 
-class RecurrentDrafter(CachedDrafter):
+class RecurrentDrafter(Drafter):
     """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
     (`layer`), and has a `head`, which makes logits of what `readout` makes of the layer's output; cache, positions and
     training unroll live here.
@@ -43,6 +42,10 @@ class RecurrentDrafter(CachedDrafter):
     `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
     positions as the first does, and sees of the drafted ones those that went through itself.
     """
+
+    head: LinearMap
+    capturable = True
+    learns = True
 
     def __init__(
         self,
@@ -58,11 +61,8 @@ class RecurrentDrafter(CachedDrafter):
         self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
+        self.recompute = False
         self.ahead: list[Place] = []  # of the levels of a chain while it is drafted
-
-    @property
-    def depth(self) -> int:
-        return self.layers
 
     @abstractmethod
     def fuse(self, feats: Tensor) -> Tensor:
@@ -79,13 +79,36 @@ class RecurrentDrafter(CachedDrafter):
         """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
         return hidden
 
+    def heads_in_use(self) -> list[LinearMap]:
+        return [self.head]
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        (self.head,) = heads
+
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [...,H] of tokens at draft positions [...]."""
         return torch.embedding(self.embedding, tokens)
 
     # Decoding
 
-    def absorb(
+    def reset(self, rows: int, slots: int) -> None:
+        shape = self.shape
+        freeze(self)
+        self.rope.reserve(slots, self.embedding)
+        cache = KVCache(self.layers, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
+        self.cache = cache.clear(0)
+
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
+
+    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
+
+    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self._absorb(self.cache, feats, tokens, n, max_len)
+
+    def _absorb(
         self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         count = tokens.shape[1]

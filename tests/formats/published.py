@@ -42,6 +42,12 @@ def eagle3_shapes(layer: str, h: int = H, u: int = U, sizes=(H, I, HEADS, KV, DI
     }
 
 
+def mtp_shapes(at: str = "model.mtp_layers.0") -> dict[str, tuple]:
+    """MiMo's names."""
+    norms = {f"{at}.{n}_layernorm.weight": (H,) for n in ("token", "hidden", "input", "final")}
+    return layer_shapes(at, H) | {f"{at}.input_proj.weight": (H, 2 * H)} | norms
+
+
 def training_names(shapes: dict) -> dict:
     """The names that ModelOpt uses while it trains."""
     names = {

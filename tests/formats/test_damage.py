@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 from helpers import save_hf, tiny_drafter, tiny_target
-from published import CONFIG, PUBLISHED, H, U, V, layer_shapes, make_target, random_tensors, written
+from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, random_tensors, without, written
 
-from specdec.api import DEMO_DRAFTER
 from specdec.cli import generate
 from specdec.drafters.formats import __main__ as command
 from specdec.drafters.formats import load_drafter, open_checkpoint
@@ -24,10 +23,6 @@ def put(name, value):
         tensors[name].view(-1)[3] = value
 
     return change
-
-
-def drop(name):
-    return lambda tensors: tensors.pop(name)
 
 
 def replace(name, make):
@@ -50,7 +45,7 @@ def permuted(offsets):
 
 # what is wrong -> case, change of the tensors, change of the config, words that name it
 DAMAGE = {
-    "a tensor is missing": ("EAGLE", drop("norm.weight"), {}, "norm.weight is missing"),
+    "a tensor is missing": ("EAGLE", lambda t: t.pop("norm.weight"), {}, "norm.weight is missing"),
     "a tensor is left over": ("EAGLE", lambda t: t.update(more=torch.ones(2)), {}, "more is left over"),
     "a map where there is none": (
         "EAGLE-2 of Llama 3", lambda t: t.update(d2t=torch.zeros(V, dtype=torch.int64)), {}, "d2t is left over"
@@ -110,27 +105,21 @@ def test_a_value_that_cannot_be_is_one_sentence(damaged, config):
         assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("case", [case for case in PUBLISHED if case != "EAGLE-2 of speculators"])
-def test_a_published_checkpoint_has_no_problems(damaged, case):
-    report = inspect(damaged(case))
-    assert report["problems"] == []
-    assert "none found" in as_text(report)
+def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_hold_anything(damaged):
+    """Exporters have been seen to leave one unfilled."""
 
+    def change(tensors):
+        permuted(False)(tensors)
+        tensors["embed_tokens.weight"] = torch.full((V, 32), NAN)
 
-def test_tokens_out_of_order_are_a_doubt(damaged):
-    folder = damaged("EAGLE", permuted(False))
+    folder = damaged("EAGLE", change)
     with pytest.warns(UserWarning, match="not in ascending order"):
-        load_drafter(folder, make_target())
+        drafter = load_drafter(folder, make_target())
+    assert drafter.conventions["embedding"] == "the target's, not the file's"
     report = inspect(folder)
+    assert report["problems"] == []
     assert "not in ascending order" in report["doubts"]
     assert as_text(report).endswith("see the doubts")
-
-
-def test_an_embedding_that_is_not_read_may_hold_anything(damaged):
-    """Exporters have been seen to leave one unfilled."""
-    folder = damaged("EAGLE", lambda t: t.update({"embed_tokens.weight": torch.full((V, 32), NAN)}))
-    assert inspect(folder)["problems"] == []
-    load_drafter(folder, make_target())
 
 
 def test_acceptance_that_cannot_be_read_is_a_problem(damaged):
@@ -215,25 +204,14 @@ def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):
 
 
 def test_an_mtp_head_inside_a_target_is_inspected(tmp_path):
-    at = "model.mtp_layers.0"
-    shapes = layer_shapes(at, H) | {f"{at}.input_proj.weight": (H, 2 * H), "model.embed_tokens.weight": (V, H)}
-    shapes |= {f"{at}.{n}_layernorm.weight": (H,) for n in ("token", "hidden", "input", "final")}
-    config = CONFIG | {"num_hidden_layers": 8}
-    whole = written(tmp_path / "whole", config, random_tensors(shapes))
-    assert inspect(whole)["problems"] == []
+    at, config = "model.mtp_layers.0", CONFIG | {"num_hidden_layers": 8}
+    tensors = random_tensors(mtp_shapes(at) | {"model.embed_tokens.weight": (V, H)})
+    assert inspect(written(tmp_path / "whole", config, tensors))["problems"] == []
     for name, words in (
         (f"{at}.mlp.up_proj.weight", "is missing"),
         (f"{at}.self_attn.q_proj.weight", "lacks the tensor"),
     ):
-        tensors = random_tensors(shapes)
-        del tensors[name]
-        folder = written(tmp_path / name, config, tensors)
+        folder = written(tmp_path / name, config, without(tensors, name))
         assert words in inspect(folder)["problems"][0]
         with pytest.raises(ValueError, match=name):
             load_drafter(folder, make_target())
-
-
-def test_every_bundled_drafter_is_sound():
-    for folder in sorted(path.parent for path in DEMO_DRAFTER.parent.glob("*/model.safetensors")):
-        if folder.name != "target":
-            assert inspect(folder)["problems"] == [], folder

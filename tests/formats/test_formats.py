@@ -1,11 +1,13 @@
 """Every layout, by its published names and shapes: recognised, read strictly, converted to the others and back."""
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from golden_blocks import GOLDEN, golden_heads
+from helpers import DRAFTERS, LEARNERS, PARALLEL, tiny_parallel, tiny_target
 from published import (
     CONFIG,
     LAYERS,
@@ -22,9 +24,10 @@ from published import (
 from safetensors.torch import load_file
 
 from specdec.drafters import eagle as eagle_drafter
-from specdec.drafters.formats import FAMILIES, eagle, eagle3, load_drafter, open_checkpoint, recognise, save_drafter
+from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, recognise, save_drafter
 from specdec.drafters.formats.base import TargetFacts
 from specdec.drafters.formats.convert import SERVERS, convert, export
+from specdec.drafters.formats.description import as_text, inspect
 from specdec.drafters.formats.speculators import speculators_fields
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
@@ -41,6 +44,9 @@ def test_recognised_and_loaded_strictly(case, tmp_path):
     parameters = sum(p.numel() for p in drafter.parameters())
     held = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name != "embed_tokens.weight")
     assert parameters == held  # every weight has found its place
+    report = inspect(folder)
+    assert report["problems"] == []
+    assert "none found" in as_text(report)
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -59,35 +65,107 @@ def load_from(config: dict, tensors: dict, target):
     return family.construct(*layout.read(config, tensors, "it"), target, "it")
 
 
+# Conversions
+
+WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "is_causal": False}
+# Name -> the weights in tests/golden/blocks, the config there, changes of it, and whether DSpark's heads are added.
+GOLDEN_CASES = {
+    "dflash": ("dflash", "dflash", {}, False),
+    "dflash, windows": ("dflash", "dflash", WINDOWS, False),
+    "deepspec": ("dflash", "deepspec", {}, False),
+    "dspark": ("dflash", "dspark", {}, True),
+    "dflash of speculators": ("dflash", "speculators", {}, False),
+    "dflash2": ("dflash2", "dflash2", {}, False),
+    "dflash2 of speculators": ("dflash2", "dflash2_speculators", {}, False),
+    "dspark of speculators": ("dflash", "dspark_speculators", {}, True),
+    "peagle": ("peagle", "peagle", {}, False),
+    "peagle of speculators": ("peagle", "peagle_speculators", {}, False),
+}
+
+
+def source_of(case: str, folder: Path) -> tuple[Path, Path]:
+    """The folder of a case as published, and that of its target."""
+    if case in PUBLISHED:
+        fields = CONFIG | {"model_type": "llama", "num_hidden_layers": LAYERS, "architectures": ["LlamaForCausalLM"]}
+        head = torch.randn(V, H, generator=torch.Generator().manual_seed(3))
+        target = written(folder / "target", fields, {"model.embed_tokens.weight": head})
+        return publish(folder / "source", case), target
+    model, config, changes, heads = GOLDEN_CASES[case]
+    tensors = load_file(GOLDEN / f"{model}_model.safetensors")
+    ends = {"model.embed_tokens.weight": tensors["embed_tokens.weight"], "lm_head.weight": torch.ones(320, 64)}
+    target = written(folder / "target", {"num_hidden_layers": 12}, ends)
+    if heads:
+        tensors |= golden_heads(load_file(GOLDEN / "dspark.safetensors"), "vanilla")
+    if model != "peagle":  # copies of the target's, which only DeepSpec's files hold
+        tensors = without(tensors, "embed_tokens.weight", "lm_head.weight")
+    return written(folder / "source", json.loads((GOLDEN / f"{config}.json").read_text()) | changes, tensors), target
+
+
 def conversions():
-    """Every case with every other layout of its family."""
-    for case, (layout, *_) in PUBLISHED.items():
-        for other in FAMILIES[(eagle if "EAGLE-2" in case else eagle3).FAMILY]:
-            if other.name not in (layout, *SERVERS):  # what is written for a server is not read under its name
-                yield case, other.name
+    """Every case with every layout of its family that is read under its name."""
+    for case in [*PUBLISHED, *GOLDEN_CASES]:
+        title = "EAGLE-1/2" if "EAGLE-2" in case else "EAGLE-3" if case in PUBLISHED else "DFlash"
+        title = "P-EAGLE" if "peagle" in case else title
+        (layouts,) = (layouts for family, layouts in FAMILIES.items() if family.title == title)
+        yield from ((case, layout.name) for layout in layouts if layout.name not in SERVERS)
 
 
-@pytest.mark.parametrize(("case", "to"), conversions())
-def test_converted_and_back_bit_for_bit(case, to, target_folder, tmp_path):
-    layout, *_ = PUBLISHED[case]
-    source = publish(tmp_path / "source", case)
-    target = target_folder if open_checkpoint(source).meaning.taps else None  # listed taps are named by its layers
+def refusal(case: str, to: str, meaning) -> str | None:
+    """Why a layout cannot say what a case means; None if it can."""
     needs_head = to == "speculators" or "of a part" in case  # a head of all tokens can be left to the target
     if "without a head" in case and needs_head and not to.startswith("modelopt"):
-        with pytest.raises(ValueError, match="no head of its own"):
-            convert(source, tmp_path / "there", to)
+        return "no head of its own"
+    if case in PUBLISHED or "peagle" in case:
+        return None
+    if to == "deepspec" and meaning.forward.label == "p+k":
+        return "this layout is for blocks whose slot k|this layout has no conditional head"
+    return "in this layout a window ends" if to == "speculators" and "windows" in case else None
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("case", "to"), conversions())
+def test_converted_and_back_bit_for_bit(case, to, tmp_path):
+    """In every layout that can say it; the others say why they cannot."""
+    source, target = source_of(case, tmp_path)
+    checkpoint = open_checkpoint(source)
+    asked = target if checkpoint.meaning.taps else None  # listed taps are named by the target's layers
+    if (why := refusal(case, to, checkpoint.meaning)) is not None:
+        with pytest.raises(ValueError, match=why):
+            convert(source, tmp_path / "there", to, asked)
         return
-    convert(source, tmp_path / "there", to, target)
+    convert(source, tmp_path / "there", to, asked)
     there = open_checkpoint(tmp_path / "there")
     assert there.layout.name == to
-    assert there.meaning == open_checkpoint(source).meaning
-    convert(tmp_path / "there", tmp_path / "back", layout, target)
+    assert there.meaning == checkpoint.meaning
+    convert(tmp_path / "there", tmp_path / "back", checkpoint.layout.name, asked)
     assert open_checkpoint(tmp_path / "back").meaning == there.meaning
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
-    assert set(before) == set(after)
+    copies = {"embed_tokens.weight", "lm_head.weight"} if checkpoint.layout.name == "deepspec" else set()
+    assert set(before) == set(after) - copies
     for name, tensor in before.items():
         assert tensor.dtype == after[name].dtype
         assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", [*LEARNERS, *PARALLEL, "dflash", "dspark"])
+def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
+    """Of large heads that would take seconds. Nothing is left in doubt, and nothing is found wrong."""
+    target = tiny_target()
+    saved = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
+    save_drafter(saved, tmp_path / "it", target)
+    before = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_drafter(tmp_path / "it", target)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (loaded.switches, loaded.taps, loaded.block) == (saved.switches, saved.taps, saved.block)
+    for name, parameter in saved.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    assert inspect(tmp_path / "it")["problems"] == []
+    if "pard" not in kind:  # a language model, which decodes
+        with pytest.raises(ValueError, match=r"it is a drafter \(\w+\), not a target: give it as the draft"):
+            load_target(tmp_path / "it")
 
 
 def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
@@ -101,10 +179,8 @@ def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
         "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
         "vocab_size": 128256, "draft_vocab_size": 32000, "max_position_embeddings": 2048, "torch_dtype": "float16",
     }  # fmt: skip
-    tensors = {
-        name: torch.empty(shape, dtype=torch.float16, device="meta")
-        for name, shape in eagle3_shapes("midlayer", 4096, 32000, sizes).items()
-    }
+    shapes = eagle3_shapes("midlayer", 4096, 32000, sizes)
+    tensors = {name: torch.empty(shape, dtype=torch.float16, device="meta") for name, shape in shapes.items()}
     ids = torch.arange(32000) * 4
     tensors |= {"d2t": ids - torch.arange(32000), "t2d": torch.zeros(128256, dtype=torch.bool).index_fill(0, ids, True)}
     family, layout = recognise(config, tensors, "llama")
@@ -117,70 +193,50 @@ def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
         spelled_config, spelled = other.write(meaning, found, None)
         again, back = other.read(spelled_config, spelled, "llama")
         assert again == meaning
-        assert {n: t.shape for n, t in layout.write(again, back, None)[1].items()} == {
-            n: t.shape for n, t in tensors.items()
-        }
+        spelled_again = layout.write(again, back, None)[1]
+        assert {n: t.shape for n, t in spelled_again.items()} == {n: t.shape for n, t in tensors.items()}
 
 
-# Conversions that need the target, or cannot be made
-
-
-@pytest.fixture
-def target_folder(tmp_path):
-    fields = CONFIG | {"model_type": "llama", "num_hidden_layers": LAYERS, "architectures": ["LlamaForCausalLM"]}
-    head = torch.randn(V, H, generator=torch.Generator().manual_seed(3))
-    return written(tmp_path / "target", fields, {"model.embed_tokens.weight": head})
-
-
-def test_a_head_that_is_the_targets_is_copied_on_request(target_folder, tmp_path):
-    source = publish(tmp_path / "source", "ModelOpt without a head")
-    convert(source, tmp_path / "there", "eagle3", target_folder)
-    head = load_file(target_folder / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(load_file(tmp_path / "there" / "model.safetensors")["lm_head.weight"], head.bfloat16())
-
-
-def test_what_a_layout_cannot_say_is_refused(target_folder, tmp_path):
-    source = publish(tmp_path / "source", "EAGLE")
+def test_what_a_layout_cannot_say_is_refused(tmp_path):
+    source, target = source_of("EAGLE", tmp_path)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"taps": [2, 4, LAYERS]}))
     for server in ("sglang", "vllm"):
         with pytest.raises(ValueError, match=f"hidden state {LAYERS}"):
-            export(source, tmp_path / "there", server, target_folder)
+            export(source, tmp_path / "there", server, target)
     with pytest.raises(ValueError, match="give --target"):
         export(source, tmp_path / "there", "sglang")
     (source / "config.json").write_text(json.dumps(config | {"norm_output": False}))
     with pytest.raises(ValueError, match="no final norm"):
-        export(source, tmp_path / "there", "vllm", target_folder)
+        export(source, tmp_path / "there", "vllm", target)
     with pytest.raises(ValueError, match="knows no head_norm"):
-        export(source, tmp_path / "there", "sglang", target_folder)
+        export(source, tmp_path / "there", "sglang", target)
     with pytest.raises(ValueError, match="has the layouts"):
         convert(source, tmp_path / "there", "medusa")
     with pytest.raises(ValueError, match="is the checkpoint itself"):
         convert(source, source, "speculators")
 
 
-def test_an_export_names_a_folder_where_the_target_is_bundled():
-    """Servers know no demo/target."""
-    told = speculators_fields("eagle3", "Eagle3Speculator", TargetFacts("demo/target", (), 8, lambda part: None))
-    assert Path(told["speculators_config"]["verifier"]["name_or_path"]).is_dir()
-
-
-def test_exports_hold_no_embedding_but_the_targets_and_name_it(target_folder, tmp_path):
-    source = publish(tmp_path / "source", "speculators with everything")
-    export(source, tmp_path / "vllm", "vllm", target_folder)
-    embedding = load_file(target_folder / "model.safetensors")["model.embed_tokens.weight"]
+def test_exports_hold_of_the_target_what_they_need_and_name_it(tmp_path):
+    source, target = source_of("speculators with everything", tmp_path)
+    export(source, tmp_path / "vllm", "vllm", target)
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(load_file(tmp_path / "vllm" / "model.safetensors")["embed_tokens.weight"], embedding.bfloat16())
     config = json.loads((tmp_path / "vllm" / "config.json").read_text())
-    assert config["speculators_config"]["verifier"] == {
-        "name_or_path": str(target_folder),
-        "architectures": ["LlamaForCausalLM"],
-    }
+    verifier = {"name_or_path": str(target), "architectures": ["LlamaForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
+    with pytest.raises(ValueError, match="knows no"):
+        export(source, tmp_path / "no", "sglang", target)
     other = publish(tmp_path / "other", "EAGLE-2 of Llama 3")
     export(other, tmp_path / "sglang", "sglang")
     assert "embed_tokens.weight" not in load_file(tmp_path / "sglang" / "model.safetensors")
-    with pytest.raises(ValueError, match="knows no"):
-        export(source, tmp_path / "no", "sglang", target_folder)
+    headless = publish(tmp_path / "headless", "ModelOpt without a head")
+    convert(headless, tmp_path / "there", "eagle3", target)  # a tied target, whose head is its embedding
+    assert torch.equal(load_file(tmp_path / "there" / "model.safetensors")["lm_head.weight"], embedding.bfloat16())
+    # servers know no demo/target
+    told = speculators_fields("eagle3", "Eagle3Speculator", TargetFacts("demo/target", (), 8, lambda part: None))
+    assert Path(told["speculators_config"]["verifier"]["name_or_path"]).is_dir()
 
 
 @pytest.mark.parametrize("fc_bias", [True, False])
@@ -195,28 +251,6 @@ def test_eagle_in_the_words_of_sglang(fc_bias, tmp_path):
     assert again.fc.bias is not None
     assert torch.equal(again.fc.weight, drafter.fc.weight)
     assert torch.allclose(again.fc(x), drafter.fc(x))
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", "dflash", "peagle", "pard2"])
-def test_what_is_read_is_not_drawn_first(kind, tmp_path):
-    """Of large heads that would take seconds."""
-    target = tiny_target()
-    saved = DRAFTERS[kind](target)
-    save_drafter(saved, tmp_path / "it", target)
-    before = torch.random.get_rng_state()
-    loaded = load_drafter(tmp_path / "it", target)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    for name, parameter in saved.named_parameters():
-        assert torch.equal(loaded.get_parameter(name), parameter)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa", "dflash", "dspark", "peagle"])
-def test_a_drafter_is_no_target(kind, tmp_path):
-    """PARD is left out: it is a language model, and decodes."""
-    target = tiny_target()
-    save_drafter(DRAFTERS[kind](target), tmp_path / "draft", target)
-    with pytest.raises(ValueError, match=r"draft is a drafter \(\w+\), not a target: give it as the draft"):
-        load_target(tmp_path / "draft")
 
 
 def test_a_dtype_by_a_name_that_there_is_not():

@@ -1,12 +1,11 @@
 """The search over taps finds the best ones of all without trying all, on scores as hidden states give them."""
 
-import itertools
 import math
 import random
 
 import pytest
 
-from specdec.drafters.formats.taps import MANY, grid, neighbours, search_taps
+from specdec.drafters.formats.taps import search_taps
 
 
 def landscape(true, noise):
@@ -34,16 +33,3 @@ def test_the_true_taps_are_found(states, true):
 def test_what_is_plausible_is_tried_even_if_the_grid_leaves_it_out():
     only = (7, 31, 76)  # a needle: nothing around it says where it is
     assert search_taps(lambda taps, stage: float(taps == only), 81, 3, [only])[0][0] == only
-
-
-def test_the_grid_spans_all_layers_and_stays_affordable():
-    for states, count in itertools.product((5, 9, 33, 81, 127), (1, 2, 3, 5)):
-        layers = grid(states, count)
-        assert (layers[0], layers[-1]) == (0, states - 1)
-        assert math.comb(len(layers), count) <= MANY
-    assert grid(9, 3) == list(range(9))
-
-
-def test_neighbours_change_one_tap_or_exchange_two():
-    found = set(neighbours((1, 3), 5))
-    assert found == {(0, 3), (2, 3), (4, 3), (1, 0), (1, 2), (1, 4), (3, 1)}

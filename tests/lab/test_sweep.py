@@ -284,7 +284,7 @@ def test_the_command(questions, target_path, drafter_path, tmp_path):
     assert "drafter 2/2/60 skipped: num_draft_tokens is 60" in first.stderr
     results = (out / RESULTS).read_bytes()
     assert (out / "report.html").is_file()
-    assert json.loads(run_here(sweep_main, *settings).stdout.splitlines()[-1])["reused"] == 9
+    assert json.loads(run_here(sweep_main, *settings, "report=false").stdout.splitlines()[-1])["reused"] == 9
     assert (out / RESULTS).read_bytes() == results
 
 

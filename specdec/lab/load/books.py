@@ -65,7 +65,7 @@ def wrong_books(
     ended = {why: value("vllm:request_success", finished_reason=why) for why in ("stop", "length", "abort", "error")}
     for reason in ("stop", "length", "error"):
         agree(f"ended by {reason}", ended[reason], ends.count(reason))
-    agree("ended", sum(metrics.histograms["vllm:e2e_request_latency_seconds"].counts), sum(ended.values()))
+    agree("ended", value("vllm:e2e_request_latency_seconds_count"), sum(ended.values()))
     answered = {case.number: one for case, one in zip(cases, heard, strict=True) if one.whole and case.way != "wrong"}
     used = sum(one.usage["completion_tokens"] for one in answered.values())
     gone = sum(entry.tokens for (number, _), entry in entries.items() if number not in answered)

@@ -80,7 +80,7 @@ class Metrics:
             self.of(name).observe(seconds)
 
     def value(self, name: str, **labels) -> float:
-        """The value of a counter, of a gauge, or of a histogram's `_sum` or `_count`; 0 for a series that is not there."""
+        """The value of a counter, a gauge, or a histogram's `_sum` or `_count`; 0 where there is no such series."""
         shown = f"{name}_total" if FAMILIES.get(name, (None,))[0] is Counter else name
         given = {label: str(value) for label, value in labels.items()}
         return self.registry.get_sample_value(shown, self.own | given) or 0.0

@@ -206,7 +206,7 @@ class Ask(Strict):
 
     @property
     def likely(self) -> int | None:
-        """How many of the most likely tokens are reported at each place, if log-probabilities are; None: they are not."""
+        """How many of the most likely tokens are reported at each place; None: no log-probabilities at all."""
         raise NotImplementedError
 
     def asked(self, left: int) -> int:

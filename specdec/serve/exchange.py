@@ -8,7 +8,8 @@ from typing import Any
 
 from specdec.cli.reading import parse_json
 from specdec.serve.jobs import Closed, Delta, Full
-from specdec.serve.protocol import Ask, Refusal, read
+from specdec.serve.protocol import Ask, StreamOptions, read
+from specdec.serve.refusal import Refusal
 from specdec.serve.replies import Choice
 from specdec.serve.service import Service
 
@@ -83,11 +84,11 @@ class Exchange:
     async def events(self) -> AsyncIterator[str]:
         """The answer as server-sent events. Every step that gives a choice tokens is one, or every
         `Service.stream_interval` tokens are, though their text may be held back. An error is the last but [DONE]."""
-        usage, always = self.ask.usage_in_stream()
+        options = self.ask.stream_options or StreamOptions()
         try:
             async for choice, piece in self._pieces():
-                yield _event(self.reply.chunk(choice, piece, always))
-            if usage:
+                yield _event(self.reply.chunk(choice, piece, options.continuous_usage_stats))
+            if options.include_usage:
                 yield _event(self.reply.last_chunk())
         except Refusal as refusal:
             yield _event(refusal.body())

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from specdec.engine.sequence import Sequence, Stop
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.structs import Sampling
 
+HOW = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar", "steps", "top_logprobs")
 REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
 
 
@@ -56,3 +58,8 @@ class Job:
     unwanted: bool = False
     arrived: float = 0.0
     heard: float = 0.0  # when it was told of tokens last
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The keywords of `Engine.add`."""
+        return {name: getattr(self, name) for name in HOW}

@@ -1,120 +1,104 @@
-"""Counts and latencies of a server, in the text format of Prometheus.
+"""Counters, gauges and latencies of a server, as `prometheus_client` keeps and prints them.
 
 Where vLLM has the same quantity the name is vLLM's, so that its clients and dashboards read it. The rest begins with
-`specdec:`. Tokens are those that responses hold: what an accepted path has behind the end of a text counts nowhere.
+`specdec:`. Only tokens that responses hold are counted, not what an accepted path has after the end of a text.
 """
 
 import threading
-from bisect import bisect_left
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import RoundReport
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+DEPTHS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
-# name: (type, help). Counters get `_total` when they are printed.
+# name: (type, help, label in addition to the model and the engine). A scrape shows a counter's name with `_total`.
 FAMILIES = {
-    "vllm:num_requests_running": ("gauge", "Sequences that have a row."),
-    "vllm:num_requests_waiting": ("gauge", "Sequences that wait for a row."),
-    "vllm:kv_cache_usage_perc": ("gauge", "Share of the rows that are taken, 0 to 1."),
-    "vllm:prompt_tokens": ("counter", "Tokens of the prompts that were prefilled."),
-    "vllm:prefix_cache_queries": ("counter", "Tokens of prompts whose beginnings were looked for among those kept."),
-    "vllm:prefix_cache_hits": ("counter", "Tokens of prompts that were found there, and not read again."),
-    "vllm:generation_tokens": ("counter", "Tokens that were emitted."),
-    "vllm:request_success": ("counter", "Sequences that have ended, by reason."),
-    "vllm:spec_decode_num_drafts": ("counter", "Rounds of single sequences in which something was drafted."),
-    "vllm:spec_decode_num_draft_tokens": ("counter", "Drafted tokens: nodes of trees, roots aside."),
-    "vllm:spec_decode_num_accepted_tokens": ("counter", "Drafted tokens that were emitted."),
-    "vllm:spec_decode_num_accepted_tokens_per_pos": ("counter", "The same, by depth in the tree, from 0."),
-    "specdec:rounds": ("counter", "Rounds of the engine, each of which serves all rows."),
-    "specdec:sequence_rounds": ("counter", "Rounds of single sequences."),
-    "specdec:round_tokens": ("counter", "Tokens that rounds emitted: all but the first of every sequence."),
-    "specdec:tau": ("gauge", "round_tokens / sequence_rounds since the start."),
-    "specdec:requests_refused": ("counter", "HTTP requests that were refused, by status."),
-    "vllm:time_to_first_token_seconds": ("histogram", "From the arrival of a sequence to its first token."),
-    "vllm:inter_token_latency_seconds": ("histogram", "Between two steps that gave a sequence tokens."),
-    "vllm:request_queue_time_seconds": ("histogram", "From the arrival of a sequence to its prefill."),
-    "vllm:e2e_request_latency_seconds": ("histogram", "From the arrival of a sequence to its end."),
+    "vllm:num_requests_running": (Gauge, "Sequences that have a row."),
+    "vllm:num_requests_waiting": (Gauge, "Sequences that wait for a row."),
+    "vllm:kv_cache_usage_perc": (Gauge, "Share of the rows that are taken, 0 to 1."),
+    "vllm:prompt_tokens": (Counter, "Tokens of the prompts that were prefilled."),
+    "vllm:prefix_cache_queries": (Counter, "Tokens of prompts whose beginnings were looked for among those kept."),
+    "vllm:prefix_cache_hits": (Counter, "Tokens of prompts that were found there, and not read again."),
+    "vllm:generation_tokens": (Counter, "Tokens that were emitted."),
+    "vllm:request_success": (Counter, "Sequences that have ended, by reason.", "finished_reason"),
+    "vllm:spec_decode_num_drafts": (Counter, "Rounds of single sequences in which something was drafted."),
+    "vllm:spec_decode_num_draft_tokens": (Counter, "Drafted tokens: nodes of trees, roots aside."),
+    "vllm:spec_decode_num_accepted_tokens": (Counter, "Drafted tokens that were emitted."),
+    DEPTHS: (Counter, "The same, by depth in the tree, from 0.", "position"),
+    "specdec:rounds": (Counter, "Rounds of the engine, each of which serves all rows."),
+    "specdec:sequence_rounds": (Counter, "Rounds of single sequences."),
+    "specdec:round_tokens": (Counter, "Tokens that rounds emitted: all but the first of every sequence."),
+    "specdec:tau": (Gauge, "round_tokens / sequence_rounds since the start."),
+    "specdec:requests_refused": (Counter, "HTTP requests that were refused, by status.", "status"),
+    "vllm:time_to_first_token_seconds": (Histogram, "From the arrival of a sequence to its first token."),
+    "vllm:inter_token_latency_seconds": (Histogram, "Between two steps that gave a sequence tokens."),
+    "vllm:request_queue_time_seconds": (Histogram, "From the arrival of a sequence to its prefill."),
+    "vllm:e2e_request_latency_seconds": (Histogram, "From the arrival of a sequence to its end."),
 }
 
 
-class Histogram:
-    """How many values lie at or below each of the bounds `SECONDS`."""
-
-    def __init__(self) -> None:
-        self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(SECONDS, value)] += 1
-        self.sum += value
-
-
 class Metrics:
-    """All series of `FAMILIES`. Any thread may add to them and read them; whoever holds `lock` sees no half of an
-    update."""
+    """All series of `FAMILIES`, in a registry of their own. Any thread may add to them and read them; a thread that
+    holds `lock` sees whole updates only."""
 
     def __init__(self, model: str, positions: int = 0):
         """model: the label `model_name` of all series. positions: the deepest level of a tree, whose counters are there
         from the start."""
-        self.model, self.lock = model, threading.RLock()
-        self.values = {(name, ()): 0.0 for name, (kind, _) in FAMILIES.items() if kind != "histogram"}
-        for labelled in ("request_success", "spec_decode_num_accepted_tokens_per_pos"):
-            del self.values[f"vllm:{labelled}", ()]
-        del self.values["specdec:requests_refused", ()]
+        disable_created_metrics()  # `_created` series, which vLLM does not have either
+        self.registry, self.lock = CollectorRegistry(), threading.RLock()
+        self.own, self.families, self.series = {"model_name": model, "engine": "0"}, {}, {}
+        for name, (kind, says, *labels) in FAMILIES.items():
+            buckets = {"buckets": SECONDS} if kind is Histogram else {}
+            self.families[name] = kind(name, says, [*self.own, *labels], registry=self.registry, **buckets)
+            if not labels:
+                self.of(name)
         for position in range(positions):
-            self.add("vllm:spec_decode_num_accepted_tokens_per_pos", 0, position=position)
+            self.of(DEPTHS, position=position)
         for reason in ("stop", "length", "abort", "error"):
-            self.add("vllm:request_success", 0, finished_reason=reason)
-        self.histograms = {name: Histogram() for name, (kind, _) in FAMILIES.items() if kind == "histogram"}
+            self.of("vllm:request_success", finished_reason=reason)
+
+    def of(self, name: str, **labels):
+        """The series of these labels. It is part of every scrape from now on."""
+        key = name, *labels.values()
+        if key not in self.series:
+            self.series[key] = self.families[name].labels(**self.own, **labels)
+        return self.series[key]
 
     def add(self, name: str, amount: float = 1, **labels) -> None:
         with self.lock:
-            key = name, tuple(labels.items())
-            self.values[key] = self.values.get(key, 0.0) + amount
+            self.of(name, **labels).inc(amount)
 
     def set(self, name: str, value: float) -> None:
         with self.lock:
-            self.values[name, ()] = value
+            self.of(name).set(value)
 
     def observe(self, name: str, seconds: float) -> None:
         with self.lock:
-            self.histograms[name].add(seconds)
+            self.of(name).observe(seconds)
 
     def value(self, name: str, **labels) -> float:
-        return self.values.get((name, tuple(labels.items())), 0.0)
+        """The value of a counter, a gauge, or a histogram's `_sum` or `_count`; 0 where there is no such series."""
+        shown = f"{name}_total" if FAMILIES.get(name, (None,))[0] is Counter else name
+        given = {label: str(value) for label, value in labels.items()}
+        return self.registry.get_sample_value(shown, self.own | given) or 0.0
 
     def text(self) -> str:
         """Every series, as a scrape reads it."""
         with self.lock:
             rounds = self.value("specdec:sequence_rounds")
             self.set("specdec:tau", self.value("specdec:round_tokens") / rounds if rounds else 0.0)
-            return "".join(line + "\n" for name in FAMILIES for line in self._family(name))
-
-    def _family(self, name: str) -> list[str]:
-        kind, says = FAMILIES[name]
-        shown = f"{name}_total" if kind == "counter" else name
-        lines = [f"# HELP {shown} {says}", f"# TYPE {shown} {kind}"]
-        if kind != "histogram":
-            found = [(labels, value) for (of, labels), value in self.values.items() if of == name]
-            return lines + [f"{shown}{self._labels(*labels)} {value}" for labels, value in found]
-        histogram, below = self.histograms[name], 0
-        for bound, count in zip((*SECONDS, "+Inf"), histogram.counts, strict=True):
-            below += count
-            lines.append(f"{name}_bucket{self._labels(('le', bound))} {below}")
-        return [*lines, f"{name}_sum{self._labels()} {histogram.sum}", f"{name}_count{self._labels()} {below}"]
-
-    def _labels(self, *labels: tuple) -> str:
-        escaped = ((key, str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
-                   for key, value in (("model_name", self.model), ("engine", 0), *labels))  # fmt: skip
-        return "{" + ",".join(f'{key}="{value}"' for key, value in escaped) + "}"
+            return generate_latest(self.registry).decode()
 
 
 def count(
     metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int], prefixes: Prefixes | None = None
 ) -> None:
-    """Count the tokens of a step, and what was drafted and accepted in it.
+    """Count the tokens of a step, and how many were drafted and accepted in it.
 
-    live: which rows had not ended before. drafts: `drafted_of`. prefixes: what is kept of prompts."""
+    live: which rows had not ended before. drafts: `drafted_of`. prefixes: the prefix cache."""
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:
@@ -127,20 +111,20 @@ def count(
     add("specdec:rounds")
     add("specdec:sequence_rounds", sum(live))
     add("specdec:round_tokens", emitted)
-    for alive, accepted, drafted in zip(live, report.accepted, drafts, strict=True):
-        if alive and drafted:
-            add("vllm:spec_decode_num_drafts")
-            add("vllm:spec_decode_num_draft_tokens", drafted)
-            add("vllm:spec_decode_num_accepted_tokens", accepted)
-            for position in range(accepted):
-                add("vllm:spec_decode_num_accepted_tokens_per_pos", position=position)
+    rows = zip(live, report.accepted, drafts, strict=True)
+    accepted = [accepted for alive, accepted, drafted in rows if alive and drafted]
+    add("vllm:spec_decode_num_drafts", len(accepted))
+    add("vllm:spec_decode_num_draft_tokens", sum(n for alive, n in zip(live, drafts, strict=True) if alive))
+    add("vllm:spec_decode_num_accepted_tokens", sum(accepted))
+    for position in range(max(accepted, default=0)):
+        add(DEPTHS, sum(n > position for n in accepted), position=position)
 
 
 def drafted_of(report: RoundReport, steps: int) -> list[int]:
     """How many tokens a round drafted for each row. steps: levels of the engine's tree."""
     if report.prefill:
         return [0] * len(report.rows)
-    if report.levels is None:  # a recorded round shows no tree, and every row has a whole one
+    if report.levels is None:  # a captured round shows no tree, and every row has a whole one
         return [report.nodes - 1] * len(report.rows)
     if report.tree is None:  # one token a level where not all of them count: exact for chains
         return [report.nodes - 1 if most >= steps else min(most, report.nodes - 1) for most in report.levels]

@@ -4,18 +4,19 @@ Nothing is left out in silence. A field that would change the answer and is not 
 that it is off. A field that cannot change the answer is taken and has no effect.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specdec.cli.limits import MOST
 from specdec.engine.sequence import MOST_LIKELY
-from specdec.schema import SHOWN, check_value, ranged, shown
+from specdec.schema import SHOWN, shown
+from specdec.serve.refusal import Refusal, Unsupported, refusal_of
 from specdec.structs import FILTERS, Sampling
 from specdec.text import check_stops, clean
 
 MOST_STOPS = 16
-ROLES = ("system", "developer", "user", "assistant", "tool")
 # Not built, and the values that say so: a request may hold them.
 OFF = {
     "add_special_tokens": (True,),
@@ -44,59 +45,159 @@ NO_EFFECT = {
 }  # fmt: skip
 
 
-class Refusal(ValueError):
-    """A request that is not served, as OpenAI's errors tell it."""
-
-    def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
-
-    def body(self) -> dict:
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+Text = Annotated[str, BeforeValidator(lambda value: clean(value) if isinstance(value, str) else value)]
+Ids = Annotated[list[int], Field(min_length=1)]
 
 
-@dataclass(kw_only=True)
-class Ask:
-    """What both sorts of requests have in common. The defaults are OpenAI's."""
+class Strict(BaseModel):
+    """An object that is read as it is: `"1"` is no number, and neither is NaN."""
 
-    model: str | None = None
-    max_tokens: int | None = ranged(1, MOST, None)
-    temperature: float = ranged(0, 1e6, 1.0)
-    top_p: float = ranged(0, 1, 1.0, above=True)
-    top_k: int = ranged(-1, MOST, 0)  # -1 and 0 are off
-    min_p: float = ranged(0, 1, 0.0)
-    repetition_penalty: float = ranged(0, 1e6, 1.0, above=True)
-    presence_penalty: float = ranged(-2, 2, 0.0)
-    frequency_penalty: float = ranged(-2, 2, 0.0)
-    seed: int | None = ranged(-(1 << 63), (1 << 63) - 1, None)  # choice i draws by (seed, i); None: by a fresh one
-    stop: str | list[str] | None = None
-    n: int = ranged(1, 1 << 16, 1)
-    stream: bool = False
-    stream_options: dict | None = None
-    ignore_eos: bool = False
-    response_format: dict | None = None  # `specdec.serve.formats` reads these two
-    structured_outputs: dict | None = None
-    return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, beside their text
-    speculative: dict | None = None  # ours: `specdec.serve.speculation.Wish`
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
+
+
+class Part(Strict):
+    """An object within a request. It has no other names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in given if isinstance(given, dict) else ():
+            if name not in known:
+                raise Unsupported(f"has no {shown(name)}; it has {', '.join(known)}")
+        return given
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class Schema(Part):
+    name: Any = None
+    description: Any = None
+    value: Annotated[Any, Field(alias="schema")]
+    strict: Any = None
+
+
+class ResponseFormat(Part):
+    """OpenAI's form of a text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.type == "json_schema" and (self.json_schema is None or self.json_schema.value is None):
+            raise ValueError("must have a json_schema with a schema")
+        return self
+
+
+class StructuredOutputs(Part):
+    """vLLM's form of a text."""
+
+    json_value: Annotated[Any, Field(alias="json")] = None
+    json_object: Any = None
+    regex: Text | None = None
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings. `Refusal` for what is none."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        stops = [clean(stop) for stop in stops]
+    def given(self) -> dict[str, Any]:
+        """The kinds that the request names. One of them is right."""
+        kinds = {"json": self.json_value, "json_object": self.json_object, "regex": self.regex}
+        return {kind: value for kind, value in kinds.items() if value is not None and value is not False}
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if len(self.given) != 1:
+            raise ValueError(f"must have one of json, json_object, regex, got {shown(sorted(self.given))}")
+        return self
+
+
+class Wish(Part):
+    """What a request says of its own speculation: a field of this server alone."""
+
+    off: bool = False
+    steps: int | None = Field(None, ge=0)
+    draft: Text | None = None
+    tree: Text | None = None
+    topk: int | None = Field(None, ge=1)
+    num_draft_tokens: int | None = Field(None, ge=1)
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        names = {name for name, value in given.items() if value not in (None, [])} if isinstance(given, dict) else set()
+        if others := names - {"role", "content", "name"}:
+            raise Unsupported(f"has {shown(min(others))}, which is not built")
+        return given
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _join(cls, content: Any) -> str:
+        """A content of parts as one text."""
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError("must be a text, or a list of parts of type 'text'")
+        return "".join(part["text"] for part in parts)
+
+
+class Ask(Strict):
+    """The fields of both kinds of requests. The defaults are OpenAI's."""
+
+    model: Text | None = None
+    max_tokens: int | None = Field(None, ge=1, le=MOST)
+    temperature: float = Field(1.0, ge=0, le=1e6)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MOST)  # -1 and 0 are off
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=1e6)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)  # choice i draws by (seed, i)
+    stop: list[Text] = Field([], description="a text, or a list of texts")
+    n: int = Field(1, ge=1, le=1 << 16)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, in addition to their text
+    speculative: Wish | None = None
+    main: ClassVar[str]  # the field that a request must have
+    length: ClassVar[str] = "max_tokens"  # the field to blame for a text that is too long
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _as_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, stops: list[str]) -> list[str]:
         if len(stops) > MOST_STOPS:
-            raise Refusal(f"stop may hold {MOST_STOPS} strings at most, got {len(stops)}", "stop")
+            raise ValueError(f"may hold {MOST_STOPS} strings at most, got {len(stops)}")
         try:
             check_stops(stops)
         except ValueError as error:
             raise Refusal(str(error), "stop") from None
         return stops
 
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options and self.stream_options.model_fields_set and not self.stream:
+            raise Refusal("stream_options needs stream to be true", "stream_options")
+        return self
+
     @property
     def sampling(self) -> Sampling:
-        """At temperature 0 what filters the likeliest tokens changes nothing, and is left out."""
+        """At temperature 0 the filters change nothing, and are left out."""
         values = {f.name: getattr(self, f.name) for f in fields(Sampling)} | {"top_k": max(self.top_k, 0)}
         if self.temperature == 0:
             for name in FILTERS:
@@ -104,87 +205,71 @@ class Ask:
         return Sampling(**values)
 
     @property
-    def wants_logprobs(self) -> bool:
+    def likely(self) -> int | None:
+        """How many of the most likely tokens are reported at each place; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    @property
-    def likely(self) -> int:
-        """How many of the likeliest tokens are told in the place of each."""
+    def asked(self, left: int) -> int:
+        """The length that the request asks for. left: tokens of the room after its prompt."""
         raise NotImplementedError
 
     def limit(self, prompt: int, room: int) -> int:
-        """How many tokens it may get behind a prompt of so many. `Refusal` if both do not fit into the room."""
-        raise NotImplementedError
-
-    def usage_in_stream(self) -> tuple[bool, bool]:
-        """Whether a stream ends with its usage, and whether every chunk tells it."""
-        options = self.stream_options or {}
-        for name, value in options.items():
-            if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
-                raise Refusal(f"stream_options has no {shown(name)}", "stream_options")
-            if not isinstance(value, bool):
-                raise Refusal(f"stream_options.{name} must be true or false, got {shown(value)}", "stream_options")
-        if options and not self.stream:
-            raise Refusal("stream_options needs stream to be true", "stream_options")
-        return options.get("include_usage", False), options.get("continuous_usage_stats", False)
-
-
-@dataclass(kw_only=True)
-class CompletionAsk(Ask):
-    prompt: Any = None
-    logprobs: int | None = ranged(0, MOST_LIKELY, None)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
-
-    @property
-    def likely(self) -> int:
-        return self.logprobs or 0
-
-    def limit(self, prompt: int, room: int) -> int:
-        return _fitting(self.max_tokens or 16, prompt, room, "max_tokens")
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Texts, or lists of ids. `Refusal` for anything else."""
-        given = [self.prompt] if isinstance(self.prompt, str) or _are_ids(self.prompt) else self.prompt
-        if not isinstance(given, list) or not given or not all(isinstance(p, str) or _are_ids(p) for p in given):
+        """How many tokens may follow a prompt of `prompt` tokens. `Refusal` if both do not fit into the room."""
+        asked = self.asked(room - prompt)
+        if prompt + asked > room:
             raise Refusal(
-                f"prompt must be a text, a list of token ids, or a list of either, got {shown(self.prompt)}", "prompt"
+                f"the prompt has {prompt} tokens and {asked} are asked for, but a text may have {room} here",
+                self.length if prompt < room else None,
+                code="context_length_exceeded",
             )
-        if "" in given:
+        return asked
+
+
+class CompletionAsk(Ask):
+    prompt: list[Text | Ids] = Field(min_length=1, description="a text, a list of token ids, or a list of either")
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    main = "prompt"
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_prompts(cls, given: Any) -> Any:
+        one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
+        return [given] if one else given
+
+    @field_validator("prompt")
+    @classmethod
+    def _check_prompts(cls, prompts: list[str | list[int]]) -> list[str | list[int]]:
+        if "" in prompts:
             raise Refusal("the prompt is empty; give at least one token", "prompt")
-        return [clean(p) if isinstance(p, str) else p for p in given]
-
-
-@dataclass(kw_only=True)
-class ChatAsk(Ask):
-    messages: list[dict]
-    max_completion_tokens: int | None = ranged(1, MOST, None)
-    logprobs: bool = False
-    top_logprobs: int | None = ranged(0, MOST_LIKELY, None)
+        return prompts
 
     @property
-    def wants_logprobs(self) -> bool:
+    def likely(self) -> int | None:
         return self.logprobs
 
-    @property
-    def likely(self) -> int:
+    def asked(self, left: int) -> int:
+        return self.max_tokens or 16
+
+
+class ChatAsk(Ask):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+    main, length = "messages", "max_completion_tokens"
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs to be true", "top_logprobs")
-        return self.top_logprobs or 0
-
-    def limit(self, prompt: int, room: int) -> int:
-        asked = self.max_completion_tokens or self.max_tokens
-        return _fitting(asked or max(room - prompt, 1), prompt, room, "max_completion_tokens")
+        return self
 
     @property
-    def conversation(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them; a content of parts becomes one text. `Refusal` for others."""
-        if not self.messages:
-            raise Refusal("messages is empty; give at least one", "messages")
-        return [_message(message, f"messages[{place}]") for place, message in enumerate(self.messages)]
+    def likely(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def asked(self, left: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or max(left, 1)
 
 
 Kind = TypeVar("Kind", bound=Ask)
@@ -192,52 +277,20 @@ Kind = TypeVar("Kind", bound=Ask)
 
 def read(kind: type[Kind], body: Any) -> Kind:
     """A request's JSON as an `Ask` of this kind. `Refusal` for what it does not take; null stands for no value."""
-    if not isinstance(body, Mapping):
+    if not isinstance(body, dict):
         raise Refusal(f"the body must be a JSON object, got {shown(body)}")
-    known = {f.name: f for f in fields(kind)}
     given = {name: value for name, value in body.items() if value is not None and name not in NO_EFFECT}
     if given.get("ignore_eos") is True and not given.get("stop"):
         given.pop("min_tokens", None)  # only max_tokens can end it
-    for name in [name for name in given if name not in known]:
+    for name in [name for name in given if name not in kind.model_fields]:
         if name not in OFF:
             raise Refusal(f"there is no parameter {shown(name)}", clean(name)[:SHOWN], code="unknown_parameter")
         if given[name] not in OFF[name]:
             raise Refusal(f"{name} is not built, got {shown(given[name])}", name, code="unsupported_parameter")
         del given[name]
-    for name, value in given.items():
-        try:
-            check_value(known[name], value, name)
-        except ValueError as error:
-            raise Refusal(str(error), name) from None
-    for name in ("messages",) if kind is ChatAsk else ("prompt",):
-        if name not in given:
-            raise Refusal(f"{name} is missing", name)
-    return kind(**given)
-
-
-def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
-
-
-def _fitting(asked: int, prompt: int, room: int, param: str) -> int:
-    if prompt + asked > room:
-        raise Refusal(
-            f"the prompt has {prompt} tokens and {asked} are asked for, but a text may have {room} here",
-            param if prompt < room else None,
-            code="context_length_exceeded",
-        )
-    return asked
-
-
-def _message(message: Mapping, where: str) -> dict[str, str]:
-    others = {name for name, value in message.items() if value not in (None, [])} - {"role", "content", "name"}
-    if others:
-        raise Refusal(f"{where} has {shown(min(others))}, which is not built", "messages", code="unsupported_parameter")
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise Refusal(f"{where}.role must be one of {', '.join(ROLES)}, got {shown(role)}", "messages")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Refusal(f"{where}.content must be a text, or a list of parts of type 'text'", "messages")
-    return {"role": role, "content": clean("".join(part["text"] for part in parts))}
+    try:
+        return kind.model_validate(given)
+    except ValidationError as found:
+        order = [*given, kind.main]  # the first mistake of the body; what is missing comes last
+        refusals = [refusal_of(kind, given, error) for error in found.errors(include_url=False)]
+        raise min(refusals, key=lambda one: order.index(one.param)) from None

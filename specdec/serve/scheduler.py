@@ -35,13 +35,14 @@ class Scheduler:
         queue: int = 256,
         prefill_chunk: int | None = None,
         max_seconds: float | None = None,
-        metrics: Metrics | None = None,
+        model: str | None = None,
         observer: Observer | None = None,
     ):
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
         row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
         and of a longer one a part; None: by the device.
-        max_seconds: after which a job ends with an error, wherever it is. observer: is told of every step.
+        max_seconds: after which a job ends with an error, wherever it is. model: its name in metrics. observer: is told
+        of every step.
 
         ValueError if the engine cannot hold that many."""
         self.engine, self.rows, self.queue_limit = engine, rows, queue
@@ -55,7 +56,7 @@ class Scheduler:
         engine.reserve(**self.reserved)
         self.room = engine.room
         self.steps = engine.policy.steps if engine.policy else 0
-        self.metrics = metrics or Metrics(engine.target.name or "target", self.steps)
+        self.metrics = Metrics(model or engine.target.name or "target", self.steps)
         # A step's deltas -> their jobs; another thread may do it.
         self.deliver: Callable[[list[Delta]], None] = hand_out
         self.changed = threading.Condition()
@@ -196,18 +197,7 @@ class Scheduler:
             joining.append(job)
         del self.queue[: len(joining)]
         for job in joining:
-            asked = (
-                "max_new_tokens",
-                "sampling",
-                "seed",
-                "eos",
-                "stop",
-                "logprobs",
-                "grammar",
-                "steps",
-                "top_logprobs",
-            )
-            job.sequence = self.engine.add(job.prompt, **{name: getattr(job, name) for name in asked})
+            job.sequence = self.engine.add(job.prompt, **job.how)
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
 

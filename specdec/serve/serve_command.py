@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specdec import kernels
 from specdec.adaptive import Survival
@@ -24,14 +24,14 @@ from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.model_settings import ONE_PROCESS, ModelSettings
-from specdec.serve.app import make_app
-from specdec.serve.metrics import Metrics
-from specdec.serve.scheduler import Scheduler
-from specdec.serve.service import Limits, Service
-from specdec.serve.speculation import Speculation
 from specdec.trees.spec import AUTO, TreeSettings, TreeSpec
 from specdec.verify import VerifierSettings
 
+if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
+    from specdec.serve.scheduler import Scheduler
+    from specdec.serve.service import Service
+
+EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 CHAIN, POLICY = TreeSpec(topk=1, steps=3), "ema"  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
@@ -80,8 +80,10 @@ def parser() -> argparse.ArgumentParser:
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
-        raise ValueError(f"{' and '.join(missing)} are not installed: pip install '.[serve]'")
+    if missing := [name for name in EXTRA if find_spec(name) is None]:
+        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install '.[serve]'")
+    from specdec.serve.app import make_app
+
     if args.trace is not None:
         check_trace_folder(args.trace)
     listener = listen(args.host, args.port)  # before models, which take a while
@@ -97,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             write_trace(recorder.trace, args.trace)
 
 
-def make_models(args: argparse.Namespace) -> tuple[Service, Recorder | None]:
+def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
     engine = make_engine(args)
     recorder = make_recorder(args, engine)
     return make_service(args, engine, recorder), recorder
@@ -204,10 +206,13 @@ def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:
     return Recorder({"flags": flags} | describe(*pieces))
 
 
-def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | None = None) -> Service:
-    """The service with the limits of the flags."""
+def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | None = None) -> "Service":
+    """The service with the limits of the flags. Requests may choose their speculation by the names that flags have."""
+    from specdec.serve.scheduler import Scheduler
+    from specdec.serve.service import Limits, Service
+    from specdec.serve.speculation import Speculation
+
     target, name = engine.target, args.served_model_name or name_of(args)
-    metrics = Metrics(name, engine.policy.steps if engine.policy else 0)
     scheduler = Scheduler(
         engine,
         rows=args.batch_size,
@@ -215,22 +220,19 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         queue=args.queue,
         prefill_chunk=args.prefill_chunk,
         max_seconds=args.max_seconds,
-        metrics=metrics,
+        model=name,
         observer=recorder,
     )
-    most = min(args.max_n, args.batch_size + args.queue)
-    how = {"stream_interval": args.stream_interval, "acceptance": args.per_request_spec_decode_metrics}
-    how["prompt_details"] = args.enable_prompt_tokens_details
-    how["speculation"] = offered(args, engine)
-    return Service(target, scheduler, name, Limits(args.max_body, most), **how)
-
-
-def offered(args: argparse.Namespace, engine: Engine) -> Speculation:
-    """What requests may choose from, by the names that the flags have."""
-    tree = engine.policy
-    if tree is None:
-        return Speculation()
-    return Speculation(args.draft or "demo/mtp", str(tree_of(args)), tree.topk, tree.steps, tree.num_draft_tokens)
+    return Service(
+        target,
+        scheduler,
+        name,
+        Limits(args.max_body, min(args.max_n, args.batch_size + args.queue)),
+        stream_interval=args.stream_interval,
+        acceptance=args.per_request_spec_decode_metrics,
+        prompt_details=args.enable_prompt_tokens_details,
+        speculation=Speculation.of(engine, args.draft or "demo/mtp", str(tree_of(args))),
+    )
 
 
 def name_of(args: argparse.Namespace) -> str:
@@ -240,7 +242,7 @@ def name_of(args: argparse.Namespace) -> str:
     return Path(args.target).resolve().name if Path(args.target).is_dir() else args.target
 
 
-def serve(app, listener: socket.socket, scheduler: Scheduler, grace: float) -> None:
+def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) -> None:
     """Serve until SIGINT or SIGTERM. Then nothing is taken any more, what runs may end within `grace` seconds, and what
     does not is told. A second signal ends that too."""
     import uvicorn

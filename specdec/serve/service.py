@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
 from specdec.schema import shown
 from specdec.serve.formats import grammar_of
 from specdec.serve.jobs import Delta, Job
-from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Refusal, read
+from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, read
+from specdec.serve.refusal import Refusal
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.speculation import Speculation
@@ -51,7 +51,7 @@ class Service:
         self.target, self.scheduler, self.model = target, scheduler, model
         self.limits = limits or Limits()
         self.stream_interval, self.acceptance, self.prompt_details = stream_interval, acceptance, prompt_details
-        self.speculation = speculation or _of_engine(scheduler.engine)
+        self.speculation = speculation or Speculation.of(scheduler.engine)
         self.created = int(time.time())
 
     def models(self) -> dict:
@@ -68,7 +68,6 @@ class Service:
         """The reply to a request, with a job for each choice, which nobody has submitted yet. tell: is told of every
         delta. `Refusal` for what is not served."""
         self.check_model(ask.model)
-        ask.usage_in_stream()
         prompts = self._prompts(ask)
         if len(prompts) * ask.n > self.limits.choices:
             wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
@@ -77,7 +76,7 @@ class Service:
         grammar, choices = grammar_of(ask, self.target), []
         for prompt in prompts:
             for _ in range(ask.n):
-                choice = Choice(len(choices), self.target.tokenizer, ask.stops)
+                choice = Choice(len(choices), self.target.tokenizer, ask.stop)
                 choice.job = self._job(
                     ask, prompt, (seed, len(choices)), lambda delta, of=choice: tell(of, delta), grammar
                 )
@@ -110,9 +109,7 @@ class Service:
         if not self.target.tokenizer.chat_template:
             raise Refusal("the target's tokenizer has no chat template: ask for completions", "messages")
         try:
-            return encode_chat(self.target, ask.conversation)
-        except Refusal:
-            raise
+            return encode_chat(self.target, [message.model_dump() for message in ask.messages])
         except ValueError as error:
             raise Refusal(str(error), "messages") from None
 
@@ -120,7 +117,7 @@ class Service:
         if isinstance(ask, ChatAsk):
             return [self.encode_chat(ask)]
         assert isinstance(ask, CompletionAsk)
-        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompt]
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
@@ -140,18 +137,9 @@ class Service:
             sampling=ask.sampling,
             seed=seed,
             eos=frozenset() if ask.ignore_eos else None,
-            stop=StopStrings(self.target.tokenizer, ask.stops) if ask.stops else None,
-            logprobs=ask.wants_logprobs,
-            top_logprobs=ask.likely,
+            stop=StopStrings(self.target.tokenizer, ask.stop) if ask.stop else None,
+            logprobs=ask.likely is not None,
+            top_logprobs=ask.likely or 0,
             grammar=grammar,
             steps=self.speculation.steps_of(ask.speculative),
         )
-
-
-def _of_engine(engine: Engine) -> Speculation:
-    """What an engine drafts, without the names that a command knows."""
-    tree = engine.policy
-    if tree is None:
-        return Speculation()
-    shape = tree.topk, tree.steps, tree.num_draft_tokens
-    return Speculation(type(engine.drafter).__name__, "/".join(map(str, shape)), *shape)

@@ -1,31 +1,19 @@
-"""What a request may say of its own speculation: none, or fewer levels of the server's tree."""
+"""Which speculation requests may choose: none, or fewer levels of the server's tree."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from specdec.schema import check_value, ranged, shown
-from specdec.serve.protocol import Refusal
+from specdec.engine.engine import Engine
+from specdec.schema import shown
+from specdec.serve.protocol import Wish
+from specdec.serve.refusal import Refusal
 
 NAME = "speculative"
-FIRST, DEEPEST = 0, 1 << 20
-
-
-@dataclass(frozen=True)
-class Wish:
-    """The field `speculative` of a request."""
-
-    off: bool = False
-    steps: int | None = ranged(FIRST, DEEPEST, None)
-    draft: str | None = None
-    tree: str | None = None
-    topk: int | None = ranged(1, DEEPEST, None)
-    num_draft_tokens: int | None = ranged(1, DEEPEST, None)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What a server has: the drafter's name and its largest tree; without a drafter the name is None."""
+    """The drafter's name and the largest tree of a server; without a drafter the name is None."""
 
     draft: str | None = None
     tree: str = ""
@@ -33,14 +21,21 @@ class Speculation:
     steps: int = 0
     num_draft_tokens: int = 1
 
-    def steps_of(self, asked: Mapping[str, Any] | None) -> int | None:
-        """How many levels of the tree are to count for a request; None for all. `Refusal` for what this server does not
-        have: all rows are drafted for together, by one drafter and in one tree."""
-        if not asked:
+    @classmethod
+    def of(cls, engine: Engine, draft: str | None = None, tree: str | None = None) -> "Speculation":
+        """What an engine drafts. draft, tree: the names that the server's command has for them."""
+        if engine.policy is None:
+            return cls()
+        shape = engine.policy.topk, engine.policy.steps, engine.policy.num_draft_tokens
+        return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape)
+
+    def steps_of(self, wish: Wish | None) -> int | None:
+        """How many levels of the tree count for a request; None for all. `Refusal` for what this server does not have:
+        all rows are drafted for together, by one drafter and in one tree."""
+        if wish is None:
             return None
-        wish = _read(asked)
         if wish.off:
-            if others := sorted(set(asked) - {"off"}):
+            if others := sorted(wish.model_fields_set - {"off"}):
                 raise Refusal(f"{NAME}.off contradicts {NAME}.{others[0]}", NAME)
             return 0
         if wish.draft not in (None, self.draft):
@@ -66,15 +61,3 @@ class Speculation:
             "take fewer steps",
             NAME,
         )
-
-
-def _read(asked: Mapping[str, Any]) -> Wish:
-    known = {f.name: f for f in fields(Wish)}
-    for name, value in asked.items():
-        if name not in known:
-            raise Refusal(f"{NAME} has no {shown(name)}; it has {', '.join(known)}", NAME)
-        try:
-            check_value(known[name], value, f"{NAME}.{name}")
-        except ValueError as error:
-            raise Refusal(str(error), NAME) from None
-    return Wish(**asked)

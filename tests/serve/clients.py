@@ -1,14 +1,23 @@
 """Clients in the tests' own process: a target with a tokenizer behind the application, and what it says alone."""
 
 import asyncio
+import inspect
 import json
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx2")
+
 import httpx2
+from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.engine.engine import Engine
+from specdec.model.target import Target
 from specdec.serve.app import make_app, running
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Limits, Service
@@ -28,6 +37,12 @@ class Solo:
     ids: list[int]
     finish: str
     logprobs: list[float]
+
+
+def content(events: list[dict]) -> str:
+    """The text of a stream's first choice."""
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    return "".join(choice["delta"]["content"] if "delta" in choice else choice["text"] for choice in choices)
 
 
 def solo(target, prompt: str | list, tokens: int, *, seed=(0, 0), stop=(), eos=None, **sampling) -> Solo:
@@ -50,10 +65,25 @@ class Server:
     def scheduler(self) -> Scheduler:
         return self.service.scheduler
 
+    @property
+    def target(self) -> Target:
+        return self.service.target
+
     async def post(self, path: str, **body) -> dict:
         answer = await self.client.post(path, json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def refused(self, status: int, message: str, param=None, code=None, path=TEXT, **how) -> None:
+        """A request that gets an error in OpenAI's form, whose message contains this regular expression."""
+        answer = await self.client.request(how.pop("method", "POST"), path, **how)
+        assert answer.status_code == status, (path, how, answer.text)
+        error = answer.json()["error"]
+        assert re.search(message, error["message"]), error
+        assert "\n" not in error["message"]
+        kinds = {404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        assert (error["param"], error["type"]) == (param, kinds.get(status, "invalid_request_error"))
+        assert code is None or error["code"] == code
 
     async def stream(self, path: str, **body) -> list[dict]:
         """The events of a stream, whose last one is [DONE]."""
@@ -66,10 +96,14 @@ class Server:
         return [json.loads(event.removeprefix("data: ")) for event in events]
 
     async def counters(self) -> dict[str, float]:
-        """/metrics without the labels that all series have."""
-        text = (await self.client.get("/metrics")).text
-        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
-        return {name.replace('model_name="tiny",engine="0"', "").replace("{}", ""): float(x) for name, x in lines}
+        """/metrics by name and the value of the label that not all series have."""
+        counted = {}
+        for family in text_string_to_metric_families((await self.client.get("/metrics")).text):
+            for series in family.samples:
+                labels = dict(series.labels)
+                assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+                counted[" ".join([series.name, *labels.values()])] = series.value
+        return counted
 
 
 def serve(pair, use: Callable[[Server], Awaitable], *, key=None, limits=None, **how) -> None:
@@ -82,13 +116,28 @@ def serve(pair, use: Callable[[Server], Awaitable], *, key=None, limits=None, **
     asyncio.run(run())
 
 
+def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:
+    """Make a test of a coroutine that talks to a server of the fixture `pair`."""
+
+    def decorate(use):
+        def test(pair, **fixtures):
+            serve(pair, lambda server: use(server, **fixtures), **how)
+
+        names = ["pair", *list(inspect.signature(use).parameters)[1:]]
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)
+        test.__doc__ = use.__doc__
+        return test
+
+    return decorate
+
+
 @asynccontextmanager
 async def server_of(pair, key, limits, told=None, adaptive=None, prefixes=0, **how):
     target, drafter = pair
     engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive, prefixes=prefixes)
-    scheduler = Scheduler(engine, **({"rows": 4, "room": 100} | how))
+    scheduler = Scheduler(engine, model="tiny", **({"rows": 4, "room": 100} | how))
     service = Service(target, scheduler, "tiny", limits or Limits(), **told or {})
-    scheduler.metrics.model = "tiny"
     app = make_app(service, key)
     headers = {"authorization": f"Bearer {key}"} if key else {}
     client = httpx2.AsyncClient(

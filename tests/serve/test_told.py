@@ -1,94 +1,84 @@
-"""What a server tells beside the text: acceptance, events of so many tokens, traces, and that time is over."""
+"""What a server reports in addition to the text, and what requests and flags change: acceptance, speculation, cached
+prompts, events of so many tokens, traces, time limits, and the bodies of other clients."""
 
 import asyncio
 import json
+import re
+from collections import Counter
 
 import pytest
+from clients import CHAT, HELLO, TEXT, content, serve, served, solo
 from helpers import run_here
-
-pytest.importorskip("fastapi")
-
-from clients import CHAT, HELLO, TEXT, serve, solo
 
 from specdec.adaptive import Curve, Fixed
 from specdec.calibrate import assembled, sizes_of
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces.metrics_command import main as metrics_main
-from specdec.serve.scheduler import Scheduler
 from specdec.trees import DynamicTree
 
 
-def test_acceptance_is_told_as_vllm_does(pair):
+@served(told={"acceptance": "detailed"})
+async def test_acceptance_is_told_as_vllm_does(server):
     """What a response tells of its steps adds up to its usage and to /metrics."""
-
-    async def use(server):
-        body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
-        whole = await server.post(CHAT, **body)
-        told = whole["metrics"]["speculative_decoding"]
-        counters = await server.counters()
-        steps, accepted, drafted = (told[f"num_{n}"] for n in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
-        assert (steps, drafted) == (len(told["per_step_accepted"]), sum(told["per_step_drafted"]))
-        assert told["per_step_drafted"] == [8] * steps
-        assert told["mean_acceptance_length"] == 1 + accepted / steps
-        assert told["draft_acceptance_rate"] == accepted / drafted
-        assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == accepted
-        assert told["acceptance_histogram_by_draft_length"] == {"8": told["acceptance_histogram"]}
-        assert told["num_spec_tokens"] == 8
-        assert counters["vllm:spec_decode_num_drafts_total"] == steps
-        assert counters["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
-        assert 1 + steps + accepted == whole["usage"]["completion_tokens"]
-        events = await server.stream(CHAT, **body, stream_options={"include_usage": True})
-        assert events[-1]["metrics"]["speculative_decoding"] == told
-        assert not any("metrics" in event for event in events[:-1])
-        assert "metrics" not in await server.post(CHAT, **body, n=2)
-
-    serve(pair, use, told={"acceptance": "detailed"})
+    body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = await server.post(CHAT, **body)
+    told = whole["metrics"]["speculative_decoding"]
+    counters = await server.counters()
+    steps, accepted, drafted = (told[f"num_{n}"] for n in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
+    assert (steps, drafted) == (len(told["per_step_accepted"]), sum(told["per_step_drafted"]))
+    assert told["per_step_drafted"] == [8] * steps
+    assert told["mean_acceptance_length"] == 1 + accepted / steps
+    assert told["draft_acceptance_rate"] == accepted / drafted
+    assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == accepted
+    assert told["acceptance_histogram_by_draft_length"] == {"8": told["acceptance_histogram"]}
+    assert told["num_spec_tokens"] == 8
+    assert counters["vllm:spec_decode_num_drafts_total"] == steps
+    assert counters["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
+    assert 1 + steps + accepted == whole["usage"]["completion_tokens"]
+    events = await server.stream(CHAT, **body, stream_options={"include_usage": True})
+    assert events[-1]["metrics"]["speculative_decoding"] == told
+    assert not any("metrics" in event for event in events[:-1])
+    assert "metrics" not in await server.post(CHAT, **body, n=2)
 
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_events_of_so_many_tokens(pair, interval):
     async def use(server):
         body = {"prompt": "The quick", "max_tokens": 31, "temperature": 1.2, "seed": 4, "ignore_eos": True}
-        expected = solo(pair[0], "The quick", 31, seed=(4, 0), temperature=1.2, eos=frozenset())
+        expected = solo(server.target, "The quick", 31, seed=(4, 0), temperature=1.2, eos=frozenset())
         events = await server.stream(TEXT, **body, logprobs=0)
         choices = [event["choices"][0] for event in events]
         counts = [len(choice["logprobs"]["tokens"]) for choice in choices]
         assert counts == [interval] * (31 // interval) + [31 % interval] * (31 % interval > 0)
-        assert "".join(choice["text"] for choice in choices) == expected.text
-        assert [x for choice in choices for x in choice["logprobs"]["token_logprobs"]] == pytest.approx(
-            expected.logprobs, abs=1e-4
-        )
+        assert content(events) == expected.text
+        logprobs = [x for choice in choices for x in choice["logprobs"]["token_logprobs"]]
+        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
         assert (await server.post(TEXT, **body))["choices"][0]["text"] == expected.text
 
     serve(pair, use, told={"stream_interval": interval})
 
 
-def test_a_request_that_takes_too_long(pair, monkeypatch):
-    late = []
-    real = Scheduler._take_leaving
+@served(max_seconds=50)
+async def test_a_request_that_takes_too_long(server, monkeypatch):
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+    await server.post(TEXT, **body)
+    real = server.scheduler._take_leaving
 
-    def take(self):
-        for job in self.running.values() if late else ():
+    def late():
+        for job in server.scheduler.running.values():
             job.arrived -= 100
-        return real(self)
+        return real()
 
-    monkeypatch.setattr(Scheduler, "_take_leaving", take)
-
-    async def use(server):
-        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
-        await server.post(TEXT, **body)
-        late.append(True)
+    with monkeypatch.context() as changed:
+        changed.setattr(server.scheduler, "_take_leaving", late)
         answer = await server.client.post(TEXT, json=body)
         assert answer.status_code == 504
         assert answer.json()["error"]["message"] == "the request took more than 50 seconds"
         events = await server.stream(TEXT, **body)
         assert events[-1]["error"]["message"] == "the request took more than 50 seconds"
-        late.clear()
-        await server.post(TEXT, **body)
-
-    serve(pair, use, max_seconds=50)
+    await server.post(TEXT, **body)
 
 
 def test_a_trace_of_what_was_served(pair, tmp_path):
@@ -128,3 +118,129 @@ def test_an_adaptive_server_says_what_the_target_says(pair, name):
         assert (sum(t["num_draft_tokens"] for t in told) == 0) == (name == "off")
 
     serve(pair, use, told={"acceptance": "summary"}, adaptive=policy)
+
+
+@served(told={"acceptance": "detailed"})
+async def test_none_fewer_levels_and_all_of_them_side_by_side(server):
+    asked = [{"off": True}, {"steps": 0}, {"steps": 1}, {"steps": 3, "topk": 3}, {}, {"num_draft_tokens": 9}]
+    body = {"messages": HELLO, "max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    answers = await asyncio.gather(*(server.post(CHAT, **body, speculative=one) for one in asked))
+    text = solo(server.target, HELLO, 40, seed=(3, 0), temperature=0.8, eos=frozenset()).text
+    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    assert [answer["choices"][0]["message"]["content"] for answer in answers] == [text] * 6
+    assert [one["num_spec_steps"] for one in told[:2]] == [0, 0]
+    assert set(told[2]["per_step_drafted"]) <= {1, 2, 3}  # of the nine nodes those of the first level
+    assert set(told[2]["per_step_accepted"]) == {0, 1}
+    for one in told[3:]:
+        assert set(one["per_step_drafted"]) == {8}
+        assert max(one["per_step_accepted"]) > 1
+    counters = await server.counters()
+    assert counters["vllm:spec_decode_num_drafts_total"] == sum(one["num_spec_steps"] for one in told)
+    assert counters["vllm:spec_decode_num_draft_tokens_total"] == sum(one["num_draft_tokens"] for one in told)
+
+
+REFUSED = [
+    ({"draft": "demo/mtp"}, "speculative.draft is 'demo/mtp', but this server drafts with 'Eagle3'"),
+    ({"tree": "4/5/16"}, "speculative.tree is '4/5/16', which this server does not have: its tree is 3/3/9"),
+    ({"topk": 1}, "speculative.topk is 1, which this server does not have"),
+    ({"num_draft_tokens": 4}, "speculative.num_draft_tokens is 4, which"),
+    ({"steps": 4}, "speculative.steps is 4, but this server's tree has 3 levels"),
+    ({"steps": -1}, "speculative.steps must be greater than or equal to 0, got -1"),
+    ({"off": 1}, "speculative.off must be a valid boolean, got 1"),
+    ({"off": True, "steps": 1}, "speculative.off contradicts speculative.steps"),
+    ({"depth": 1}, "speculative has no 'depth'; it has off, steps"),
+    ([], "speculative must be a valid dictionary, got []"),
+]
+
+
+@served()
+async def test_what_the_server_does_not_have_is_named(server):
+    for asked, message in REFUSED:
+        await server.refused(400, f"^{re.escape(message)}", "speculative", json={"prompt": "x", "speculative": asked})
+
+
+TURNS = ["Hello there, how are you today? " * 2, "Why?", "Go on."]
+
+
+def chat(turns: int) -> list[dict]:
+    """So many questions, with answers between them."""
+    said = []
+    for text in TURNS[:turns]:
+        said += [{"role": "user", "content": text}, {"role": "assistant", "content": "So."}]
+    return said[:-1]
+
+
+@served(prefixes=1 << 24, told={"prompt_details": True})
+async def test_turns_are_read_once(server):
+    before, cached = 0, []
+    for turns in (1, 2, 3, 3):
+        expected = solo(server.target, chat(turns), 12, temperature=0)
+        whole = await server.post(CHAT, messages=chat(turns), max_tokens=12, temperature=0)
+        assert whole["choices"][0]["message"]["content"] == expected.text
+        used = whole["usage"]
+        cached.append(used["prompt_tokens_details"]["cached_tokens"])
+        assert cached[-1] < used["prompt_tokens"]
+        assert cached[-1] >= before - 1  # what the turn before had, but for the end of a prompt
+        before = used["prompt_tokens"]
+    assert cached[0] == 0
+    assert cached[-1] == before - 1
+    told = await server.counters()
+    assert told["vllm:prefix_cache_hits_total"] == sum(cached)
+    assert told["vllm:prefix_cache_queries_total"] == told["vllm:prompt_tokens_total"]
+
+
+@served(prefixes=1 << 24, told={"prompt_details": True})
+async def test_prompts_are_counted_once_for_all_their_texts(server):
+    prompts = ["The quick brown fox jumps over the lazy dog. " * 3, "How many of them are there?"]
+    longest = len(server.target.tokenizer(prompts[0])["input_ids"])
+    for cached in (0, longest - 1):
+        usage = (await server.post(TEXT, prompt=prompts, n=2, max_tokens=3, temperature=0))["usage"]
+        assert longest > 33 > usage["prompt_tokens"] - longest  # of tokens; the second prompt is too short to be kept
+        assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+
+
+@served()
+async def test_nothing_is_kept_or_told_unless_it_is_asked_for(server):
+    for _ in range(2):
+        whole = await server.post(CHAT, messages=chat(2), max_tokens=3, temperature=0)
+        assert "prompt_tokens_details" not in whole["usage"]
+    told = await server.counters()
+    assert told["vllm:prefix_cache_queries_total"] == told["vllm:prefix_cache_hits_total"] == 0
+
+
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
+USAGE = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+CHAT_BODY = USAGE | {"messages": PARTS, "max_completion_tokens": 24, "ignore_eos": True, "temperature": 0}
+# What `vllm bench serve` 0.32 sends, twice, and what `guidellm` 0.8.1 does.
+OTHERS = [
+    (CHAT, CHAT_BODY),
+    (TEXT, USAGE | {"prompt": [5, 6, 7], "repetition_penalty": 1.0, "max_tokens": 24, "logprobs": None}),
+    (CHAT, CHAT_BODY | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+]
+
+
+def vllm_reads(text: str) -> dict[str, int]:
+    """`fetch_spec_decode_metrics` of vLLM's client: which series add up to which of its fields."""
+    found = {"drafts": 0, "draft_tokens": 0, "accepted_tokens": 0, "by_position": 0}
+    for line in text.split("\n"):
+        name, value = line.split("{")[0], line.split()[-1:]
+        if line.startswith("vllm:spec_decode") and name.endswith("_total"):
+            kinds = {"num_drafts": "drafts", "num_draft_tokens": "draft_tokens", "per_pos": "by_position"}
+            found[next((f for part, f in kinds.items() if part in name), "accepted_tokens")] += int(float(value[0]))
+    return found
+
+
+@served(told={"acceptance": "summary"})
+async def test_bodies_of_other_clients_and_the_fields_they_read(server):
+    sums = Counter()
+    for path, body in OTHERS:
+        *_, last = await server.stream(path, **body)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 24 or path == TEXT
+        told = last["metrics"]["speculative_decoding"]
+        fields = {"drafts": "spec_steps", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_draft_tokens"}
+        sums.update({name: told[f"num_{field}"] for name, field in fields.items()})
+    counted = vllm_reads((await server.client.get("/metrics")).text)
+    assert counted.pop("by_position") == counted["accepted_tokens"]
+    assert counted == sums
+    assert sums["drafts"] > 0

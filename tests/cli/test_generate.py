@@ -454,7 +454,7 @@ BROKEN_DRAFT = BROKEN | {
     "not a drafter": (edit_tensors(lambda t: t.pop("fc.weight")), "is not a drafter of a known layout"),
     "hidden size": (edit_config(hidden_size=60), "hidden size is 60, the target's is 48"),
     "vocabulary": (edit_config(vocab_size=1000), "vocabulary of 1000, the target's is"),
-    "tap count": (edit_config(taps=[1, 2]), "fc.weight takes 144 features, 2 taps of the target give 96"),
+    "tap count": (edit_config(taps=[1, 2]), "fc.weight takes 144 features, 2 taps of 48 give 96"),
     "tap range": (edit_config(taps=[1, 2, 9]), "taps hidden state 9, but the target has hidden states 0 to 3"),
     "taps no list": (edit_config(taps=3), "taps must be a list"),
     "other forward": (edit_config(fc_norm=True), "sets fc_norm to True, but the file lacks fc_norm.0.weight"),

@@ -127,7 +127,7 @@ def test_every_file_of_a_group_is_valid(word):
         ("train", "target.path", "", "target.path is empty"),
         ("train", "data.heldout", -1, "data.heldout must be at least 0, got -1"),
         ("train", "trainer.lr", float("nan"), "trainer.lr must be a finite number"),
-        ("train", "trainer.log_every", None, "trainer.log_every must be a whole number, got null"),
+        ("train", "trainer.log_every", None, "trainer.log_every must be a whole number from 1 to 2147483648, got null"),
         ("sweep", "topk", [1, 10**9], "topk must be at most 1024"),
         ("sweep", "steps", 10**6, "steps must be at most 256"),
         ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),

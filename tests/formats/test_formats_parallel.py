@@ -135,7 +135,7 @@ def test_servers_that_cannot(kind, server, message, tmp_path):
         ("peagle", {"mask_token_id": None}, "lacks the number mask_token_id"),
         ("peagle", {"mask_token_id": 320}, "the embedding has 320 rows"),
         ("peagle", {"block_size": 1}, "a block has 2 at least"),
-        ("peagle", {"vocab_size": 300}, "t2d speaks of 320 tokens, the target has 300"),
+        ("peagle", {"vocab_size": 300}, "the drafter is for a vocabulary of 300, the target's is 320"),
         ("pard", {"pard_token": None}, "lacks the number pard_token"),
         ("pard", {"pard_token": 320}, "the embedding has 320 rows"),
         ("pard", {"spd_type": "pard2"}, "pard2_target_layers must be a list"),

@@ -236,10 +236,11 @@ class Engine:
         if not prompts:
             raise ValueError("no prompt was given")
         seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
-        names = "max_new_tokens", "sampling", "seed", "stop", "grammar"
-        given = zip((max_new_tokens, sampling, seeds, stop, grammar), names, strict=True)
-        of_rows = zip(prompts, *(per_row(value, len(prompts), name) for value, name in given), strict=True)
+        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
+        given |= {"stop": stop, "grammar": grammar}
+        columns = [per_row(value, len(prompts), name) for name, value in given.items()]
         size = {"vocab": config.vocab, "context": config.context}
+        of_rows = zip(prompts, *columns, strict=True)
         rows = [make_sequence(*own, eos, logprobs, **size).obey(rule) for *own, rule in of_rows]
         request = Request(
             batch=len(rows),

@@ -148,14 +148,18 @@ class Family:
         """What stands for the target's embedding [V,H]."""
         return target.embed.weight
 
+    def check_sizes(self, meaning: Any, target: Any, name: str) -> None:
+        """Raise ValueError if the drafter was trained for a target of another hidden size or vocabulary."""
+        check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
+
     def check(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> None:
-        """Raise ValueError unless the meaning fits the target."""
-        check_target(meaning.shape.hidden, meaning.vocab, target, name)
+        """Raise ValueError for anything else in the meaning that does not fit the target."""
 
     def construct(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
         """Build a drafter. Raises ValueError unless every tensor fits the meaning, and the meaning the target.
 
         No weight is drawn that is then read: of large heads that would take seconds."""
+        self.check_sizes(meaning, target, name)  # first: faults may follow from a target of another size
         check_faults(self.faults(meaning, tensors), name)
         self.check(meaning, tensors, target, name)
         check_shapes(name, tensors, self.expected(meaning, tensors))

@@ -165,7 +165,6 @@ class BlockFamily(Family):
         return read_vocab(tensors, meaning.vocab, name)
 
     def check(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> None:
-        super().check(meaning, tensors, target, name)
         mask, rows = meaning.forward.mask_token, len(target.embed.weight)
         if not 0 <= mask < rows:
             raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors, check_target
 from specdec.drafters.formats.fields import describe_shape, shape_faults
@@ -117,9 +116,8 @@ class Eagle3Family(Family):
         own = meaning.own_embedding
         return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
-    def construct(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> Drafter:
-        check_target(meaning.tap_width, meaning.vocab, target, name)  # before faults of fc: the target is the reason
-        return super().construct(meaning, tensors, target, name)
+    def check_sizes(self, meaning: Eagle3Meaning, target, name: str) -> None:
+        check_target(meaning.tap_width, meaning.vocab, target, name)
 
     def check(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> None:
         check_taps(self.taps(meaning, target.config.layers), target.config.layers)

@@ -15,7 +15,6 @@ from specdec.drafters.formats.base import (
     Reading,
     TargetFacts,
     Tensors,
-    check_target,
     ids_faults,
 )
 from specdec.drafters.formats.fields import dtype_name
@@ -53,9 +52,6 @@ class MedusaFamily(Family):
             if drafter.shape.own_heads:
                 out |= whole(drafter.heads[i], f"{i}.{len(blocks)}")
         return out
-
-    def check(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> None:
-        check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
 
     def vocab(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
         return DraftVocab(target.vocab, read_ids(tensors))

@@ -72,6 +72,9 @@ class PardFamily(Family):
     def vocab(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
         return DraftVocab(target.vocab)
 
+    def check_sizes(self, meaning: PardMeaning, target, name: str) -> None:
+        """Nothing: a draft model has a width of its own, and `check` reads its config."""
+
     def check(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> None:
         vocab, depth = read_config(meaning.config, name).vocab, target.config.layers
         if vocab != target.vocab:

@@ -36,7 +36,6 @@ class Curve:
     rows: Sequence[int]  # the measured numbers of rows, ascending
     rest: Mapping[int, Sequence[float]]  # by rows: for 0, 1, ... D levels all that is not the target's forward
     verify: Mapping[int, Mapping[int, float]]  # by rows and nodes: the target's forward and the rule
-    simulated: bool = False  # by formulas, and not by measurement
     only: Sequence[int] | None = None  # numbers of levels that may be chosen; None: all
     padded: bool = False  # a round of fewer rows is one of the next number of rows that was measured
     # By measured rows [D+1]: the excess of each number of levels, nan for those that were never served; and how many
@@ -154,14 +153,14 @@ class Curve:
         of = {b: {"rest": list(self.rest[b]), "verify": {str(n): s for n, s in self.verify[b].items()}}
               for b in self.rows}  # fmt: skip
         rows = {str(b): values for b, values in of.items()}
-        return {"simulated": self.simulated, "only": self.only, "padded": self.padded, "rows": rows}
+        return {"only": self.only, "padded": self.padded, "rows": rows}
 
     @classmethod
     def of(cls, entries: Mapping) -> "Curve":
         """The inverse of `entries`."""
         rows = {int(b): values for b, values in entries["rows"].items()}
         verify = {b: {int(n): s for n, s in values["verify"].items()} for b, values in rows.items()}
-        settings = {name: entries[name] for name in ("simulated", "only", "padded") if name in entries}
+        settings = {name: entries[name] for name in ("only", "padded") if name in entries}
         return cls(
             sorted(rows),
             {b: values["rest"] for b, values in rows.items()},

@@ -216,7 +216,7 @@ def draw_policy(rng: random.Random, name: str, tree: TreePolicy) -> Policy:
     share = rng.choice([0.0, 0.02, 0.3])  # relative cost of one more level or node
     rest = {b: [1e-3 * b * (1 + share * level) for level in range(tree.steps + 1)] for b in rows}
     verify = {b: {n: 1e-2 * (1 + share * n * b / 8) for n in nodes} for b in rows}
-    return assembled(name, lambda: Curve(rows, rest, verify, True), sizes_of(tree), [0.7] * tree.steps)
+    return assembled(name, lambda: Curve(rows, rest, verify), sizes_of(tree), [0.7] * tree.steps)
 
 
 # Stop conditions and grammars over token ids

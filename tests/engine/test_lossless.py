@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
+from helpers import Credulous, pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
-from specdec.structs import Sampling, Verdict
+from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import BlockVerification, MultiRoundRejection, SampleAndMatch, TwoThresholds, TypicalAcceptance
 
@@ -77,15 +77,6 @@ def test_rules_that_know_q_follow_the_target(tree, verifier, sampling):
     result = engine.generate([[3, 1, 4]] * 3000, max_new_tokens=3, sampling=sampling, seed=7)
     assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], sampling, result) > 1e-3
     assert sum(a for row in result.rows for a in row.trace.accepted) > 3000 / 20
-
-
-class Credulous(SampleAndMatch):
-    """Takes the first drafted token whatever the target says."""
-
-    def __call__(self, tree, logits, sampling, noise=None):
-        verdict = super().__call__(tree, logits, sampling, noise)
-        first = tree.tokens[:, 1:2].expand_as(verdict.tokens)
-        return Verdict(verdict.path, verdict.n, torch.where(verdict.n[:, None] == 1, first, verdict.tokens))
 
 
 @pytest.mark.parametrize("verifier", [Credulous(), TwoThresholds(threshold_acc=0.7), TypicalAcceptance()], ids=str)

@@ -169,7 +169,7 @@ def test_the_clairvoyant_bound(pair):
     trees = [CHAIN, TREE]
     superset = record(target, drafter, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
     costs = Known({CHAIN: 1.5, TREE: 2.0, None: 1.1}, a_token=0.01)
-    accepted = {tree: superset._acceptance(tree, "", None).accepted.tolist() for tree in trees}
+    accepted = {tree: superset.acceptance(tree).accepted.tolist() for tree in trees}
     roots = int(superset.roots[0])
 
     def least(root: int) -> float:

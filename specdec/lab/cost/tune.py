@@ -98,7 +98,7 @@ def clairvoyant(costs: CostModel, superset: Superset, trees: Sequence[TreeSpec],
     """Return the tokens/s of a row that drafts in every round with the best of these trees, or not at all.
 
     It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end."""
-    accepted = [superset._acceptance(tree, "", None) for tree in trees]
+    accepted = [superset.acceptance(tree) for tree in trees]
     seconds = tokens = 0.0
     for start, roots, prompt in zip(superset.starts.tolist(), superset.roots.tolist(), prompts, strict=True):
         here, contexts = slice(start, start + roots), prompt + np.arange(roots)

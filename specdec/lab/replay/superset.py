@@ -88,7 +88,7 @@ class Superset(Recording):
 
     def replay_many(self, trees: Sequence[Tree], vocabulary: str = "", rule: Rule | None = None) -> list[Replayed]:
         """Replay many trees at once, which is much less work than one after the other."""
-        acceptances = [self._acceptance(tree, vocabulary, rule) for tree in trees]
+        acceptances = [self.acceptance(tree, vocabulary, rule) for tree in trees]
         return self._rounds(acceptances)
 
     def replay_drawn(self, steps: int, vocabulary: str = "") -> DrawnChains:
@@ -117,7 +117,8 @@ class Superset(Recording):
             rounds.append(begins[:roots].sum().item())
         return DrawnChains(rounds, int(self.roots.sum()))
 
-    def _acceptance(self, tree: Tree, vocabulary: str, rule: Rule | None) -> Acceptance:
+    def acceptance(self, tree: Tree, vocabulary: str = "", rule: Rule | None = None) -> Acceptance:
+        """Return what a round with this tree accepts at each of the R roots. Arguments and errors: as for `replay`."""
         if isinstance(tree, TreeSpec):
             tree = tree.build()
         if isinstance(tree, StaticTree | Chain):

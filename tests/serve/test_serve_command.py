@@ -105,6 +105,15 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     assert "secret-key" not in json.dumps(trace.settings)
 
 
+@pytest.fixture
+def interruptible():
+    """Let SIGINT raise KeyboardInterrupt. A shell without job control starts background processes that ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_need_not_wait_for_what_is_made_apart():
     """Such as rounds that are compiled for minutes."""
     ended, main_thread = threading.Event(), threading.main_thread().ident

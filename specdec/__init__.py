@@ -9,6 +9,9 @@
 
 import importlib
 
+from specdec.threads import limit_spinning
+
+limit_spinning()
 __version__ = "0.1.0"
 
 # The interface composes all packages, and they import from this one: a module is loaded when first asked for a name.
@@ -32,4 +35,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE"})
+    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE", "limit_spinning"})

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from specdec.threads import full_threads
+
 PRECISIONS = ("highest", "high", "medium")
 
 
@@ -47,6 +49,6 @@ def matmul_precision(device: torch.device) -> str:
 
 def machine(device: torch.device) -> dict:
     """What a time depends on beside the code: processor, cores, torch's threads and precision, device."""
-    kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": str(device)}
+    kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": full_threads(), "device": str(device)}
     kind["matmul_precision"] = matmul_precision(device)
     return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

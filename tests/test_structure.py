@@ -22,6 +22,7 @@ ROOMS = [
         "specdec.structs",
         "specdec.acceptance",
         "specdec.machine",
+        "specdec.threads",
         "specdec.registry",
         "specdec.cli.errors",
         "specdec.cli.flags",

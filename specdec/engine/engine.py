@@ -288,6 +288,8 @@ class Engine:
 
     def _clear(self) -> None:
         """Drop all sequences, and the caches unless graphs keep them."""
+        if self.loop is not None:
+            self.loop.threads.restore()
         self.waiting, self.loop, self.room, self.read_part = [], None, 0, False
 
     def _check_memory(self, request: Request, kept: bool = False) -> None:

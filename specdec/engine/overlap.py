@@ -15,6 +15,7 @@ from specdec.engine.report import RoundReport
 from specdec.engine.round import RoundOutput
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling, SamplingBatch
+from specdec.threads import Threads
 
 TOLD = "logprobs", "likely", "likely_logprobs"  # of `RoundOutput.to_read`, what a sequence may keep with its tokens
 
@@ -65,6 +66,7 @@ class Loop:
         self.batch, self.most = batch, lag
         self.reader = Reader(batch.device)
         self.pending: list[_Launched] = []
+        self.threads = Threads(batch.device.type == "cpu")
         self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
 
     @property
@@ -82,6 +84,7 @@ class Loop:
 
         A round that the sequences' limits show to be void is not launched, so what is launched in vain is one round,
         where a text ends early."""
+        self.threads.adapt()
         while going := self.batch.going():
             launched = self._launch(going)
             if len(self.pending) > self.lag or not launched:
@@ -96,6 +99,7 @@ class Loop:
     def rest(self) -> None:
         """Nothing decodes any more, and nobody waits: hold nothing of what has ended."""
         self.ended = set()
+        self.threads.restore()
         self.batch.rest()
 
     def _launch(self, going: list[Sequence]) -> bool:

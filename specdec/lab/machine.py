@@ -10,11 +10,12 @@ import torch
 from specdec.cli.revision import revision
 from specdec.engine.recorder import versions
 from specdec.machine import machine, processor
+from specdec.threads import full_threads
 
 
 def machine_in_short() -> dict:
     """Three entries for results that are compared on one machine only."""
-    return {"machine": processor(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return {"machine": processor(), "threads": full_threads(), "torch": torch.__version__}
 
 
 def command_line() -> str:

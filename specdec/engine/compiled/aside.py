@@ -23,6 +23,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.engine.compiled import build
 from specdec.engine.compiled.graph import RoundGraph
 from specdec.model import native
+from specdec.threads import full_threads
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Work:
         self.order, self.begun = order, time.perf_counter()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would have to be read
         with tempfile.TemporaryFile() as asked:  # a pipe would wait for the reader
-            pickle.dump((order.graph, str(order.library), torch.get_num_threads()), asked)
+            pickle.dump((order.graph, str(order.library), full_threads()), asked)
             asked.seek(0)
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -165,7 +166,7 @@ class Workshop:
     def finish(self) -> None:
         """Wait until nothing is left to do. Meanwhile there is a process for each thread that torch computes with."""
         while self.orders:
-            self._go_on(torch.get_num_threads())
+            self._go_on(full_threads())
             time.sleep(0.05)
 
     def _go_on(self, most: int) -> None:

@@ -14,6 +14,7 @@ from specdec.cli.files import keep, kept_folder, output_folder
 from specdec.engine.compiled.graph import RoundGraph
 from specdec.machine import features
 from specdec.model import native
+from specdec.threads import full_threads
 
 LIBRARY = "round.so"
 OPTIONS = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # between the kernels little would gain from optimising
@@ -30,7 +31,7 @@ def kept_library(graph: RoundGraph) -> Path:
 def key_of(graph: RoundGraph) -> str:
     """Tells graphs, processors, versions and settings apart that need libraries of their own."""
     shapes = [(x.dtype, x.device, tuple(x.shape), x.stride()) for x in graph.inputs]
-    settings = sorted(OPTIONS.items()), torch.get_num_threads(), torch.__version__, features()
+    settings = sorted(OPTIONS.items()), full_threads(), torch.__version__, features()
     return hashlib.sha256(repr((str(graph.module.graph), shapes, settings)).encode()).hexdigest()[:24]
 
 

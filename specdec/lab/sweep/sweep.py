@@ -28,6 +28,7 @@ from specdec.lab.traces.summary import summary
 from specdec.machine import matmul_precision
 from specdec.model.target import Target
 from specdec.structs import Sampling, Verifier
+from specdec.threads import full_threads
 from specdec.trees import Chain
 from specdec.trees.optimal import expected_tau, measure_acceptance, most_nodes, optimal_paths
 from specdec.trees.spec import TreeSpec
@@ -262,7 +263,7 @@ def _machine() -> dict[str, str | int]:
     return {
         "processor": processor(),
         "cores": os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
+        "threads": full_threads(),
         "gpu": gpu or "none",
         "torch": torch.__version__,
         "python": platform.python_version(),

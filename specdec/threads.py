@@ -1,0 +1,78 @@
+"""CPU threads next to other programs: idle OpenMP workers spin briefly, and busy cores get no thread.
+
+An OpenMP worker spins at the end of each operator until its partners have finished. A partner that the scheduler has
+paused takes milliseconds, and the worker burns them. A short spin bridges the gaps inside a round and wastes little.
+"""
+
+import os
+import sys
+import time
+
+SPIN = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.1 to 0.5 ms; libiomp: 1 ms, its unit
+STAT = "/proc/stat"
+EVERY = 0.2  # seconds between two looks at the load
+TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second
+
+
+def limit_spinning() -> None:
+    """Shorten the spin of OpenMP workers, before torch loads OpenMP. The user's own settings take precedence."""
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        for name, value in SPIN.items():
+            os.environ.setdefault(name, value)
+
+
+def full_threads() -> int:
+    """Return the number of threads on an idle machine: torch's, or what it was before `Threads` reduced it."""
+    import torch
+
+    return Threads.usual or torch.get_num_threads()
+
+
+class Threads:
+    """Reduces torch's threads by the number of cores that other programs of normal priority occupy.
+
+    Results do not depend on the number of threads. `OMP_NUM_THREADS` fixes the number.
+    Source: the times in /proc/stat of the cores that this process may use. Elsewhere nothing changes.
+    """
+
+    usual: int | None = None  # torch's number while ours is smaller
+
+    def __init__(self, on: bool) -> None:
+        """on: False leaves torch's number of threads as it is."""
+        self.fixed = not on or "OMP_NUM_THREADS" in os.environ or not os.path.exists(STAT)
+        self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if not self.fixed else set()
+        self.looked, self.busy = time.monotonic(), self._others()
+
+    def adapt(self) -> None:
+        """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms."""
+        now = time.monotonic()
+        if self.fixed or now - self.looked < EVERY:
+            return
+        busy = self._others()
+        occupied = (busy - self.busy) / (now - self.looked)
+        self.looked, self.busy = now, busy
+        most = full_threads()
+        self._set(max(1, min(most, round(len(self.cores) - occupied))), most)
+
+    def restore(self) -> None:
+        """Set the number of threads that torch had before."""
+        if Threads.usual is not None:
+            self._set(Threads.usual, Threads.usual)
+
+    @staticmethod
+    def _set(count: int, most: int) -> None:
+        import torch
+
+        if count != torch.get_num_threads():
+            torch.set_num_threads(count)
+        Threads.usual = most if count < most else None
+
+    def _others(self) -> float:
+        """Return the processor time in seconds that other processes of normal priority have used on our cores."""
+        if self.fixed:
+            return 0.0
+        with open(STAT, encoding="ascii") as file:
+            rows = [line.split() for line in file if line.split()[0] in self.cores]
+        niced = os.nice(0) > 0  # then our own time counts as `nice`, and programs of normal priority come first
+        ticks = sum(sum(map(int, (row[1], row[3], row[6], row[7], row[8]))) for row in rows)
+        return ticks / TICK - (0.0 if niced else time.process_time())

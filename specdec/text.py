@@ -1,8 +1,15 @@
 """Between text and token ids: prompts in, streamed text out."""
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -12,6 +19,8 @@ from specdec.model.target import Target
 # Who speaks, in OpenAI's messages and in ShareGPT's conversations -> OpenAI's word for it.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
+NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+TEMPLATE_SECONDS = 10
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 
@@ -24,14 +33,66 @@ def clean(text: str) -> str:
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
-def encode_chat(target: Target, messages: list[dict[str, str]], **variables) -> list[int]:
+def encode_chat(
+    target: Target, messages: list[dict[str, Any]], tools: list | None = None, day: str | None = None, **variables
+) -> list[int]:
     """Messages -> ids with the chat template of the target, up to where the assistant speaks. `variables` are further
     ones of the template."""
     try:
-        text = target.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables)
+        text = render_chat(target.tokenizer, messages, tools, True, day, **variables)
     except TemplateError as error:
         raise ValueError(f"the target's chat template does not take this conversation: {error}") from None
     return target.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def render_chat(
+    tokenizer, messages: list[dict[str, Any]], tools: list | None = None, answer=False, day=None, **variables
+) -> str:
+    """Return the text of a conversation. answer: with the beginning of the assistant's next turn. day: see `dated`.
+
+    Raises jinja2's TemplateError if the template refuses the conversation, and ValueError if it fails."""
+    if day is not None:
+        variables |= {"chat_template": dated(tokenizer.get_chat_template(tools=tools), day)}
+    how = {"tools": tools, "add_generation_prompt": answer, "tokenize": False} | variables
+    with template_faults():
+        return tokenizer.apply_chat_template(messages, **how)
+
+
+@contextmanager
+def template_faults() -> Iterator[None]:
+    """Raise ValueError, one sentence, for what a chat template raises besides jinja2's TemplateError, and for one that
+    takes more than `TEMPLATE_SECONDS`, which only the main thread can stop."""
+    timed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    before = signal.signal(signal.SIGALRM, _too_slow) if timed else None
+    if timed:
+        signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    try:
+        yield
+    except (TemplateError, ValueError):
+        raise
+    except RecursionError:
+        raise ValueError("the target's chat template calls itself without end") from None
+    except Exception as error:  # the template is a program of somebody else's
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the target's chat template fails on this conversation: {reason:.200}") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def _too_slow(*_) -> None:
+    raise ValueError(f"the target's chat template takes more than {TEMPLATE_SECONDS} s for one conversation")
+
+
+def writes_date(tokenizer) -> bool:
+    """Return whether a chat template of the tokenizer writes today's date (Llama 3.2's does)."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def dated(template: str, day: str) -> str:
+    """Return a chat template that writes this day (YYYY-MM-DD) where it would write today's date."""
+    return NOW.sub(lambda found: json.dumps(datetime.fromisoformat(day).strftime(found[2])), template)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -72,18 +133,26 @@ def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line; or JSON lines with `prompt`, with `turns`, of which the first is taken, or with a conversation
-    (`messages`, or ShareGPT's `conversations`), of which the user's first message is."""
-    lines = [line for line in read_text(path, "prompt", most=None).split("\n") if line.strip()]
+    """One prompt a line; or JSON lines, or in a .json file a list, with `prompt`, with `turns`, of which the first is
+    taken, or with a conversation (`messages`, or ShareGPT's `conversations`), of which the user's first message is."""
+    text = read_text(path, "prompt", most=None)
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompt")
     if path.suffix not in (".jsonl", ".json"):
         return lines
-    return [_prompt_of(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        rows = parse_json(text, str(path))
+        if not rows:
+            raise ValueError(f"{path} holds no prompt")
+        return [_prompt_of(row, f"{path} row {number}") for number, row in enumerate(rows, 1)]
+    places = ((f"{path} line {number}", line) for number, line in enumerate(lines, 1))
+    return [_prompt_of(parse_json(line, where), where) for where, line in places]
 
 
-def _prompt_of(line: str, where: str) -> str:
-    row = parse_json(line, where)
+def _prompt_of(row: object, where: str) -> str:
+    if isinstance(row, str):
+        return row
     fields = row if isinstance(row, dict) else {}
     turns = fields.get("turns")
     prompt = fields.get("prompt") or (turns[0] if isinstance(turns, list) and turns else None)
@@ -120,7 +189,10 @@ class TextStream:
         final = text.rstrip("\N{REPLACEMENT CHARACTER}")
         new, self.given = final[self.given :], max(self.given, len(final))
         if final == text:
-            self.start, self.chunk = self.chunk, len(self.ids)
+            # A tokenizer may strip the first space of what it decodes, so the text before must stay visible.
+            if self.tokenizer.decode(self.ids[self.chunk :], skip_special_tokens=True):
+                self.start = self.chunk
+            self.chunk = len(self.ids)
             self.given = len(self._decode())
         return self._until_stop(new)
 

@@ -5,8 +5,10 @@
 
 With --server the target answers behind OpenAI's interface, in vLLM, SGLang or `specdec serve`, however large it is and
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
-It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. After an interruption of any kind
-the same command goes on where it was, and ends with the same bytes as a run that was not interrupted.
+It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. Each answer has its `tokens`, which
+training learns, and its `finish_reason`: `stop`, or `length` where --max-new-tokens cut it off.
+After an interruption of any kind the same command goes on where it was, and ends with the same bytes as a run that was
+not interrupted.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -30,22 +32,12 @@ from specdec.model.loader import load_texts
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order, seed_of
 from specdec.structs import Sampling
-from specdec.text import encode_chat, read_prompts
-from specdec.training.data import Message, Record, Tally, preset, read_messages, read_records
-from specdec.training.data.shards import Shards
+from specdec.text import read_prompts, writes_date
+from specdec.training.data import Conversation, Message, Record, Tally, preset, read_messages, read_records
+from specdec.training.data.dialogues import Answer, Dialogues, Prompt, cut_off, encode
+from specdec.training.data.shards import Shards, begun_on
 
-
-@dataclass
-class Prompt:
-    ids: list[int]
-    messages: list[Message]
-    number: int = 0  # among all prompts, by which it is seeded
-
-
-def encode(target: Target, messages: list[Message]) -> Prompt:
-    if messages[0]["role"] == "text":
-        return Prompt(target.tokenizer(messages[0]["content"])["input_ids"], messages)
-    return Prompt(encode_chat(target, messages), messages)
+CUT = "answers cut off by --max-new-tokens: their end is not learnt"
 
 
 def records_of(name: str, split: str | None) -> Iterator[Record]:
@@ -56,27 +48,30 @@ def records_of(name: str, split: str | None) -> Iterator[Record]:
     return read_records(**preset(name) | ({"split": split} if split else {}))
 
 
-def prompts_of(target: Target, records: Iterable[Record], tally: Tally) -> Iterator[Prompt]:
-    """What stands before the assistant's first answer in each record, if that takes at most half of the context."""
+def prompts_of(
+    target: Target, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
+) -> Iterator[Prompt]:
+    """Yield what stands before the assistant's first answer in each record, if that takes at most half of the context.
+    turns: 'all' keeps what is said before each later answer."""
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
-        before = list(itertools.takewhile(lambda m: m["role"] != "assistant", messages))
-        if not before:
+        asked: list[list[Message]] = [[]]
+        for message in messages:
+            if message["role"] != "assistant":
+                asked[-1].append(message)
+            elif asked[-1]:
+                asked.append([])
+        if not asked[0] or messages[0]["role"] == "assistant":
             tally.count("conversations that begin with an answer left out")
             continue
-        prompt = Prompt([], before)
+        before = Conversation(asked[0], messages.tools)
+        prompt = Prompt([], before, later=tuple(filter(None, asked[1:])) if turns == "all" else ())
         with tally.record(where):
-            prompt = encode(target, before)
+            prompt.ids = encode(target, before, day)
         if len(prompt.ids) > longest:
             tally.count(f"prompts of more than {longest} tokens left out")
         elif prompt.ids:
             yield prompt
-
-
-def answer_row(messages: list[Message], answer: str) -> dict:
-    if messages[0]["role"] == "text":
-        return {"text": messages[0]["content"] + answer}
-    return {"messages": [*messages, {"role": "assistant", "content": answer}]}
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
@@ -104,9 +99,12 @@ def regenerate(
     batch_size: int,
     sampling: Sampling,
     seed: int,
+    day: str | None = None,
     **files: int | None,
 ) -> list[Path]:
     """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
+
+    An answer's message holds its `tokens` and its `finish_reason`, `stop` or `length`.
 
     Prompt number i has the seed (seed, i), and a batch that was cut off is answered again. So an answer depends on no
     other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
@@ -121,25 +119,30 @@ def regenerate(
     settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed}
 
+    def rows_of(batch: list[Prompt]) -> list[dict]:
+        talks = Dialogues(target, batch, day)
+        while talks.going:
+            seeds = [(seed, batch[i].number + talks.turn * len(prompts)) for i in talks.going]
+            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
+            result = engine.generate([talks.ids[i] for i in talks.going], **how)
+            texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
+            reasons = ["length" if row.finish == "length" else "stop" for row in result.rows]
+            talks.add([Answer(t, r.tokens, why) for t, r, why in zip(texts, result.rows, reasons, strict=True)])
+        return talks.rows()
+
     def answers(done: int, last: int) -> Iterator[list[dict]]:
         end = 0
         for batch in batches:
             start, end = end, end + len(batch)
-            if end <= done or start >= last:
-                continue
-            seeds = [(seed, prompt.number) for prompt in batch]
-            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
-            result = engine.generate([prompt.ids for prompt in batch], **how)
-            texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
-            rows = [answer_row(prompt.messages, text) for prompt, text in zip(batch, texts, strict=True)]
-            yield rows[max(done - start, 0) : last - start]
+            if end > done and start < last:
+                yield rows_of(batch)[max(done - start, 0) : last - start]
 
-    return _write(out, batches, settings, answers, **files)
+    return _write(out, batches, settings, answers, day, **files)
 
 
 def regenerate_remotely(
     server: Remote,
-    tokenizer,
+    target: Target,
     prompts: list[Prompt],
     out: Path,
     *,
@@ -147,6 +150,7 @@ def regenerate_remotely(
     requests: int,
     sampling: Sampling,
     seed: int,
+    day: str | None = None,
     **files: int | None,
 ) -> list[Path]:
     """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
@@ -159,14 +163,20 @@ def regenerate_remotely(
     settings |= asdict(sampling) | {"seed": seed}
 
     def answer(prompt: Prompt) -> dict:
-        said = server.complete(prompt.ids, max_new_tokens, sampling, seed_of(seed, prompt.number))
-        text = said.text if said.tokens is None else tokenizer.decode(said.tokens, skip_special_tokens=True)
-        return answer_row(prompt.messages, text)
+        talks = Dialogues(target, [prompt], day)
+        while talks.going:
+            its = seed_of(seed, prompt.number + talks.turn * len(prompts))
+            said = server.complete(talks.ids[0], max_new_tokens, sampling, its)
+            text = said.text
+            if said.tokens is not None:
+                text = target.tokenizer.decode(said.tokens, skip_special_tokens=True)
+            talks.add([Answer(text, said.tokens, said.finish)])
+        return talks.rows()[0]
 
     def answers(done: int, last: int) -> Iterator[list[dict]]:
         return ([row] for row in in_order(answer, [prompt for (prompt,) in batches[done:last]], requests))
 
-    return _write(out, batches, settings, answers, **files)
+    return _write(out, batches, settings, answers, day, **files)
 
 
 def _write(
@@ -174,12 +184,15 @@ def _write(
     batches: list[list[Prompt]],
     settings: dict,
     answers: Callable[[int, int], Iterator[list[dict]]],
+    day: str | None,
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
     """Write the answers to the prompts of `batches`. answers: from the numbers of the first answer that is missing and
     of the one behind the last, yields the rows between."""
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
+    settings |= {"day": day} if day else {}
+    tally = Tally()
     with (
         Shards(out, count, shard_size, settings, only) as shards,
         tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
@@ -187,6 +200,9 @@ def _write(
         for rows in answers(shards.done, shards.last):
             shards.write(rows)
             bar.update(len(rows))
+            for _ in range(sum(map(cut_off, rows))):
+                tally.count(CUT)
+        tally.report()
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
 
@@ -206,6 +222,9 @@ def parser() -> argparse.ArgumentParser:
     data.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
     data.add_argument("--part", metavar="K/N", help="do one of N parts, the first is 0, as one of several jobs")
     data.add_argument("--limit", type=int, help="answer this many prompts only")
+    data.add_argument(
+        "--turns", choices=("first", "all"), default="first", help="answer the first question of a conversation or all"
+    )
     data.add_argument("--samples", type=int, default=1, help="answers per prompt (default 1)")
     data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
     data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
@@ -251,11 +270,12 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     4 jobs, which take the files in turn; without --shard-size there is a file for each."""
     server = Remote(args.server, args.model) if args.server is not None else None
     target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
-    tally = Tally(args.bad)
-    prompts = list(itertools.islice(prompts_of(target, records_of(args.prompts, args.split), tally), args.limit))
+    tally, day = Tally(args.bad), begun_on(args.out) if writes_date(target.tokenizer) else None
+    found = prompts_of(target, records_of(args.prompts, args.split), tally, args.turns, day)
+    prompts = list(itertools.islice(found, args.limit))
     tally.report()
     prompts *= args.samples
-    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "day": day}
     number, parts = part or (0, 1)
     how["shard_size"] = args.shard_size or (-(-len(prompts) // parts) or None if part else None)
     count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
@@ -265,7 +285,7 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
             files += regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)
         else:
             how |= {"requests": args.requests, "only": only}
-            files += regenerate_remotely(server, target.tokenizer, prompts, args.out, **how)
+            files += regenerate_remotely(server, target, prompts, args.out, **how)
     said = f" to {files[-1]}" if len(files) > 1 else ""
     print(
         f"answers of part {number} of {parts} in {files[0]}{said}"

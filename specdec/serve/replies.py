@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.text import TextStream
+from specdec.vocabulary import vocabulary_of
 
 
 @dataclass
@@ -29,7 +30,9 @@ class Choice:
         self.job: Job | None = None
         self.pieces: list[Piece] = []
         self.count = 0  # tokens so far
-        self.offset = 0  # characters of the tokens so far, each decoded by itself
+        self.vocabulary = vocabulary_of(tokenizer)
+        self.shown = bytearray()  # of the tokens so far, without special ones
+        self.stripped: int | None = None  # spaces that the tokenizer strips from the beginning of a text
         self.waiting: Delta | None = None  # tokens that do not fill an event yet
         self.drafted: list[int] = []  # by step in which something was drafted
         self.accepted: list[int] = []
@@ -70,9 +73,15 @@ class Choice:
         kept = logprobs if self.job.logprobs else None
         return Piece("".join(piece.text for piece in self.pieces), tokens, kept, likely, self.pieces[-1].finish)
 
-    def likely(self, piece: Piece, place: int) -> list[tuple[str, float]]:
-        """The likeliest tokens in the place of one, as text, best first, and their log-probabilities."""
-        return [(self.tokenizer.decode([token]), x) for token, x in (piece.likely[place] if piece.likely else ())]
+    def offset_of(self, token: int) -> int:
+        """Return the number of characters of the text before the next token, which is this one."""
+        offset = max(0, len(self.shown.decode(errors="ignore")) - (self.stripped or 0))
+        if token not in self.vocabulary.special:
+            self.shown += self.vocabulary.bytes_of(token)
+            if self.stripped is None:
+                alone = self.tokenizer.decode([token], skip_special_tokens=True)
+                self.stripped = int(self.shown.startswith(b" ") and not alone.startswith(" "))
+        return offset
 
 
 def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
@@ -191,25 +200,27 @@ class ChatReply(Reply):
     def _end(choice: Choice, piece: Piece) -> dict:
         logprobs = None
         if piece.logprobs is not None:
-            texts = [choice.tokenizer.decode([token]) for token in piece.tokens]
+            likely = piece.likely or [[]] * len(piece.tokens)
             content = [
-                _entry(text, x) | {"top_logprobs": [_entry(*other) for other in choice.likely(piece, place)]}
-                for place, (text, x) in enumerate(zip(texts, piece.logprobs, strict=True))
+                _entry(choice, token, x) | {"top_logprobs": [_entry(choice, *other) for other in others]}
+                for token, x, others in zip(piece.tokens, piece.logprobs, likely, strict=True)
             ]
             logprobs = {"content": content, "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish}
 
 
-def _by_text(tokens: list[tuple[str, float]]) -> dict[str, float]:
-    """In this order; of tokens with the same text the first."""
+def _entry(choice: Choice, token: int, logprob: float) -> dict:
+    data = choice.vocabulary.bytes_of(token)
+    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+
+def _by_text(choice: Choice, tokens: list[tuple[int, float]]) -> dict[str, float]:
+    """Return log-probabilities by text, in this order; a second token of the same text is named by its id."""
     told: dict[str, float] = {}
-    for text, logprob in tokens:
-        told.setdefault(text, logprob)
+    for token, logprob in dict(tokens).items():
+        text = choice.vocabulary.text_of(token)
+        told[f"token_id:{token}" if text in told else text] = logprob
     return told
-
-
-def _entry(text: str, logprob: float) -> dict:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class CompletionReply(Reply):
@@ -218,14 +229,12 @@ class CompletionReply(Reply):
     def part_of_choice(self, choice: Choice, piece: Piece) -> dict:
         logprobs = None
         if piece.logprobs is not None:
-            texts, offsets = [choice.tokenizer.decode([token]) for token in piece.tokens], []
-            for text in texts:
-                offsets.append(choice.offset)
-                choice.offset += len(text)
             likely = None
             if piece.likely:
-                own = zip(texts, piece.logprobs, strict=True)
-                likely = [_by_text([*choice.likely(piece, place), emitted]) for place, emitted in enumerate(own)]
+                own = zip(piece.tokens, piece.logprobs, strict=True)
+                likely = [_by_text(choice, [*of, token]) for of, token in zip(piece.likely, own, strict=True)]
+            texts = [choice.vocabulary.text_of(token) for token in piece.tokens]
+            offsets = [choice.offset_of(token) for token in piece.tokens]
             logprobs = {
                 "tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": likely, "text_offset": offsets
             }  # fmt: skip

@@ -37,8 +37,8 @@ BAD = {
     "the conversation is empty": {"conversations": []},
     "a turn is not an object": {"conversations": ["hello"]},
     "a turn by 'narrator'; known are human": {"conversations": [{"from": "narrator", "value": "x"}]},
-    "a turn by None": {"messages": [{"content": "x"}]},
-    "content is not text": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "a turn by null": {"messages": [{"content": "x"}]},
+    "a content part of type 'image' is not supported": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
 }
 
 
@@ -105,7 +105,7 @@ def test_a_template_that_cannot_be_masked_is_a_fault_of_the_record(target, tmp_p
     """It numbers turns from the end, so a conversation of two turns has no exact offsets, but one turn would do."""
     target.tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
     path = write_rows(tmp_path / "a.jsonl", TEXT, GOOD)
-    with pytest.raises(ValueError, match=r"line 2: the chat template rewrites earlier text.*generation"):
+    with pytest.raises(ValueError, match=r"line 2: the chat template rewrites earlier text at each turn.*generation"):
         load(target, path)
     assert len(load(target, path, bad="skip")) == 1
     assert "line 2: the chat template rewrites" in capsys.readouterr().err

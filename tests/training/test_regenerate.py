@@ -11,8 +11,10 @@ from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.text import encode_chat
 from specdec.training import regenerate as module
+from specdec.training.data import Conversation
+from specdec.training.data.dialogues import Prompt
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import Prompt, main, plan, regenerate
+from specdec.training.regenerate import main, plan, regenerate
 
 
 def arguments(target_path, prompts, out, *more):
@@ -115,7 +117,9 @@ def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, 
     monkeypatch.setattr(KVCache, "compact", lambda self, kept: drops.append(kept.count) or compact(self, kept))
     target = load_target(target_path)
     target.eos = frozenset(range(0, target.config.vocab, 4))
-    asked = [Prompt([7 * i % target.config.vocab, 5], [{"role": "user", "content": str(i)}]) for i in range(16)]
+    asked = [
+        Prompt([7 * i % target.config.vocab, 5], Conversation([{"role": "user", "content": str(i)}])) for i in range(16)
+    ]
     how = {"max_new_tokens": 12, "batch_size": 8, "sampling": Sampling(1.0), "seed": 3}
     for folder in ("whole", "cut"):
         (tmp_path / folder).mkdir()

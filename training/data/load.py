@@ -10,8 +10,9 @@ from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 from specdec.model.target import Target
+from specdec.training.data.conversation import Conversation, Message
 from specdec.training.data.render import Sample, check_tokenizer, render
-from specdec.training.data.sources import Message, Record, read_records
+from specdec.training.data.sources import Record, read_records
 
 MOST = 256  # conversations that are held out where data.heldout is a share
 
@@ -50,12 +51,12 @@ class Tally:
             print("data: " + ", ".join(f"{n} {what}" for what, n in self.counts.items()) + first, file=sys.stderr)
 
 
-def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, list[Message]]]:
+def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, Conversation]]:
     """Yields where each good record stands, and its messages. Raises ValueError at the first conversation if the
     tokenizer cannot render any."""
     checked = False
     for record in records:
-        messages: list[Message] = []
+        messages = Conversation([])
         with tally.record(record.where):
             messages = record.messages()
         if not messages:
@@ -67,9 +68,16 @@ def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterato
 
 
 def read_samples(
-    records: Iterable[Record], target: Target, *, max_length: int, too_long: str, tally: Tally
+    records: Iterable[Record],
+    target: Target,
+    *,
+    max_length: int,
+    too_long: str,
+    tally: Tally,
+    day: str | None = None,
 ) -> Iterator[Sample]:
-    """The samples of the records, of at most max_length tokens each; too_long: 'cut' or 'drop'.
+    """The samples of the records, of at most max_length tokens each; too_long: 'cut' or 'drop'. day: what a chat
+    template writes as today's date.
 
     Raises ValueError if the tokenizer does not belong to the target.
     """
@@ -77,36 +85,40 @@ def read_samples(
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
     vocab = target.vocab
     for where, messages in read_messages(records, target.tokenizer, tally):
-        sample = None
+        samples: list[Sample] = []
         with tally.record(where):
-            sample = _sample(target.tokenizer, messages, max_length, too_long, tally)
-        if sample is None:
-            continue
-        if sample.ids.max() >= vocab:
-            raise ValueError(
-                f"{where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
-                f"{vocab} tokens only: the tokenizer does not belong to the target"
-            )
-        yield sample
+            samples = _samples(target.tokenizer, messages, max_length, too_long, tally, day)
+        for sample in samples:
+            if sample.ids.max() >= vocab:
+                raise ValueError(
+                    f"{where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
+                    f"{vocab} tokens only: the tokenizer does not belong to the target"
+                )
+            yield sample
 
 
-def _sample(tokenizer, messages: list[Message], max_length: int, too_long: str, tally: Tally) -> Sample | None:
-    """Render messages; None, which is counted, if there is nothing to learn from them."""
+def _samples(
+    tokenizer, messages: list[Message], max_length: int, too_long: str, tally: Tally, day: str | None = None
+) -> list[Sample]:
+    """Render messages. What has nothing to learn is left out and counted."""
     try:
-        sample = render(tokenizer, messages)
+        rendered = render(tokenizer, messages, tally.count, day)
     except TemplateError:  # for example if the user must speak first
         tally.count("conversations that the chat template refuses left out")
-        return None
-    if len(sample.ids) > max_length:
-        if too_long == "drop":
-            tally.count(f"conversations of more than {max_length} tokens left out")
-            return None
-        tally.count(f"conversations cut at {max_length} tokens")
-        sample = Sample(sample.ids[:max_length], sample.mask[:max_length])
-    if not sample.mask.any():
-        tally.count("conversations in which the assistant does not speak left out")
-        return None
-    return sample
+        return []
+    samples = []
+    for sample in rendered or [None]:
+        if sample is not None and len(sample.ids) > max_length:
+            if too_long == "drop":
+                tally.count(f"conversations of more than {max_length} tokens left out")
+                continue
+            tally.count(f"conversations cut at {max_length} tokens")
+            sample = Sample(sample.ids[:max_length], sample.mask[:max_length])
+        if sample is None or not sample.mask.any():
+            tally.count("conversations in which the assistant does not speak left out")
+            continue
+        samples.append(sample)
+    return samples
 
 
 def tokenise(
@@ -116,8 +128,8 @@ def tokenise(
 
     A conversation with nothing to learn, or one that the template refuses, is left out.
     """
-    samples = (_sample(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
-    return list(itertools.islice((s for s in samples if s is not None), limit))
+    samples = (_samples(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
+    return list(itertools.islice(itertools.chain.from_iterable(samples), limit))
 
 
 def load_samples(config: DictConfig, target: Target) -> list[Sample]:

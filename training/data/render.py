@@ -1,18 +1,30 @@
 """A conversation as the target reads it: token ids, and which of them the assistant speaks."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.training.data.sources import Message
+from specdec.text import dated, render_chat, template_faults
+from specdec.training.data.conversation import CARRIED, Message
+from specdec.vocabulary import vocabulary_of
 
 MARKER = re.compile(r"{%-?\s*generation")
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SPLIT = "conversations split into one sample per answer, as the chat template rewrites earlier turns"
+SHORTENED = "answers that the chat template shortens"
+RETOKENISED = "answers whose tokens do not match their text, so that the text was tokenised"
+
+Span = tuple[int, int]  # characters [start, end) of a rendered text
 
 
 @dataclass
@@ -25,47 +37,192 @@ class Sample:
     number: int | None = None  # its place among all that were loaded
 
 
-def render(tokenizer, messages: list[Message]) -> Sample:
-    """Ids and loss mask. All of a plain text is learnt; of a conversation what the assistant says, and its end token.
+def render(
+    tokenizer, messages: list[Message], note: Callable[[str], None] = lambda what: None, day: str | None = None
+) -> list[Sample]:
+    """Return ids and loss masks of a conversation: the assistant's turns with their end tokens, or all of a plain text.
 
-    Templates with {% generation %} markers tell what that is. With another template, the conversation is rendered up to
-    each of the assistant's messages and with it, and what the second text has more is the assistant's. A template that
-    rewrites earlier text is refused with a ValueError. jinja2's TemplateError is the template's own refusal.
+    The places of the assistant's turns are those of {% generation %} markers in the template. A template without
+    markers is rendered up to each answer and with it; the difference is the answer. An answer that comes with its
+    `tokens` is learnt as these. If the template rewrites earlier turns, each answer becomes a sample of its own.
+
+    note: counts what was changed, by its name. day: what the template writes as today's date, YYYY-MM-DD.
+
+    Raises ValueError for a conversation of which the template leaves something out, and jinja2's TemplateError, the
+    template's own refusal.
     """
-    if messages[0]["role"] == "text":
-        ids = tokenizer(messages[0]["content"])["input_ids"]
-        return _sample(ids, [1] * len(ids))
-    if MARKER.search(tokenizer.chat_template or ""):
-        out = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return _sample(out["input_ids"], out["assistant_masks"])
-    if not tokenizer.is_fast:
-        raise ValueError(
-            "the tokenizer does not tell the places of its tokens, so the assistant's cannot be told; put "
-            "{% generation %} markers around the assistant's content in its chat template"
-        )
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans = [_span(tokenizer, messages, i, text) for i, m in enumerate(messages) if m["role"] == "assistant"]
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    mask = [any(a <= start and end <= b for a, b in spans) for start, end in out["offset_mapping"]]
-    return _sample(out["input_ids"], mask)
+    first = messages[0]
+    if first["role"] == "text":
+        if "tokens" in first:
+            return [_sample(first["tokens"], [True] * len(first["tokens"]))]
+        ids = tokenizer(first["content"])["input_ids"]
+        return [_sample(ids, [True] * len(ids))]
+    return _Chat(tokenizer, messages, note, day).samples()
 
 
-def _sample(ids: list[int], mask: list[int]) -> Sample:
+def _sample(ids: list[int], mask: list[bool]) -> Sample:
     return Sample(np.array(ids, dtype=np.int32), np.array(mask, dtype=bool))
 
 
-def _span(tokenizer, messages: list[Message], i: int, text: str) -> tuple[int, int]:
-    """The characters [start, end) of message i in the rendered text."""
-    before = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-    after = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
-    if not (after.startswith(before) and text.startswith(after)):
-        raise ValueError(
-            "the chat template rewrites earlier text, so the assistant's tokens cannot be told; put {% generation %} "
-            "markers around the assistant's content in it"
-        )
-    return len(before), len(after)
+@dataclass
+class _Chat:
+    """A conversation and the texts of its beginnings."""
+
+    tokenizer: Any
+    messages: list[Message]
+    note: Callable[[str], None]
+    day: str | None
+    texts: dict[tuple[int, bool], str] = field(default_factory=dict)
+
+    def samples(self) -> list[Sample]:
+        whole = self.text(len(self.messages))
+        self._check_nothing_left_out(whole)
+        answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        spans = {i: self._spans(i) for i in answers}
+        learnt = [i for i in answers if self.messages[i].get("weight", 1)]
+        alike = all(whole.startswith(self.text(i + 1)) for i in answers)
+        said = {i: tokens for i in learnt if (tokens := self._said(i)) is not None}
+        if alike and not said:
+            return [self._sample(whole, [span for i in learnt for span in spans[i]])]
+        if len(answers) > 1:
+            self.note(SPLIT if not alike else "conversations split into one sample per answer, to learn their tokens")
+        return [self._of_tokens(i, said[i]) if i in said else self._sample(self.text(i + 1), spans[i]) for i in learnt]
+
+    def text(self, count: int, answer: bool = False) -> str:
+        """Return the text of the first `count` messages; answer: with the beginning of the assistant's next turn."""
+        if (count, answer) not in self.texts:
+            self.texts[count, answer] = self._render(self.messages[:count], self.tools, answer) if count else ""
+        return self.texts[count, answer]
+
+    def _render(self, messages: list[Message], tools: list | None, answer: bool = False) -> str:
+        return render_chat(self.tokenizer, messages, tools, answer, self.day)
+
+    @property
+    def tools(self) -> list | None:
+        return getattr(self.messages, "tools", None)
+
+    @cached_property
+    def template(self) -> str:
+        template = self.tokenizer.get_chat_template(tools=self.tools)
+        return template if self.day is None else dated(template, self.day)
+
+    def _spans(self, i: int) -> list[Span]:
+        """Return the places of answer i in the text of the messages up to it. What a turn begins with belongs to it as
+        far as the prompt of an answer does not hold it already."""
+        after = self.text(i + 1)
+        base = _alike(self.text(i), after)
+        if MARKER.search(self.template):
+            spans = [span for span in self._marked(i + 1) if span[1] > base]
+        else:
+            prompt = self.text(i, answer=True)
+            start = _alike(prompt, after)
+            if start < len(prompt) and base < len(self.text(i)):
+                raise ValueError(
+                    "the chat template rewrites earlier text at each turn, so the assistant's tokens cannot be told; "
+                    "put {% generation %} markers around the assistant's content in it"
+                )
+            if start < len(prompt):  # a prompt that opens reasoning, which the template does not write in an answer
+                place = after.rfind(self._content(i), base) if self._content(i) else -1
+                start = min(start, place) if place >= 0 else start
+            spans = [(start, len(after))]
+        if self._content(i) not in after[base:]:
+            self.note(SHORTENED)
+        if self.messages[i].get("finish_reason") == "length":  # the target has not ended it
+            end = after.rfind(self._content(i)) + len(self._content(i))
+            spans = [(start, min(end, stop)) for start, stop in spans if start < end]
+        return spans
+
+    def _content(self, i: int) -> str:
+        content = self.messages[i]["content"]
+        return content.strip() if isinstance(content, str) else content[-1]["text"].strip()
+
+    def _marked(self, count: int) -> list[Span]:
+        """Return the places that {% generation %} marks in the text of the first `count` messages."""
+        settings = {"chat_template": self.template, "tools": self.tools, "return_assistant_tokens_mask": True}
+        with template_faults():
+            texts, spans = render_jinja_template(
+                conversations=[list(self.messages[:count])],
+                **settings | self.tokenizer.special_tokens_map,
+            )
+        if texts[0] != self.text(count):
+            raise ValueError("the chat template writes another text each time")
+        return spans[0]
+
+    def _said(self, i: int) -> list[int] | None:
+        """Return the tokens of answer i if they are those of its text."""
+        tokens, text = self.messages[i].get("tokens"), self.messages[i]["content"]
+        if tokens is None:
+            return None
+        known = max(tokens) < len(self.tokenizer) and min(tokens) >= 0
+        if known and self.tokenizer.decode(tokens, skip_special_tokens=True) == text:
+            return tokens
+        self.note(RETOKENISED)
+        return None
+
+    def _of_tokens(self, i: int, tokens: list[int]) -> Sample:
+        prompt = self.tokenizer(self.text(i, answer=True), add_special_tokens=False)["input_ids"]
+        return _sample([*prompt, *tokens], [False] * len(prompt) + [True] * len(tokens))
+
+    def _sample(self, text: str, spans: list[Span]) -> Sample:
+        ids, places = tokens_of(self.tokenizer, text)
+        return _sample(ids, [any(a <= start and end <= b for a, b in spans) for start, end in places])
+
+    def _check_nothing_left_out(self, whole: str) -> None:
+        """Raise ValueError, which names it, for what the conversation holds and the template does not write."""
+        fields = {name for m in self.messages for name in m} & set(CARRIED) - {"tool_call_id", "name"}
+        for name in sorted(fields):
+            if self._same(whole, [{k: v for k, v in m.items() if k != name} for m in self.messages], self.tools):
+                raise ValueError(_ignored(f"the field {name!r} of turns"))
+        if self.tools and self._same(whole, list(self.messages), None):
+            raise ValueError(_ignored("the field 'tools'"))
+        for i, message in enumerate(self.messages):
+            parts = message["content"]
+            texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
+            if len(texts) > 1 and not all(text.strip() in whole for text in texts):
+                raise ValueError("the target's chat template takes text, and not a list of parts as 'content'")
+            spoken = message["role"] == "assistant" or all(text.strip() in whole for text in texts)
+            if not spoken and self._same(whole, [*self.messages[:i], *self.messages[i + 1 :]], self.tools):
+                raise ValueError(_ignored(f"the turn of {message['role']!r}"))
+
+    def _same(self, whole: str, messages: list[Message], tools: list | None) -> bool:
+        try:
+            return self._render(messages, tools) == whole
+        except (TemplateError, ValueError):  # so the template looks at it
+            return False
+
+
+def _alike(a: str, b: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _ignored(what: str) -> str:
+    return f"the target's chat template leaves out {what}: remove it, or use a template that writes it"
+
+
+def tokens_of(tokenizer, text: str) -> tuple[list[int], list[Span]]:
+    """Return the ids of a rendered text and the characters [start, end) of each.
+
+    The places follow from the tokens' bytes. A tokenizer that changes the text (lower case, spaces) says them itself.
+
+    Raises ValueError if neither is possible."""
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+    ids, vocabulary, data = out["input_ids"], vocabulary_of(tokenizer), text.encode()
+    pieces = [vocabulary.bytes_of(token) for token in ids]
+    joined = b"".join(pieces)
+    added = 1 if joined == b" " + data else 0  # a space in front of all
+    if joined[added:] == data:
+        ends = np.cumsum([0, *map(len, pieces)]) - added
+        chars = np.cumsum([0, *((byte & 0xC0) != 0x80 for byte in data)])  # characters that begin before a byte
+        places = chars[np.maximum(ends, 0)].tolist()
+        return ids, list(pairwise(places))
+    if not tokenizer.is_fast:
+        raise ValueError("the places of this tokenizer's tokens are unknown: use its fast version (tokenizer.json)")
+    places, before = [], 0
+    for start, end in out["offset_mapping"]:  # spaces before a token may be left out of its place
+        places.append((min(start, before) if text[before:start].isspace() else start, end))
+        before = max(before, end)
+    return ids, places
 
 
 def check_tokenizer(tokenizer) -> None:
@@ -76,7 +233,7 @@ def check_tokenizer(tokenizer) -> None:
             "plain texts (records with 'text')"
         )
     try:
-        text = tokenizer.apply_chat_template(GREETING, tokenize=False)
+        text = render_chat(tokenizer, GREETING)
     except TemplateError:
         return  # it may take other conversations
     for token in SPECIAL.findall(text):

@@ -3,10 +3,25 @@
 import json
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 
 from specdec.cli.files import partial_path, put_in_place, write_text
 from specdec.cli.lock import only_writer
+
+
+def record_of(out: Path) -> Path:
+    """Return the file with the settings of a run that writes `out`."""
+    return out.with_name(f"{out.stem}.run.json")
+
+
+def begun_on(out: Path) -> str:
+    """Return the day (YYYY-MM-DD) on which the run that writes `out` was begun; today if none was."""
+    try:
+        day = json.loads(record_of(out).read_text(encoding="utf-8")).get("day")
+        return date.fromisoformat(day).isoformat()
+    except (OSError, ValueError, TypeError, AttributeError):  # `Shards` says what is wrong with the file
+        return date.today().isoformat()
 
 
 class Shards:
@@ -26,7 +41,7 @@ class Shards:
         self.count = -(-rows // self.size)
         self.first, self.end = (0, self.count) if only is None else (only, only + 1)
         self.last = min(self.end * self.size, rows)  # the number of the line behind our last one
-        self.record = out.with_name(f"{out.stem}.run.json")
+        self.record = record_of(out)
         self.settings = {"rows": rows, "shard_size": size} | settings
 
     def __enter__(self) -> "Shards":

@@ -13,12 +13,10 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from specdec.cli.reading import parse_json
-from specdec.text import ROLES, clean
+from specdec.training.data.conversation import Conversation, conversation_of
 
 FILES = (".json", ".jsonl", ".jsonl.xz", ".txt")
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-Message = dict[str, str]
 
 
 @dataclass
@@ -42,40 +40,12 @@ class Record:
             raise ValueError(f"a record must be an object, not {type(row).__name__}")
         return row
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> Conversation:
         """OpenAI messages, at least one. Raises ValueError, which does not say where, if the form is not known."""
-        return _messages(self.fields())
+        return conversation_of(self.fields())
 
 
-def _messages(row: dict) -> list[Message]:
-    if "conversations" in row or "messages" in row:
-        turns = row.get("conversations") or row.get("messages")
-        if not isinstance(turns, list) or not turns:
-            raise ValueError("the conversation is empty")
-        return [_message(turn) for turn in turns]
-    if isinstance(row.get("text"), str):
-        return [{"role": "text", "content": clean(row["text"])}]
-    prompt = row.get("turns") or row.get("prompt")
-    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
-    if isinstance(first, str):
-        return [{"role": "user", "content": clean(first)}]
-    raise ValueError("none of 'conversations' (ShareGPT), 'messages' (OpenAI), 'text', 'turns' and 'prompt'")
-
-
-def _message(turn: dict) -> Message:
-    if not isinstance(turn, dict):
-        raise ValueError(f"a turn is not an object: {turn!r}")
-    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"a turn by {role!r}; known are {', '.join(ROLES)}")
-    if not {"value", "content"} & turn.keys():
-        raise ValueError(f"a turn by {role!r} has neither 'value' nor 'content'")
-    if not isinstance(content, str | None):
-        raise ValueError("a turn's content is not text, which is not supported")
-    return {"role": ROLES[role], "content": clean(content or "")}
-
-
-def read_conversations(path: str | Path) -> Iterator[list[Message]]:
+def read_conversations(path: str | Path) -> Iterator[Conversation]:
     """Yields each conversation as OpenAI messages; see `read_records`. Raises ValueError at the first bad record."""
     for record in read_records(path):
         try:
@@ -91,10 +61,12 @@ def read_records(
 
     A record is one of four forms:
 
-    - ShareGPT: `conversations: [{from, value}]`.
-    - OpenAI: `messages: [{role, content}]`.
+    - ShareGPT: `conversations: [{from, value}]`, with `system` and `tools` if there are any.
+    - OpenAI: `messages: [{role, content}]`, with `tools`.
     - Plain text: `text`. It becomes one message of the role 'text'.
     - Prompts: `turns` or `prompt`. The first turn is taken.
+
+    `conversation` says which fields of a turn count.
 
     Files are `.json`, `.jsonl`, `.jsonl.xz` and `.txt`, a prompt a line. Everything else is read through `datasets`:
     `.parquet`, a folder, the name of a data set on the hub. `split` ('train' if not given), `subset` and `streaming`

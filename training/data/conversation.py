@@ -1,0 +1,139 @@
+"""Records of data sets -> conversations in OpenAI's form. What cannot be used is refused by its name."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from specdec.schema import shown
+from specdec.text import ROLES, clean
+
+Message = dict[str, Any]
+SPEAKERS = ROLES | {"tool": "tool", "observation": "tool", "developer": "developer", "function_call": "assistant"}
+# What a chat template may read of a turn besides its content
+CARRIED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_call_id", "name")
+LOSS = ("weight", "train", "loss", "mask")  # by whom: OpenAI, Axolotl, ms-swift; none of them for 'mask'
+UNUSED = ("images", "image", "videos", "video", "audios", "audio", "functions", "documents", "refusal")
+
+
+class Conversation(list[Message]):
+    """The messages of one record, at least one, and the tools that it offers. A plain text has one of role 'text'.
+
+    A message has `role` and `content`, those of `CARRIED` that the record gives it, `weight` (0: an answer that is not
+    learnt), and of an answer that `specdec regenerate` wrote `tokens` and `finish_reason`."""
+
+    def __init__(self, messages: Iterable[Message], tools: list | None = None):
+        super().__init__(messages)
+        self.tools = tools
+
+
+def conversation_of(row: dict) -> Conversation:
+    """Read a record in one of the four forms of `sources.read_records`. Raises ValueError without saying where."""
+    for name in UNUSED:
+        if row.get(name):
+            raise ValueError(f"the field {name!r} of a record is not supported: remove it, or leave the record out")
+    if "conversations" in row or "messages" in row:
+        turns = row.get("conversations") or row.get("messages")
+        if not isinstance(turns, list) or not turns:
+            raise ValueError("the conversation is empty")
+        return Conversation(_with_system(row, [_message(turn) for turn in turns]), _tools(row))
+    if isinstance(row.get("text"), str):
+        extra = next((name for name in ("system", "system_prompt", "tools") if row.get(name)), None)
+        if extra is not None:
+            raise ValueError(f"a plain 'text' has no place for the field {extra!r}: give 'messages'")
+        return Conversation([{"role": "text", "content": clean(row["text"])} | _said(row)])
+    prompt = row.get("turns") or row.get("prompt")
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    if isinstance(first, str):
+        return Conversation(_with_system(row, [{"role": "user", "content": clean(first)}]), _tools(row))
+    if isinstance(prompt, list) and isinstance(first, dict):  # preference data: the messages up to the answer
+        return Conversation(_with_system(row, [_message(turn) for turn in prompt]), _tools(row))
+    raise ValueError("none of 'conversations' (ShareGPT), 'messages' (OpenAI), 'text', 'turns' and 'prompt'")
+
+
+def _with_system(row: dict, messages: list[Message]) -> list[Message]:
+    """Put the record's system prompt in front."""
+    system = row.get("system") or row.get("system_prompt")
+    if not system:
+        return messages
+    if not isinstance(system, str):
+        raise ValueError(f"the field 'system' must be a text, got {shown(system)}")
+    if messages[0]["role"] in ("system", "developer"):
+        raise ValueError("the record has a field 'system' and a turn by the system: keep one of them")
+    return [{"role": "system", "content": clean(system)}, *messages]
+
+
+def _tools(row: dict) -> list | None:
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        tools = _json(tools, "tools")
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"the field 'tools' must be a list of objects, got {shown(tools)}")
+    return tools
+
+
+def _json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"the field {name!r} is a text that is no JSON: {shown(text)}") from None
+
+
+def _message(turn: dict) -> Message:
+    if not isinstance(turn, dict):
+        raise ValueError(f"a turn is not an object: {shown(turn)}")
+    role = turn.get("from", turn.get("role"))
+    if not isinstance(role, str) or role not in SPEAKERS:
+        raise ValueError(f"a turn by {shown(role)}; known are {', '.join(SPEAKERS)}")
+    if not {"value", "content"} & turn.keys():
+        raise ValueError(f"a turn by {role!r} has neither 'value' nor 'content'")
+    for name in UNUSED:
+        if turn.get(name):
+            raise ValueError(f"the field {name!r} of a turn is not supported: remove it, or leave the record out")
+    content = _content(turn.get("value", turn.get("content")))
+    message = {"role": SPEAKERS[role], "content": content}
+    if role == "function_call":  # LLaMA-Factory's form: the value is the call
+        call = _json(content, "function_call") if isinstance(content, str) else None
+        calls = call if isinstance(call, list) else [call]
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": c} for c in calls],
+        }
+    message |= {name: turn[name] for name in CARRIED if turn.get(name)}
+    return message | _weight(turn, message["role"]) | (_said(turn) if message["role"] == "assistant" else {})
+
+
+def _content(content: Any) -> str | list:
+    if isinstance(content, str | None):
+        return clean(content or "")
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        other = next((part for part in content if part.get("type") != "text"), None)
+        if other is not None:
+            raise ValueError(f"a content part of type {shown(other.get('type'))} is not supported; only 'text' is")
+        if all(isinstance(part.get("text"), str) for part in content):
+            parts = [{"type": "text", "text": clean(part["text"])} for part in content]
+            return parts[0]["text"] if len(parts) == 1 else parts
+    raise ValueError(f"a turn's content must be text or a list of text parts, got {shown(content)}")
+
+
+def _weight(turn: dict, role: str) -> dict[str, int]:
+    """Return the weight of an answer's loss, 0 or 1, if the turn gives one."""
+    given = {name: turn[name] for name in LOSS if turn.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):
+            raise ValueError(f"the field {name!r} of a turn must be 0, 1, true or false, got {shown(value)}")
+        if name == "mask":
+            raise ValueError("the field 'mask' of a turn is not supported: say 'weight': 0 or 1")
+        if value and role != "assistant" and name != "weight":
+            raise ValueError(f"the field {name!r} is true in a turn by {role!r}: only answers can be learnt")
+    return {"weight": int(min(given.values()))} if given and role == "assistant" else {}
+
+
+def _said(turn: dict) -> Message:
+    """Return what `specdec regenerate` has written beside an answer's text."""
+    tokens, reason = turn.get("tokens"), turn.get("finish_reason")
+    if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
+        raise ValueError(f"the field 'tokens' of an answer must be a list of token ids, got {shown(tokens)}")
+    return ({"tokens": tokens} if tokens else {}) | ({"finish_reason": reason} if isinstance(reason, str) else {})

@@ -1,0 +1,76 @@
+"""Conversations that the target holds: a prompt, its answer, and the questions that follow."""
+
+from dataclasses import dataclass, replace
+
+from specdec.model.target import Target
+from specdec.text import encode_chat
+from specdec.training.data.conversation import Conversation, Message
+
+
+@dataclass
+class Prompt:
+    """A conversation to answer. `ids` is the first prompt in it."""
+
+    ids: list[int]
+    messages: Conversation  # up to the first answer
+    number: int = 0  # among all prompts, by which it is seeded
+    later: tuple[list[Message], ...] = ()  # what is said before each of the following answers
+
+
+@dataclass
+class Answer:
+    """What the target has said."""
+
+    text: str
+    tokens: list[int] | None  # None: the server does not return them
+    reason: str  # stop or length
+
+    def fields(self) -> dict:
+        return ({"tokens": self.tokens} if self.tokens else {}) | {"finish_reason": self.reason}
+
+
+def encode(target: Target, messages: Conversation, day: str | None = None) -> list[int]:
+    if messages[0]["role"] == "text":
+        return target.tokenizer(messages[0]["content"])["input_ids"]
+    return encode_chat(target, messages, messages.tools, day)
+
+
+class Dialogues:
+    """Conversations with the target, a turn at a time: prompts in, rows of the file out."""
+
+    def __init__(self, target: Target, prompts: list[Prompt], day: str | None):
+        self.target, self.prompts, self.day = target, prompts, day
+        self.longest = target.config.context // 2
+        self.talks = [Conversation(prompt.messages, prompt.messages.tools) for prompt in prompts]
+        self.last: list[Answer | None] = [None] * len(prompts)
+        self.ids = [prompt.ids for prompt in prompts]
+        self.going = list(range(len(prompts)))  # conversations of which the target answers another turn
+        self.turn = 0
+
+    def add(self, answers: list[Answer]) -> None:
+        """Take the answers of those that go on. A conversation ends at an answer that was cut off."""
+        asked, self.going, self.turn = self.going, [], self.turn + 1
+        for i, answer in zip(asked, answers, strict=True):
+            self.last[i] = answer
+            self.talks[i].append({"role": "assistant", "content": answer.text} | answer.fields())
+            later = self.prompts[i].later[self.turn - 1 : self.turn]
+            if later and answer.reason != "length":
+                more = Conversation([*self.talks[i], *later[0]], self.talks[i].tools)
+                self.ids[i] = encode(self.target, more, self.day)
+                if len(self.ids[i]) <= self.longest:
+                    self.talks[i] = more
+                    self.going.append(i)
+
+    def rows(self) -> list[dict]:
+        return [self._row(*row) for row in zip(self.prompts, self.talks, self.last, strict=True)]
+
+    def _row(self, prompt: Prompt, talk: Conversation, last: Answer) -> dict:
+        if talk[0]["role"] != "text":
+            return {"messages": list(talk)} | ({"tools": talk.tools} if talk.tools else {})
+        whole = replace(last, tokens=last.tokens and [*prompt.ids, *last.tokens])
+        return {"text": talk[0]["content"] + last.text} | whole.fields()
+
+
+def cut_off(row: dict) -> int:
+    """Return the number of answers in a row that were cut off."""
+    return sum(message.get("finish_reason") == "length" for message in row.get("messages", [row]))

@@ -8,10 +8,9 @@ from helpers import Credulous, tiny_drafter, tiny_target
 from scipy import stats
 
 from specdec.lab.proof.equality import EqualityProver, Mismatch
-from specdec.lab.proof.laws import chi_square, exact_distance, prove_law
+from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
 from specdec.lab.proof.proof import OneInAThousand
 from specdec.lab.proof.prove import main
-from specdec.lab.proof.sampled import prove_sampled
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import SampleAndMatch, make_verifier
@@ -40,12 +39,16 @@ def test_enumeration():
     assert exact_distance(Credulous(), WARM) > 0.05
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])
-def test_texts_are_compared_token_for_token(sampling):
+@pytest.fixture(scope="module")
+def pair():
     target = tiny_target()
-    drafter = tiny_drafter(target)
-    prover = EqualityProver(target, PROMPTS, 40, sampling, seed=3)
-    tree = DynamicTree(3, 3, 9)
+    return target, tiny_drafter(target)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+def test_texts_are_compared_token_for_token(pair, sampling):
+    target, drafter = pair
+    prover, tree = EqualityProver(target, PROMPTS, 24, sampling, seed=3), DynamicTree(3, 3, 9)
     proof = prover.prove(drafter, tree, SampleAndMatch())
     assert (proof.same, proof.texts, proof.bugs, proof.ties) == (3, 3, 0, 0)
     broken = prover.prove(drafter, tree, Credulous())
@@ -57,24 +60,20 @@ def test_texts_are_compared_token_for_token(sampling):
 
 def test_what_is_a_tie():
     near = {"prompt": 0, "position": 3, "plain": 1, "speculative": 2, "error": 1e-6}
-    assert Mismatch(margin=2e-6, leading=True, **near).tie
-    assert not Mismatch(margin=5e-6, leading=True, **near).tie
-    assert not Mismatch(margin=0.0, leading=False, **near).tie
+    for margin, leading in ((2e-6, True), (5e-6, True), (0.0, False)):
+        assert Mismatch(margin=margin, leading=leading, **near).tie == (leading and margin < 4e-6)
 
 
-def test_sampled_text_of_a_pair():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    prompts = [[i % 17, 3] for i in range(40)]
-    good = prove_sampled(target, drafter, Chain(3), SampleAndMatch(), prompts, Sampling(1.0, top_p=0.9), 24)
-    assert (good.outside, good.tokens) == (0, 960)
+def test_sampled_text_of_a_pair(pair):
+    prompts, nucleus = [[i % 17, 3] for i in range(25)], Sampling(1.0, top_p=0.9)
+    good, bad = (prove_sampled(*pair, Chain(3), rule, prompts, nucleus, 24) for rule in (SampleAndMatch(), Credulous()))
+    assert (good.outside, good.tokens) == (0, 600)
     assert good.pvalue > 1e-4
-    bad = prove_sampled(target, drafter, Chain(3), Credulous(), prompts, Sampling(1.0, top_p=0.9), 24)
     assert bad.pvalue < 1e-6
 
 
 def test_the_command(capsys, tmp_path, target_path, drafter_path):
-    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "12"]
+    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "8", "--limit", "2"]
     main([*how, "--draws", "2000", "--json", "--out", str(tmp_path / "proof.md")])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["sound"]

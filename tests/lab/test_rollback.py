@@ -5,8 +5,7 @@ import torch
 from helpers import tiny_target
 from hybrids import hybrid_target
 
-from specdec.lab.proof.page import verdict_line
-from specdec.lab.proof.proof import Proof
+from specdec.lab.proof.proof import Proof, verdict_line
 from specdec.lab.proof.rollback import prove_rollback
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import BUDGET, RecurrentCache
@@ -33,18 +32,15 @@ def test_experts_round_by_what_is_beside_them(tmp_path):
     assert proof.rounded > 0
 
 
-def keep_the_draft(cache: RecurrentCache, n) -> None:
-    """The recurrent state stays where the drafts have left it."""
-    window = cache.window
-    commit(cache, n)
-    cache.kept["recurrent 0"].copy_(window.last["recurrent 0"])
+def keeps(name: str):
+    """A state of this kind stays where the drafts have left it."""
 
+    def broken(cache: RecurrentCache, n) -> None:
+        window = cache.window
+        commit(cache, n)
+        cache.kept[f"{name} 0"].copy_(window.last[f"{name} 0"])
 
-def keep_the_convolution(cache: RecurrentCache, n) -> None:
-    """The convolution's inputs are not taken back."""
-    window = cache.window
-    commit(cache, n)
-    cache.kept["convolution 0"].copy_(window.last["convolution 0"])
+    return broken
 
 
 def one_token_short(cache: RecurrentCache, n) -> None:
@@ -56,7 +52,7 @@ def one_token_short(cache: RecurrentCache, n) -> None:
 commit = RecurrentCache.commit
 
 
-@pytest.mark.parametrize("broken", [keep_the_draft, keep_the_convolution, one_token_short])
+@pytest.mark.parametrize("broken", [keeps("recurrent"), keeps("convolution"), one_token_short])
 def test_broken_states_are_found(broken, hybrid, monkeypatch):
     hybrid.state_budget = BUDGET
     monkeypatch.setattr(RecurrentCache, "commit", broken)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import DRAFTERS, tiny_target
 from safetensors.torch import load_file
-from test_trees import check_invariants
+from test_trees import check_invariants, start
 
 from specdec.structs import DraftTree
 from specdec.trees import BlockTree, DynamicTree
@@ -35,9 +35,8 @@ def over(policy: BlockTree, logp: torch.Tensor) -> DraftTree:
 @pytest.mark.parametrize("budget", [8, 16, 64])
 def test_the_trees_of_ddtree(case, budget):
     """Node by node, equal scores included: theirs come by score, ours breadth first."""
-    golden = paths_of(
-        GOLDEN[f"{case}.b{budget}.parents"].tolist(), [0, *GOLDEN[f"{case}.b{budget}.node_token_ids"].tolist()]
-    )
+    parents, tokens = (GOLDEN[f"{case}.b{budget}.{name}"].tolist() for name in ("parents", "node_token_ids"))
+    golden = paths_of(parents, [0, *tokens])
     tree = over(BlockTree(budget, 5, budget + 1), GOLDEN[f"{case}.log_probs"][None])
     check_invariants(tree, budget + 1)
     assert paths_of(tree.parents[0].tolist(), tree.tokens[0].tolist()) == sorted(golden, key=len)
@@ -84,11 +83,7 @@ def test_it_holds_the_best_of_a_dynamic_tree():
     sums = []
     for policy in (BlockTree(6, 5, 12), DynamicTree(6, 5, 12)):
         drafter = DRAFTERS["dflash"](target)
-        drafter.reset(2, 32)
-        feats = torch.randn(2, 4, 2 * 32, generator=torch.Generator().manual_seed(0))
-        n = torch.tensor([4, 2])
-        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats, torch.ones(2, 4, dtype=torch.int64), n)
-        sums.append(policy.grow(drafter, torch.ones(2, dtype=torch.int64), state).logq.exp().sum(1))
+        sums.append(policy.grow(drafter, *start(drafter, target)).logq.exp().sum(1))
     assert (sums[0] >= sums[1] - 1e-6).all()
 
 

@@ -30,16 +30,6 @@ def grow(policy, drafter, target, sampling, b=2):
     return policy.grow(drafter, root, start(drafter, target, b), children_of("drawn", sampling, noise))
 
 
-@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
-@torch.inference_mode()
-def test_invariants(expansion):
-    target, policy = tiny_target(), SampledTree(expansion)
-    tree = grow(policy, tiny_drafter(target, draft_vocab=8), target, Sampling(1.0))
-    check_invariants(tree, policy.num_draft_tokens)
-    children = tree.parents[0, 1:].bincount(minlength=policy.num_draft_tokens)
-    assert children.tolist() == [(*expansion, 0)[level] for level in tree.depth[0]]
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=3)], ids=["warm", "filtered"])
 @pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
@@ -47,9 +37,12 @@ def test_invariants(expansion):
 def test_q_is_what_the_drafter_says_after_each_path(expansion, sampling):
     """Each node's path drafted alone, as a chain: the same distribution, in the target's vocabulary. A verifier would
     not notice if the tree mixed paths up: it would only accept less."""
-    target = tiny_target()
+    target, policy = tiny_target(), SampledTree(expansion)
     drafter = tiny_drafter(target, draft_vocab=8)
-    tree = grow(SampledTree(expansion), drafter, target, sampling)
+    tree = grow(policy, drafter, target, sampling)
+    check_invariants(tree, policy.num_draft_tokens)
+    children = tree.parents[0, 1:].bincount(minlength=policy.num_draft_tokens)
+    assert children.tolist() == [(*expansion, 0)[level] for level in tree.depth[0]]
     for node in range(tree.tokens.shape[1]):
         if tree.depth[0, node] == tree.steps:
             assert tree.q[0, node].sum() == 0, "a leaf has no children"

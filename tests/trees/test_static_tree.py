@@ -1,36 +1,24 @@
 """Static trees: their shape, what they draft, files, and the optimal one."""
 
-import importlib.util
 import itertools
 import json
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import DRAFTERS, tiny_target
 from test_trees import check_invariants, start
 
+from specdec import registry
 from specdec.api import load_tree
-from specdec.drafters import ngram
-from specdec.drafters.draft_model import DraftModel
+from specdec.lab.replay import optimal_tree
 from specdec.trees import StaticTree
 from specdec.trees.optimal import expected_tau, optimal_paths
 
-ROOT = Path(__file__).parents[2]
 PATHS = [[2], [0], [1], [0, 0], [0, 3], [2, 1], [1, 0], [0, 3, 0], [0, 3, 1], [1, 0, 2], [0, 3, 1, 0]]
 
 
-DRAFTERS = {
-    "eagle3": lambda target: tiny_drafter(target, draft_vocab=8),
-    "medusa": lambda target: tiny_drafter(target, kind="medusa"),
-    "mtp-three-heads": lambda target: tiny_drafter(target, draft_vocab=8, kind="mtp-three-heads"),
-    "ngram": lambda target: ngram.create(target, mode="suffix"),
-    "draft_model": lambda target: DraftModel(tiny_target(seed=5, layers=2)).eval(),
-}
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", ["eagle3", "medusa", "mtp-three-heads", "suffix", "draft-model"])
 @torch.inference_mode()
 def test_every_node_is_what_its_own_path_drafts(name):
     """Against one path at a time, W = 1: masks, padding, hidden states and ranks are all in it."""
@@ -76,8 +64,7 @@ def test_what_is_no_tree_is_refused(paths, sentence):
 
 
 def test_files(tmp_path):
-    bundled = load_tree(ROOT / "conf" / "tree" / "static.yaml")
-    assert bundled.num_draft_tokens == 16
+    assert load_tree(registry.CONF / "tree" / "static.yaml").num_draft_tokens == 16
     file = tmp_path / "tree.json"
     file.write_text(json.dumps({"paths": PATHS}))
     assert load_tree(file).num_draft_tokens == len(PATHS) + 1
@@ -105,7 +92,7 @@ def all_trees(depth: int, children: int, nodes: int):
             yield chosen
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_optimal_tree_beats_every_other(seed):
     """Ranks need not be ordered, and depth may help: best-first relies on neither."""
     noise = random.Random(seed)
@@ -117,23 +104,17 @@ def test_the_optimal_tree_beats_every_other(seed):
         assert expected_tau(paths, accept) == pytest.approx(best)
 
 
-def test_expected_tau_by_hand():
+def test_the_optimal_tree_by_hand():
     assert expected_tau([[0], [1], [0, 0]], [[0.5, 0.2], [0.4, 0.1]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
-
-
-def test_the_table_bounds_the_tree():
     assert optimal_paths([[1.0], [1.0]], 3) == [(0,), (0, 0)]
     with pytest.raises(ValueError, match="num_draft_tokens is 8, but a tree of 2 levels and 2 children has 2 to 7"):
         optimal_paths([[0.5, 0.5]] * 2, 8)
 
 
 def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):
-    spec = importlib.util.find_spec("specdec.lab.replay.optimal_tree")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     prompts, file = tmp_path / "p.txt", tmp_path / "tree.yaml"
     prompts.write_text("The quick brown\nWhat is 12?")
-    script.main([
+    optimal_tree.main([
         "--target", str(target_path), "--draft", str(drafter_path), "--prompt-file", str(prompts), "--out", str(file),
         "--max-new-tokens", "16", "--num-draft-tokens", "7", "--steps", "3", "--topk", "4",
     ])  # fmt: skip

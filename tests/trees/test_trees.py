@@ -45,12 +45,6 @@ def start(drafter, target, b=3):
     return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
-def assert_same_tree(tree: DraftTree, other: DraftTree) -> None:
-    for field in ("tokens", "parents", "depth", "ancestors"):
-        assert torch.equal(getattr(tree, field), getattr(other, field)), field
-    torch.testing.assert_close(tree.logq, other.logq)
-
-
 def grow(policy, logits, b=2):
     drafter = ScriptedDrafter(logits)
     return policy.grow(drafter, torch.full((b,), 7), drafter.state(b, 1))
@@ -78,15 +72,17 @@ def check_invariants(tree: DraftTree, n: int):
     assert (tree.logq.gather(1, tree.parents) >= tree.logq).all()
 
 
-def test_scores_by_hand():
+def test_scores_and_the_drawing_by_hand():
     """P = .6 .3 .1: the best four paths are a (.6), aa (.36), b (.3), and aaa (.216)."""
-    logits = torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist()
-    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), logits)
+    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist())
     assert tree.tokens[0].tolist() == [7, 100, 101, 100, 100]
     assert tree.parents[0].tolist() == [0, 0, 0, 1, 3]
     assert tree.depth[0].tolist() == [0, 1, 1, 2, 3]
     torch.testing.assert_close(tree.logq[0].exp(), torch.tensor([1.0, 0.6, 0.3, 0.36, 0.216]))
     check_invariants(tree, 5)
+    assert draw(tree, [0, 1, 3], {7: "root", 100: "a", 101: "b"}.get) == (
+        "'root' *\n|-- 'a'  0.60 *\n|   `-- 'a'  0.36 *\n|       `-- 'a'  0.22\n`-- 'b'  0.30"
+    )
 
 
 @pytest.mark.matrix
@@ -115,8 +111,10 @@ def test_a_tree_of_first_children_is_the_chain(policy):
     target = tiny_target()
     drafter = tiny_drafter(target)
     assert policy.draft_slots() == Chain(4).draft_slots()
-    trees = [each.grow(drafter, *start(drafter, target)) for each in (Chain(4), policy)]
-    assert_same_tree(*trees)
+    chain, tree = (each.grow(drafter, *start(drafter, target)) for each in (Chain(4), policy))
+    for field in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(tree, field), getattr(chain, field)), field
+    torch.testing.assert_close(tree.logq, chain.logq)
 
 
 @pytest.mark.matrix
@@ -137,16 +135,3 @@ def test_the_largest_of_many_by_blocks(size, k):
 def test_ancestors_of_deep_paths():
     parents = torch.tensor([[0, 0, 1, 2, 3, 4, 5]])
     assert torch.equal(ancestors_of(parents, 6)[0], torch.ones(7, 7).tril().bool())
-
-
-def test_too_many_draft_tokens_are_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="num_draft_tokens is 12, but with topk 2 and steps 3 a tree holds 2 to 11"):
-        DynamicTree(topk=2, steps=3, num_draft_tokens=12)
-
-
-def test_drawing():
-    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist())
-    names = {7: "root", 100: "a", 101: "b"}
-    assert draw(tree, [0, 1, 3], names.get) == (
-        "'root' *\n|-- 'a'  0.60 *\n|   `-- 'a'  0.36 *\n|       `-- 'a'  0.22\n`-- 'b'  0.30"
-    )

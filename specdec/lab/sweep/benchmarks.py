@@ -8,8 +8,9 @@ Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's s
 import hashlib
 import json
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 from specdec.text import clean
 from specdec.training.data.sources import Record, read_records
@@ -73,40 +74,22 @@ def load_benchmark(
     _fields_of(form)
     records = read_records(path, split=split, subset=subset, streaming=streaming)
     questions, skipped = [], 0
-    wanted = _questions(records, form, category, turns, skip=bad == "skip")
-    for question in wanted if pick == "spread" or limit is None else _until(wanted, limit):
-        if question is None:
+    for number, record in enumerate(records):
+        try:
+            questions.append(_question(record, str(number), form, category, turns))
+        except ValueError as error:
+            if bad == "error":
+                raise ValueError(
+                    f"{record.where}: {error}; benchmark.bad=skip leaves such records out and counts them"
+                ) from None
             skipped += 1
-        else:
-            questions.append(question)
+        if pick == "first" and len(questions) == limit:
+            break  # no more of the source is read
     if not questions:
         raise ValueError(f"{path} holds no question that can be used: {skipped} records were skipped")
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return Benchmark(name, _with_own_ids(questions), skipped)
-
-
-def _until(questions: Iterator[Question | None], limit: int) -> Iterator[Question | None]:
-    """The questions up to the `limit`th that can be used, so that no more of the source is read."""
-    for question in questions:
-        yield question
-        limit -= question is not None
-        if not limit:
-            return
-
-
-def _questions(
-    records: Iterator[Record], form: str | None, category: str | None, turns: int | None, skip: bool
-) -> Iterator[Question | None]:
-    for number, record in enumerate(records):
-        try:
-            yield _question(record, str(number), form, category, turns)
-        except ValueError as error:
-            if not skip:
-                raise ValueError(
-                    f"{record.where}: {error}; benchmark.bad=skip leaves such records out and counts them"
-                ) from None
-            yield None
 
 
 def _question(record: Record, number: str, form: str | None, category: str | None, limit: int | None) -> Question:
@@ -150,9 +133,9 @@ def _texts(value) -> bool:
 
 def _with_own_ids(questions: list[Question]) -> list[Question]:
     """The questions with ids that occur once each, because intervals resample questions by id."""
-    seen: dict[str, int] = {}
-    out = []
-    for q in questions:
-        seen[q.id] = seen.get(q.id, 0) + 1
-        out.append(q if seen[q.id] == 1 else Question(f"{q.id} ({seen[q.id]})", q.category, q.turns, q.system))
-    return out
+    seen: Counter[str] = Counter()
+    for number, q in enumerate(questions):
+        seen[q.id] += 1
+        if seen[q.id] > 1:
+            questions[number] = replace(q, id=f"{q.id} ({seen[q.id]})")
+    return questions

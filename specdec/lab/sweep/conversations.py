@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
 from specdec.engine.engine import Engine, Result
 from specdec.lab.sweep.benchmarks import Question
@@ -13,7 +12,7 @@ from specdec.text import encode_chat
 TURN_BREAK = "\n\n"  # between an answer and the next turn where there is no chat template
 
 
-@dataclass
+@dataclass(eq=False)
 class Dialogue:
     """One question while it is answered, in the target's chat template, or raw: turns and answers as one text."""
 
@@ -21,23 +20,21 @@ class Dialogue:
     question: Question
     raw: bool
     template: dict  # further variables of the chat template
+    number: int  # of the question
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)  # raw: the text so far
 
     def ask(self) -> list[int]:
         """The ids of a prompt that ends with the next turn and holds everything before."""
-        turn = self.question.turns[self.asked]
-        if self.raw:
-            first = [self.question.system] if self.question.system and not self.ids else []
-            text = TURN_BREAK.join([*first, turn])
-            new = self.target.tokenizer(TURN_BREAK + text if self.ids else text, add_special_tokens=not self.ids)
-            self.ids = self.ids + new["input_ids"]
-            self.messages.append({"role": "user", "content": turn})
-            return self.ids
-        if not self.messages and self.question.system:
-            self.messages.append({"role": "system", "content": self.question.system})
-        self.messages.append({"role": "user", "content": turn})
-        return encode_chat(self.target, self.messages, **self.template)
+        turn, first = self.question.turns[self.asked], not self.messages
+        new = [{"role": "system", "content": self.question.system}] if first and self.question.system else []
+        new.append({"role": "user", "content": turn})
+        self.messages += new
+        if not self.raw:
+            return encode_chat(self.target, self.messages, **self.template)
+        text = ("" if first else TURN_BREAK) + TURN_BREAK.join(message["content"] for message in new)
+        self.ids = self.ids + self.target.tokenizer(text, add_special_tokens=first)["input_ids"]
+        return self.ids
 
     def hear(self, tokens: list[int]) -> None:
         """Take in the target's answer. tokens: with its end-of-text token."""
@@ -64,11 +61,8 @@ def template_settings(target: Target, raw: bool, thinking: bool | None) -> tuple
     if thinking is None:
         return raw, {}
     if raw or "enable_thinking" not in str(template):
-        raise ValueError(
-            "thinking was set, but "
-            + ("the prompts are raw" if raw else "the target's chat template has no switch enable_thinking")
-            + ": leave thinking=null"
-        )
+        why = "the prompts are raw" if raw else "the target's chat template has no switch enable_thinking"
+        raise ValueError(f"thinking was set, but {why}: leave thinking=null")
     return raw, {"enable_thinking": thinking}
 
 
@@ -96,28 +90,20 @@ def converse(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    results, left_out, first = [], 0, 0
-    remaining = iter(questions)
-    while batch := list(islice(remaining, batch_size)):
-        dialogues = [Dialogue(engine.target, question, raw, template or {}) for question in batch]
-        numbers = {id(dialogue): number for number, dialogue in enumerate(dialogues, first)}
-        first += len(batch)
+    results, left_out = [], 0
+    for first in range(0, len(questions), batch_size):
+        batch = enumerate(questions[first : first + batch_size], first)
+        dialogues = [Dialogue(engine.target, question, raw, template or {}, number) for number, question in batch]
         while dialogues:
             prompts = [(d, d.ask()) for d in dialogues]
             fitting = [(d, ids) for d, ids in prompts if len(ids) + max_new_tokens <= engine.target.config.context]
-            left_out += sum(1 + len(d.question.turns) - d.asked for d, _ in prompts)
-            left_out -= sum(1 + len(d.question.turns) - d.asked for d, _ in fitting)
+            dialogues = [d for d, _ in fitting]
+            left_out += sum(1 + len(d.question.turns) - d.asked for d, _ in prompts if d not in dialogues)
             if not fitting:
                 break
-            dialogues = [d for d, _ in fitting]
             name([d.question.id for d in dialogues], [d.question.category for d in dialogues])
-            result = engine.generate(
-                [ids for _, ids in fitting],
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                seed=[(seed, numbers[id(d)]) for d, _ in fitting],
-                observer=observer,
-            )
+            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "observer": observer}
+            result = engine.generate([ids for _, ids in fitting], seed=[(seed, d.number) for d in dialogues], **how)
             results.append(result)
             for dialogue, row in zip(dialogues, result.rows, strict=True):
                 dialogue.hear(row.tokens)

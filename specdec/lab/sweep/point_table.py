@@ -3,8 +3,7 @@
 from rich.table import Table
 
 from specdec.cli.terminal import console
-from specdec.lab.sweep.results import by_drafter, tree_name
-from specdec.lab.sweep.store import groups
+from specdec.lab.sweep.store import by_drafter, groups, tree_name
 from specdec.structs import FILTERS, PENALTIES, Sampling
 
 COLUMNS = {  # of the table of points: heading -> is it a number?

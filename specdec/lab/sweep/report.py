@@ -20,11 +20,9 @@ from specdec import __version__
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.lab.figure_style import svg_and_png
 from specdec.lab.sweep import figures
-from specdec.lab.sweep.diagnostic_figures import diagnostics
 from specdec.lab.sweep.gallery import best_tree_svg, round_svg
 from specdec.lab.sweep.point_table import COLUMNS, conditions_of, decoded, notes_of, table_of, title_of
-from specdec.lab.sweep.results import best, by_drafter, tree_name
-from specdec.lab.sweep.store import groups
+from specdec.lab.sweep.store import best, by_drafter, groups, tree_name
 
 REPORT, FIGURES = "report.html", "figures"
 WHY = (
@@ -49,7 +47,7 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
         f"Share of the rounds that accepted at least so many drafted tokens. {BEST}",
     ),
     "categories": ("tau by category", figures.categories, BEST),
-    "diagnostics": ("Why", diagnostics, WHY),
+    "diagnostics": ("Why", figures.diagnostics, WHY),
 }
 
 

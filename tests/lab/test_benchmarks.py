@@ -7,8 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from specdec.engine.engine import Engine
-from specdec.lab.sweep.benchmarks import Question, load_benchmark
-from specdec.lab.sweep.conversations import converse, template_settings
+from specdec.lab.sweep.benchmarks import Question, converse, load_benchmark, template_settings
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 

@@ -145,18 +145,3 @@ def test_many_at_once_in_order():
     assert list(in_order(work, range(20), 5)) == [i * i for i in range(20)]
     assert seed_of(1, 2) != seed_of(2, 1)
     assert seed_of(1, 2) == seed_of(1, 2) < 1 << 48
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--plain-server", "http://x"], "belong to --server"),
-        (["--server", "localhost:8000"], "begins with http:// or https://"),
-        (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
-    ],
-)
-def test_mistakes_are_one_sentence(capsys, flags, message):
-    with pytest.raises(SystemExit) as stop:
-        main(flags)
-    assert stop.value.code == 2
-    assert message in capsys.readouterr().err

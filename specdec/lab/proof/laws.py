@@ -49,11 +49,11 @@ class TableDrafter(Drafter):
         return self.state(tokens)
 
 
-def table_logits(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
+def table_logits() -> tuple[Tensor, Tensor]:
     """Logits [V,V] of a target, and of a drafter that knows it badly enough to draft what the target never says."""
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(vocab, vocab, generator=generator) * 1.5
-    return target, target + torch.randn(vocab, vocab, generator=generator) * 1.5
+    generator = torch.Generator().manual_seed(11)
+    target, other = (torch.randn(VOCAB, VOCAB, generator=generator) * 1.5 for _ in range(2))
+    return target, target + other
 
 
 @dataclass
@@ -66,12 +66,6 @@ class LawProof:
     pvalue: float  # chi-square
     distance: float  # total variation between the law and what was seen
     noise: float  # the distance that 99 % of samples of the law itself stay below
-
-
-def target_law(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[V,V,V], the joint probabilities of the three tokens after token 0, fp64."""
-    p = filtered_probs(logits, sampling).double()
-    return torch.einsum("a,ab,bc->abc", p[0], p, p)
 
 
 def three_tokens(
@@ -99,8 +93,11 @@ def three_tokens(
 def prove_law(
     policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int = 100_000, seed: int = 0
 ) -> LawProof:
+    """Draw three tokens many times, and compare them with their joint law."""
     tokens, n = three_tokens(policy, verifier, sampling, draws, seed)
-    law = target_law(table_logits()[0], sampling).flatten()
+    p = filtered_probs(table_logits()[0], sampling).double()
+    law = torch.einsum("a,ab,bc->abc", p[0], p, p).flatten()
+    chance = np.random.default_rng(seed).multinomial(draws, (law / law.sum()).numpy(), size=500)
     place = (tokens * VOCAB ** torch.arange(3).flip(0)).sum(1)
     seen = place.bincount(minlength=law.numel()).double()
     return LawProof(
@@ -109,7 +106,7 @@ def prove_law(
         impossible=int(seen[law == 0].sum()),
         pvalue=chi_square(seen, law * draws),
         distance=(seen / draws - law).abs().sum().item() / 2,
-        noise=_noise(law, draws, seed),
+        noise=float(np.quantile(np.abs(chance / draws - (law / law.sum()).numpy()).sum(1) / 2, 0.99)),
     )
 
 
@@ -132,26 +129,21 @@ def chi_square(seen: Tensor, expected: Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
-def _noise(law: Tensor, draws: int, seed: int, samples: int = 500) -> float:
-    p = (law / law.sum()).numpy()
-    counts = np.random.default_rng(seed).multinomial(draws, p, size=samples)
-    return float(np.quantile(np.abs(counts / draws - p).sum(1) / 2, 0.99))
-
-
-def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | None = None) -> float:
+def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
     """Total variation between a rule's law of two tokens on one fixed tree and the target's law, without sampling.
+
+    The tree is a root (token 0) with two children (2 and 4), and one child of the first (1).
 
     It takes rules whose only chance is the target's token at every node, as `match`. Every outcome of those draws is
     given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
     """
-    tree = tree or small_tree()
     p = filtered_probs(table_logits()[0], sampling).double()
-    nodes = tree.tokens.shape[1]
-    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=nodes)))  # [V^N,N]
-    weights = p[tree.tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
+    tokens, parents, depth = torch.tensor([[[0, 2, 4, 1]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]])
+    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=tokens.shape[1])))  # [V^N,N]
+    weights = p[tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
     outcomes, weights = outcomes[weights > 0], weights[weights > 0]
-    parts = (tree.tokens, tree.parents, tree.depth, tree.ancestors)
-    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), tree.steps)
+    parts = tokens, parents, depth, ancestors_of(parents, 2)
+    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), 2)
     logits = F.one_hot(outcomes, VOCAB).float()
     verdict = verifier(rows, logits, Sampling())
     law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
@@ -160,12 +152,6 @@ def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | Non
     ended = torch.zeros(VOCAB, dtype=torch.float64).index_put_((first[alone],), weights[alone], accumulate=True)
     law += ended[:, None] * p  # the second token is drawn in the next round
     return (law - p[0][:, None] * p).abs().sum().item() / 2
-
-
-def small_tree() -> DraftTree:
-    """A root (token 0) with two children (2 and 4), and one child of the first (1)."""
-    parents = torch.tensor([[0, 0, 0, 1]])
-    return DraftTree(torch.tensor([[0, 2, 4, 1]]), parents, torch.tensor([[0, 1, 1, 2]]), ancestors_of(parents, 2), 2)
 
 
 def significance(tests: int, level: float = 1e-3) -> float:

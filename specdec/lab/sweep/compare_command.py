@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import kernels, registry
-from specdec.api import DEMO_TARGET, load_target
+from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
@@ -20,10 +20,9 @@ from specdec.lab.machine import machine_in_short
 from specdec.lab.output import write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import compare, named
-from specdec.machine import set_matmul_precision
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
-from specdec.training.train import instantiate
+from specdec.training.train import instantiate, load_some
 from specdec.trees.spec import TreeSpec
 
 
@@ -55,9 +54,7 @@ def run(config: DictConfig) -> None:
     sampling = instantiate(config.sampling)
     if config.compile and config.device.startswith("cuda"):
         kernels.use("torch")  # Inductor makes its own of torch's operators
-    how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
-    set_matmul_precision(config.target.matmul_precision)
-    target = load_target(config.target.path or DEMO_TARGET, **how)
+    target = load_some(config, config.device, whole=True)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
     how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)

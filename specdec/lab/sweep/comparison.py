@@ -31,6 +31,10 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
 FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
+COLUMNS = {
+    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth": "right", "tokens/s": "right",
+    "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
+}  # fmt: skip
 WIDTH = 180  # of a table where there is no terminal
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
@@ -105,12 +109,8 @@ class Comparison:
 
     def _table(self) -> Table:
         table = Table(title=f"plain decoding: {self.plain_tokens_per_second:.0f} tokens/s")
-        for column in ("", "tree (topk/steps/tokens)"):
-            table.add_column(column)
-        for column in ("tau", "accepted to depth", "tokens/s", "to plain"):
-            table.add_column(column, justify="right")
-        for column in ("ms a round: draft, verify", "lossless"):
-            table.add_column(column)
+        for column, justify in COLUMNS.items():
+            table.add_column(column, justify=justify)
         for s in self.scores:
             parts = s.milliseconds_a_round
             claim = "yes" if s.lossless else f"NO: {s.rule}"

@@ -7,7 +7,6 @@ file.
 import base64
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -51,13 +50,6 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
 }
 
 
-@dataclass
-class ReportFigure:
-    title: str
-    svg: Markup
-    caption: str
-
-
 def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
     """Write report.html and figures/*.png into a sweep's folder; returns the page's path.
 
@@ -94,27 +86,21 @@ def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]
     }
 
 
-def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[ReportFigure]:
+def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[dict]:
     drawn = []
     for name, (title, make, caption) in DRAWN.items() if points else ():
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
-        made = svg_and_png(make, *arguments)
-        if made is None:
-            continue
-        svg, png = made
-        file = output_folder(out / FIGURES) / f"{number}-{name}.png"
-        write_whole(file, lambda aside, png=png: aside.write_bytes(png))
-        drawn.append(ReportFigure(title, Markup(svg), caption))
+        if (made := svg_and_png(make, *arguments)) is not None:
+            file = output_folder(out / FIGURES) / f"{number}-{name}.png"
+            write_whole(file, lambda aside, png=made[1]: aside.write_bytes(png))
+            drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
     return drawn
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
-    machines = list(dict.fromkeys(tuple(t["machine"].items()) for t in timings.values() if "machine" in t))
-    told = [
-        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}"
-        for m in map(dict, machines)
-    ]
-    versions = [f"torch {m['torch']}, Python {m['python']}" for m in map(dict, machines)]
+    machines = [t["machine"] for t in timings.values() if "machine" in t]
+    told = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
+    versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
     skipped = sum("skipped" in r for r in results)
     return [
         ("machine", "; ".join(dict.fromkeys(told))),

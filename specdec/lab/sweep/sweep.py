@@ -19,8 +19,7 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
 from specdec.lab.machine import processor
-from specdec.lab.sweep.benchmarks import Benchmark, Question
-from specdec.lab.sweep.conversations import converse, template_settings
+from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, template_settings
 from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from specdec.lab.sweep.store import done, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples

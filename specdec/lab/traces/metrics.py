@@ -7,6 +7,7 @@ In the formulas a round accepts `a` drafted tokens before any cut at the end of 
 text. Unless the end cuts it, e = a + 1: the bonus token counts.
 """
 
+import inspect
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -22,15 +23,12 @@ METRICS: dict[str, Callable[[Rows], float]] = {}
 BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {}
 
 
-def metric(function: Callable[[Rows], float]) -> Callable[[Rows], float]:
-    """Register a metric: summaries and tables show it under the function's name."""
-    METRICS[function.__name__] = function
-    return function
+def metric(function: Callable) -> Callable:
+    """Register a metric: summaries and tables show it under the function's name.
 
-
-def metric_by_depth(function: Callable[[Rows], list[float]]) -> Callable[[Rows], list[float]]:
-    """Register a metric that has a value for each depth."""
-    BY_DEPTH[function.__name__] = function
+    A function that is annotated to return a list has a value for each depth."""
+    by_depth = inspect.get_annotations(function)["return"] == list[float]
+    (BY_DEPTH if by_depth else METRICS)[function.__name__] = function
     return function
 
 
@@ -110,7 +108,7 @@ def experts_per_verification(rows: Rows) -> float:
     return _mean([r.experts for row in rows for r in row.rounds if r.experts is not None])
 
 
-@metric_by_depth
+@metric
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.
 
@@ -122,7 +120,7 @@ def vllm_per_position_rates(rows: Rows) -> list[float]:
     return traces.acceptance_by_depth(drafting, steps)
 
 
-@metric_by_depth
+@metric
 def n_alpha(rows: Rows) -> list[float]:
     """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
     accepted, and that were drafted from n features of the drafter's own. Of chains only.

@@ -40,11 +40,8 @@ class AlongTexts:
         check(type(self), vars(self), "")
         for text in self.texts:
             for word in text.split():
-                if (
-                    not WORD.fullmatch(word)
-                    or len(word) > self.steps
-                    or (word != NONE and max(word) > DIGITS[self.topk - 1])
-                ):
+                too_large = word != NONE and max(word) > DIGITS[self.topk - 1]
+                if not WORD.fullmatch(word) or len(word) > self.steps or too_large:
                     raise ValueError(f"{word!r} is no word of ranks below {self.topk} on at most {self.steps} levels")
 
     @cached_property
@@ -123,12 +120,8 @@ class Acceptance:
 
     def as_text(self) -> str:
         """The content of the file."""
-        return (
-            json.dumps(
-                {"format": FORMAT, "about": self.about, "measured": [asdict(m) for m in self.measured]}, indent=1
-            )
-            + "\n"
-        )
+        content = {"format": FORMAT, "about": self.about, "measured": [asdict(m) for m in self.measured]}
+        return json.dumps(content, indent=1) + "\n"
 
 
 def read_acceptance(folder: Path) -> Acceptance | None:

@@ -25,6 +25,5 @@ class Chain(FixedTree):
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         tokens, logq = drafter.chain(state, self.steps, children)
-        return self._tree(
-            torch.cat([root[:, None], tokens], 1), torch.cat([self.of_root.expand(len(root), 1), logq], 1)
-        )
+        logq = torch.cat([self.of_root.expand(len(root), 1), logq], 1)
+        return self._tree(torch.cat([root[:, None], tokens], 1), logq)

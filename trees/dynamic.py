@@ -87,12 +87,7 @@ class DynamicTree:
             if not last:
                 scores, tokens, parent, places, ancestors = best
                 hidden = state.hidden.gather(1, parent[..., None].expand(-1, -1, state.hidden.shape[-1]))
-        return self.pooled(pool_tokens, pool_scores, pool_parents)
-
-    @staticmethod
-    def pooled(*levels: list[Tensor]) -> Pool:
-        """The pool of tokens, scores and parents, each given level by level."""
-        return Pool(*(torch.cat(parts, 1) for parts in levels))
+        return Pool(*(torch.cat(parts, 1) for parts in (pool_tokens, pool_scores, pool_parents)))
 
     def select(self, root: Tensor, pool: Pool) -> DraftTree:
         """The tree of the root and the best candidates."""

@@ -3,6 +3,7 @@
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -24,14 +25,7 @@ Table = Sequence[Sequence[float]]
 
 def expected_tau(paths: Sequence[Sequence[int]], accept: Table) -> float:
     """Tokens that a round emits: one, and one for each node that is reached."""
-    return 1 + sum(_reach(path, accept) for path in paths)
-
-
-def _reach(path: Sequence[int], accept: Table) -> float:
-    probability = 1.0
-    for depth, rank in enumerate(path):
-        probability *= accept[depth][rank]
-    return probability
+    return 1 + sum(prod(accept[depth][rank] for depth, rank in enumerate(path)) for path in paths)
 
 
 def optimal_paths(accept: Table, num_draft_tokens: int) -> list[RankPath]:

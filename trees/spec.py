@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specdec import registry
 from specdec.children import KINDS
@@ -80,7 +81,7 @@ class TreeSpec:
         shape = TOPK if topk is None else topk, STEPS if steps is None else steps
         if not sample_draft:
             return cls(*shape, num_draft_tokens)
-        cls(*shape)._check_nodes(num_draft_tokens, drawn=True)
+        cls(*shape)._check_nodes(num_draft_tokens, " drawn from the drafter")
         return cls.drawn((shape[0], *[1] * (shape[1] - 1)))
 
     @classmethod
@@ -109,14 +110,13 @@ class TreeSpec:
     def parse(cls, text: str | os.PathLike) -> "TreeSpec":
         """The spec of a text of one of the forms above. Raises ValueError, one sentence, for anything else."""
         text = str(text)
-        if re.fullmatch(r"\d+/\d+/\d+", text):
-            return cls(*map(int, text.split("/")))
-        if re.fullmatch(rf"{BLOCK}\d+/\d+/\d+", text):
-            return cls(*map(int, text.removeprefix(BLOCK).split("/")), block=True)
+        if shape := re.fullmatch(rf"({BLOCK})?(\d+)/(\d+)/(\d+)", text):
+            block, *numbers = shape.groups()
+            return cls(*map(int, numbers), block=block is not None)
         if re.fullmatch(rf"{DRAWN}\d+(,\d+)*", text):
             return cls.drawn(map(int, text.removeprefix(DRAWN).split(",")))
         if re.fullmatch(rf"{PATHS}\d+(\.\d+)*( \d+(\.\d+)*)*", text):
-            return cls.static([int(rank) for rank in path.split(".")] for path in text.removeprefix(PATHS).split(" "))
+            return cls.static(map(int, path.split(".")) for path in text.removeprefix(PATHS).split(" "))
         policy = _from_conf_or_file(text)
         return cls(policy.topk, policy.steps, policy.num_draft_tokens, text)
 
@@ -174,12 +174,11 @@ class TreeSpec:
         named = self.file in registry.names("tree")
         return registry.CONF / "tree" / f"{self.file}.yaml" if named else Path(self.file)
 
-    def _check_nodes(self, wanted: int | None, drawn: bool = False) -> None:
+    def _check_nodes(self, wanted: int | None, how: str = "") -> None:
         """Chains, drawn or not, have as many nodes as topk and steps say."""
         nodes = self.topk * self.steps + 1
         shape = "a chain of steps + 1" if self.topk == 1 else f"{self.topk} chains of topk * steps + 1"
         if wanted not in (None, nodes):
-            how = " drawn from the drafter" if drawn else ""
             raise ValueError(f"with topk {self.topk} the tree{how} is {shape} = {nodes} tokens, not {wanted}")
 
     # Printing
@@ -200,36 +199,24 @@ class TreeSpec:
         return {word: getattr(self, word) for word in WORDS}
 
 
+def _option(text: str, default: object = None, **flag) -> Any:
+    return field(default=default, metadata={"help": text} | flag)
+
+
 @dataclass(frozen=True)
 class TreeSettings:
     """A tree as command lines and settings files name it: what is None is left out."""
 
-    steps: int | None = field(default=None, metadata={"help": f"levels (default {STEPS})"})
-    topk: int | None = field(
-        default=None,
-        metadata={"help": f"nodes expanded on a level, children of each (default {TOPK}); 1: a chain"},
+    steps: int | None = _option(f"levels (default {STEPS})")
+    topk: int | None = _option(f"nodes expanded on a level, children of each (default {TOPK}); 1: a chain")
+    num_draft_tokens: int | None = _option(f"nodes that the target verifies, the root counted (default {NODES})")
+    sample_draft: bool = _option("topk chains of steps tokens, whose tokens can be drawn from the drafter", False)
+    children: str | None = _option(
+        "above temperature 0: likeliest, coupled or drawn (default: by the rule)", choices=KINDS, metavar="KIND"
     )
-    num_draft_tokens: int | None = field(
-        default=None, metadata={"help": f"nodes that the target verifies, the root counted (default {NODES})"}
-    )
-    sample_draft: bool = field(
-        default=False, metadata={"help": "topk chains of steps tokens, whose tokens can be drawn from the drafter"}
-    )
-    children: str | None = field(
-        default=None,
-        metadata={
-            "choices": KINDS,
-            "metavar": "KIND",
-            "help": "above temperature 0: likeliest, coupled or drawn (default: by the rule)",
-        },
-    )
-    tree: str | None = field(
-        default=None,
-        metadata={
-            "metavar": "TREE",
-            "help": f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; "
-            "a file with `paths`",
-        },
+    tree: str | None = _option(
+        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`",
+        metavar="TREE",
     )
 
     @property

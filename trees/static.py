@@ -55,18 +55,18 @@ class FixedTree:
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, vocab = len(root), drafter.vocab
-        q = Proposed(b, self.num_draft_tokens, vocab, root.device) if children.drawn else None
+        drawn = []  # what children of each level's nodes were drawn from
         tokens, scores = [root[:, None]], [self.of_root.expand(b, 1)]
         first, state = state, drafter.root(state)
         expanded = scores[0]  # [B,W] path scores of the nodes that are expanded
         for depth, (level, count) in enumerate(zip(self.levels, self.counts, strict=True), 1):
-            if q is None:
-                gains, ids = children.best(state, vocab, depth - 1, count)
-            else:
+            if children.drawn:
                 logits = state.logits.float()
                 probs, ids = children.draw(logits, vocab, depth - 1, count)
-                q.put(probs[:, : tokens[-1].shape[1]])
+                drawn.append(probs[:, : tokens[-1].shape[1]])
                 gains = logits.log_softmax(-1).gather(-1, ids)
+            else:
+                gains, ids = children.best(state, vocab, depth - 1, count)
             scores.append((expanded[..., None] + gains).flatten(1).index_select(1, level.nodes))
             tokens.append(vocab.to_target(ids.flatten(1).index_select(1, level.nodes)))
             if depth < self.steps:
@@ -75,13 +75,20 @@ class FixedTree:
                 ancestors = level.ancestors.expand(b, -1, -1)
                 inner = tokens[-1].index_select(1, level.inner)
                 state = drafter.expand(first, inner, hidden, depth, ancestors)
+        q = self._over_target(torch.cat(drawn, 1), vocab) if drawn else None
         return self._tree(torch.cat(tokens, 1), torch.cat(scores, 1), q)
 
-    def _tree(self, tokens: Tensor, logq: Tensor, q: "Proposed | None" = None) -> DraftTree:
+    def _over_target(self, probs: Tensor, vocab: Vocabulary) -> Tensor:
+        """probs [B,n,U] of the first n nodes over the draft vocabulary -> [B,N,V] of all over the target's."""
+        q = probs.new_zeros(len(probs), self.num_draft_tokens, vocab.target_size)
+        places = vocab.to_target(torch.arange(vocab.size, device=probs.device))
+        q[:, : probs.shape[1]].index_copy_(2, places, probs)
+        return q
+
+    def _tree(self, tokens: Tensor, logq: Tensor, q: Tensor | None = None) -> DraftTree:
         b, n = tokens.shape
         shape = self.parents.expand(b, n), self.depth.expand(b, n), self.visible.expand(b, n, n)
-        q, topk = None if q is None else q.probs, self.topk if self.samples else None
-        return DraftTree(tokens, *shape, self.steps, logq, q, topk)
+        return DraftTree(tokens, *shape, self.steps, logq, q, self.topk if self.samples else None)
 
     def _move(self, device: torch.device) -> None:
         """Bring the shape to the device of the first root, once: a copy from the host would be a synchronisation."""
@@ -104,20 +111,6 @@ class StaticTree(FixedTree):
 
     def shallower(self, steps: int) -> "StaticTree":
         return StaticTree([path for path in self.paths if len(path) <= steps])
-
-
-class Proposed:
-    """What the children of N nodes were drawn from, over the target's vocabulary: probs [B,N,V]."""
-
-    def __init__(self, rows: int, nodes: int, vocab: Vocabulary, device: torch.device):
-        self.places, self.known = vocab.to_target(torch.arange(vocab.size, device=device)), 0
-        self.probs = torch.zeros(rows, nodes, vocab.target_size, device=device)
-
-    def put(self, probs: Tensor) -> None:
-        """probs [B,n,U] of the next n nodes over the draft vocabulary."""
-        nodes = slice(self.known, self.known + probs.shape[1])
-        self.probs[:, nodes].index_copy_(2, self.places, probs)
-        self.known = nodes.stop
 
 
 def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:

@@ -1,5 +1,6 @@
 """What happened while decoding: rounds, accepted lengths, time per part; and the metrics computed from it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,15 +29,24 @@ def tau(rows: list[RowTrace]) -> float:
 
 
 def tau_interval(rounds: Tensor, resamples: int = 1000) -> tuple[float, float] | None:
-    """The 95 % interval of tau by drawing texts anew with replacement (percentiles of a bootstrap, always the same).
+    """The 95 % interval of tau (`interval_of`). rounds [texts,2]: of each its rounds and the tokens that they emitted.
 
-    rounds [texts,2]: of each its rounds and the tokens that they emitted. None for fewer than two texts, of which
-    nothing can be said."""
-    if len(rounds) < 2:
+    None for fewer than two texts, of which nothing can be said."""
+    return interval_of(lambda drawn: drawn[:, 1] / drawn[:, 0], rounds, resamples)
+
+
+def interval_of(
+    measure: Callable[[Tensor], Tensor], counts: Tensor, resamples: int = 1000
+) -> tuple[float, float] | None:
+    """The 95 % interval of a measure by drawing texts anew with replacement (percentiles of a bootstrap, always the
+    same); None for fewer than two texts.
+
+    measure: sums over texts [resamples,k] -> values [resamples]. counts [texts,k]: what is summed."""
+    if len(counts) < 2:
         return None
     generator = torch.Generator().manual_seed(0)
-    drawn = rounds.double()[torch.randint(len(rounds), (resamples, len(rounds)), generator=generator)].sum(1)
-    low, high = (drawn[:, 1] / drawn[:, 0]).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    drawn = counts.double()[torch.randint(len(counts), (resamples, len(counts)), generator=generator)].sum(1)
+    low, high = measure(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 
 

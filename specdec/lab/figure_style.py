@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable, Iterable
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, whose state and display are a notebook's own
 
 WIDTH = 9.6  # inches
@@ -55,6 +56,17 @@ def error_bars(entries: list[dict]) -> list[list[float]]:
     below = [0.0 if e["low"] is None else max(e["value"] - e["low"], 0.0) for e in entries]
     above = [0.0 if e["high"] is None else max(e["high"] - e["value"], 0.0) for e in entries]
     return [below, above]
+
+
+def stacked_bars(axis: Axes, parts: dict[str, list[float]], **how) -> list[float]:
+    """Draw the milliseconds of a round's parts, a horizontal bar for each round; returns where the bars end."""
+    ends = [0.0] * len(next(iter(parts.values())))
+    for part, widths in parts.items():
+        if any(widths):
+            axis.barh(range(len(widths)), widths, left=ends, label=part, color=PART_COLOURS[part], **how)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axis.set_xlabel("ms a round")
+    return ends
 
 
 def svg_and_png(make: Callable[..., Figure | None], *args) -> tuple[str, bytes] | None:

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
 from specdec.engine.engine import Engine
-from specdec.lab.sweep.benchmarks import Question, load_benchmark
-from specdec.lab.sweep.conversations import converse, template_settings
+from specdec.lab.sweep.benchmarks import Question, converse, load_benchmark, template_settings
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 
@@ -53,67 +51,38 @@ def settings(name: str, path: str) -> dict:
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_every_benchmark_of_conf_reads_its_own_records(tmp_path, name):
+def test_every_benchmark_of_conf_reads_its_own_records_and_questions_of_eagles_repository(tmp_path, name):
     record, turns = RECORDS[name]
     (question,) = load_benchmark(**settings(name, write(tmp_path, record))).questions
     assert question.turns == turns
     assert question.category == (record.get("category") or settings(name, "")["category"])
-
-
-def test_every_benchmark_of_conf_is_tried_here():
-    assert {file.stem for file in CONF.glob("*.yaml")} == {*RECORDS, "files"}
-
-
-@pytest.mark.parametrize("name", ["humaneval", "gsm8k", "alpaca", "qa"])
-def test_questions_of_the_eagle_repository_are_taken_as_they_are(tmp_path, name):
     ready = {"question_id": 3, "category": "c", "turns": ["As it is."], "reference": ["x"]}
-    (question,) = load_benchmark(**settings(name, write(tmp_path, ready))).questions
-    assert question == Question("3", "c", ("As it is.",))
-
-
-def test_a_saved_data_set(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    rows = [{"question": f"What is {i}?", "answer": str(i)} for i in range(5)]
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "set")
-    found = load_benchmark(**settings("gsm8k", str(tmp_path / "set"))).questions
-    assert [q.turns for q in found] == [(row["question"],) for row in rows]
-    assert [q.id for q in found] == ["0", "1", "2", "3", "4"]
+    assert load_benchmark(**settings(name, write(tmp_path, ready))).questions == [Question("3", "c", ("As it is.",))]
+    assert {file.stem for file in CONF.glob("*.yaml")} == {*RECORDS, "files"}, "every benchmark is tried here"
 
 
 def test_a_text_has_a_question_a_line(tmp_path):
     (tmp_path / "q.txt").write_text("What is a tree?\n\nWho?\n", encoding="utf-8-sig")
-    assert [q.turns for q in load_benchmark("mt_bench", str(tmp_path / "q.txt")).questions] == [
-        ("What is a tree?",),
-        ("Who?",),
-    ]
+    found = load_benchmark("mt_bench", str(tmp_path / "q.txt")).questions
+    assert [q.turns for q in found] == [("What is a tree?",), ("Who?",)]
     (tmp_path / "q.txt").write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match=r"q.txt line 1 is not UTF-8 text"):
         load_benchmark("mt_bench", str(tmp_path / "q.txt"))
 
 
-def test_a_system_message_and_several_turns(tmp_path):
+def test_turns_limits_ids_and_the_digest(tmp_path):
     says = (("system", "Be brief."), ("user", "A?"), ("assistant", "a"), ("user", "B?"), ("assistant", "b"))
     path = write(tmp_path, {"messages": [{"role": role, "content": text} for role, text in says]})
     assert load_benchmark("x", path).questions == [Question("0", None, ("A?", "B?"), "Be brief.")]
     assert load_benchmark("x", path, turns=1).questions[0].turns == ("A?",)
-
-
-def test_limit_spreads_or_takes_the_first(tmp_path):
     path = write(tmp_path, *({"question_id": i, "turns": [f"q{i}"]} for i in range(10)))
     assert [q.id for q in load_benchmark("x", path, limit=4).questions] == ["0", "2", "5", "7"]
     assert [q.id for q in load_benchmark("x", path, limit=4, pick="first").questions] == ["0", "1", "2", "3"]
     assert len(load_benchmark("x", path, limit=99).questions) == 10
-
-
-def test_ids_that_occur_twice_are_two_questions(tmp_path):
-    path = write(tmp_path, *({"id": "a", "prompt": text} for text in ("x", "y")))
-    assert [q.id for q in load_benchmark("x", path).questions] == ["a", "a (2)"]
-
-
-def test_the_digest_is_of_the_questions(tmp_path):
-    one = load_benchmark("x", write(tmp_path, {"prompt": "a"}, {"prompt": "b"}))
-    assert one.digest() == load_benchmark("other name", write(tmp_path, {"prompt": "a"}, {"prompt": "b"})).digest()
-    assert one.digest() != load_benchmark("x", write(tmp_path, {"prompt": "a"}, {"prompt": "c"})).digest()
+    one = load_benchmark("x", write(tmp_path, *({"id": "a", "prompt": text} for text in ("x", "y"))))
+    assert [q.id for q in one.questions] == ["a", "a (2)"]
+    assert one.digest() == load_benchmark("other name", path).digest()
+    assert one.digest() != load_benchmark("x", write(tmp_path, {"id": "a", "prompt": "x"})).digest()
 
 
 def test_bad_records_are_named_or_counted(tmp_path):
@@ -206,22 +175,15 @@ def test_turns_that_do_not_fit_are_left_out_and_counted(target):
     assert left_out == 2
 
 
-def test_thinking_is_the_templates_switch(target):
+def test_thinking_is_the_templates_switch(target, monkeypatch):
     assert template_settings(target, False, None) == (False, {})
     raw, template = template_settings(target, False, False)
     prompts = hold(target, [ONE], raw=raw, template=template)[0]
     assert target.tokenizer.decode(prompts[0][0]).endswith("<assistant>!")
     with pytest.raises(ValueError, match="thinking was set, but the prompts are raw"):
         template_settings(target, True, True)
-    plain = CHAT.replace("enable_thinking", "other")
-    target.tokenizer.chat_template = plain
-    try:
-        with pytest.raises(ValueError, match="has no switch enable_thinking: leave thinking=null"):
-            template_settings(target, False, True)
-    finally:
-        target.tokenizer.chat_template = CHAT
-
-
-def test_a_batch_must_hold_something(target):
-    with pytest.raises(ValueError, match="batch_size must be at least 1"), torch.inference_mode():
+    monkeypatch.setattr(target.tokenizer, "chat_template", CHAT.replace("enable_thinking", "other"))
+    with pytest.raises(ValueError, match="has no switch enable_thinking: leave thinking=null"):
+        template_settings(target, False, True)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
         hold(target, [ONE], batch_size=0)

@@ -1,14 +1,21 @@
-"""specdec.compare, and names, messages and ids where specdec.generate takes objects and texts."""
+"""`specdec.compare` and the command: they report what decoding did, the verdict follows the intervals, and mistakes are
+one sentence. Names, messages and ids stand for objects and texts there, as in `specdec.generate`."""
 
+import csv
+import json
 import math
 
 import pytest
+import torch
+from helpers import run_here
 
 import specdec
 from specdec import registry
-from specdec.lab.sweep.compare import PARTS, Decoded, Score, Tally, ratio
+from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
 from specdec.lab.sweep.compare_command import entries_of
+from specdec.lab.sweep.compare_command import main as compare_main
 from specdec.lab.sweep.comparison import Comparison, named
+from specdec.text import read_prompts
 
 PROMPTS = ["The quick brown", "What is 12", "Ein Café"]
 
@@ -20,17 +27,18 @@ def target(target_path):
 
 def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
     """Each way decodes a token a prompt, in so many seconds; plain decoding takes 1."""
-    tallies = {"": Tally(single=[Decoded(str(i), 1, 1, 1.0) for i in range(len(next(iter(speeds.values()))))])}
-    tallies |= {name: Tally(single=[Decoded(str(i), 1, 1, s) for i, s in enumerate(t)]) for name, t in speeds.items()}
+    times = {"": [1.0] * len(next(iter(speeds.values())))} | speeds
+    tallies = {name: Tally(torch.tensor([[1.0, 1.0, s] for s in t]).double()) for name, t in times.items()}
+    shared = {
+        "drafter": "D", "tree": "1/3/4", "verifier": "match", "rule": "match", "lossless": True, "tau": 2.0,
+        "tau_interval": (1.9, 2.1), "acceptance_by_depth": [0.5], "tokens_per_second": 1.0, "draft_vocab": 9,
+        "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3, "settled": True, "prompts": 3,
+        "num_draft_tokens": 4,
+    }  # fmt: skip
     scores = []
     for name in speeds:
-        times, interval = ratio(tallies[name], tallies[""])
-        shared = {"drafter": "D", "tree": "1/3/4", "verifier": "match", "rule": "match", "lossless": True,
-                  "tau": 2.0, "settled": True,
-                  "tau_interval": (1.9, 2.1), "acceptance_by_depth": [0.5], "tokens_per_second": 1.0, "draft_vocab": 9,
-                  "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3,
-                  "prompts": 3, "num_draft_tokens": 4}  # fmt: skip
-        scores.append(Score(name=name, ratio_to_plain=times, ratio_interval=interval, **shared | differences))
+        faster, interval = ratio(tallies[name], tallies[""])
+        scores.append(Score(name=name, ratio_to_plain=faster, ratio_interval=interval, **shared | differences))
     return Comparison(scores, 1.0, tallies)
 
 
@@ -60,11 +68,11 @@ def test_compare_decodes_as_generate_does(target, drafter_path):
     alone = specdec.generate(target, PROMPTS, drafter, tree=specdec.make_tree(2, 2, 5), **how)
     assert [row.tokens for row in found.tallies[drafter_path.name].rows] == [row.tokens for row in alone.rows]
     score = found.scores[0]
-    assert score.tau == alone.tau
+    assert (score.tau, score.same_as_plain) == (alone.tau, 3)
     assert score.tau_interval[0] <= score.tau <= score.tau_interval[1]
-    assert score.same_as_plain == 3
     assert f"{score.tau:.2f} (" in str(found)
     assert str(found).endswith(found.verdict)
+    assert found.verdict.split(".")[0] in found._repr_html_()
     assert math.isnan(specdec.compare(target, "ngram", "x", max_new_tokens=2, progress=False).scores[0].tau_interval[0])
     with pytest.raises(ValueError, match="NGram cannot be captured"):
         specdec.compare(target, "ngram", "x", compile=True)
@@ -72,16 +80,15 @@ def test_compare_decodes_as_generate_does(target, drafter_path):
 
 def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_path, drafter_path):
     drafter = specdec.load_drafter(drafter_path, target)
-    tree, rule = specdec.make_tree(1, 3), specdec.make_verifier("match")
+    objects = {"tree": specdec.make_tree(1, 3), "verifier": specdec.make_verifier("match")}
     sampling = specdec.Sampling(temperature=0.8, top_k=9)
-    made = specdec.generate(target, PROMPTS, drafter, tree=tree, verifier=rule, sampling=sampling, max_new_tokens=8)
+    made = specdec.generate(target, PROMPTS, drafter, sampling=sampling, max_new_tokens=8, **objects)
     how = {"tree": "1/3/4", "verifier": "match", "temperature": 0.8, "top_k": 9, "max_new_tokens": 8}
     assert specdec.generate(target_path, PROMPTS, drafter_path, **how).text == made.text
-    ids = [row.prompt for row in made.rows]
+    ids, message = [row.prompt for row in made.rows], [{"role": "user", "content": PROMPTS[0]}]
     assert specdec.generate(target, ids, drafter, **how).text == made.text
-    assert specdec.generate(target, ids[0], drafter, **how).text == made.text[:1]
-    message = [{"role": "user", "content": PROMPTS[0]}]
-    assert specdec.generate(target, message, drafter, **how).text == made.text[:1]
+    for first in (ids[0], message):
+        assert specdec.generate(target, first, drafter, **how).text == made.text[:1]
     assert specdec.generate(target, [message, message], drafter, **how).rows[1].prompt == ids[0]
 
 
@@ -96,22 +103,12 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
         ({"tree": "oak"}, "there is no tree 'oak'"),
         ({"prompts": [{"role": "user"}]}, "a prompt is a text, a list of messages"),
         ({"prompts": [[1, "x"]]}, "a prompt is a text, a list of messages"),
-        (
-            {"drafter": "demo/eagle9"},
-            "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark",
-        ),
+        ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark"),
     ],
 )
 def test_what_is_no_such_thing_is_told(target, drafter_path, how, message):
     with pytest.raises(ValueError, match=message):
         specdec.generate(target, **{"prompts": "x", "drafter": drafter_path} | how)
-
-
-def test_the_interface_can_be_looked_through():
-    assert set(specdec.__all__) <= set(dir(specdec))
-    for name in specdec.__all__:
-        assert getattr(specdec, name) is not None
-    assert specdec.__version__
 
 
 def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
@@ -122,8 +119,58 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
         with pytest.raises(ValueError, match=message):
             named(wrong)
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")
-    assert entries_of(own | {"target": {"path": None}}) == own["entries"]
-    assert entries_of(own | {"target": {"path": "demo/target"}}) == own["entries"]
+    for path in (None, "demo/target"):
+        assert entries_of(own | {"target": {"path": path}}) == own["entries"]
     assert list(entries_of(own | {"target": {"path": "x"}, "drafts": ["ngram"]})) == ["ngram"]
     with pytest.raises(ValueError, match=r"target.path=x needs drafters of its own.*drafts=\[DRAFT,ngram\]"):
         entries_of(own | {"target": {"path": "x"}})
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    path.write_text("What is a tree?\nName three animals that live in the sea.\n")
+    return path
+
+
+def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_path):
+    entries = (
+        f"target.path={target_path}", "~entries", f"+entries.eagle3={{draft: {drafter_path}}}",
+        "+entries.lossy={draft: ngram, tree: chain, verifier: {name: typical}}",
+    )  # fmt: skip
+    done = run_here(compare_main, f"prompts={prompts}", f"out={tmp_path}", "max_new_tokens=12", *entries)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 identical" in done.stdout
+    assert "NO: typical" in done.stdout
+    last = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads((tmp_path / "result.json").read_text())
+    eagle3, lossy = result["scores"]
+    alone = [specdec.generate(target, p, drafter_path, max_new_tokens=12) for p in read_prompts(prompts)]
+    tau = sum(len(row.tokens) - 1 for out in alone for row in out.rows) / sum(out.rounds for out in alone)
+    assert eagle3["tau"] == last["tau"]["eagle3"] == pytest.approx(tau)
+    assert (eagle3["lossless"], lossy["lossless"]) == (True, False)
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert [row["name"] for row in rows] == ["eagle3", "lossy"]
+    assert float(rows[0]["tau"]) == eagle3["tau"]
+    assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "no prompts: give prompts=FILE"),
+        (["prompts=nowhere.txt"], "nowhere.txt"),
+        (["prompts=PROMPTS", "max_new_tokens=1"], "max_new_tokens must be at least 2"),
+        (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),
+        (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, trees: x}"], "unknown field trees"),
+        (["prompts=PROMPTS", "target.path=nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes(prompts, tmp_path, overrides, message):
+    done = run_here(compare_main, f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -11,8 +11,7 @@ import torch
 from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
 from specdec.engine.trace_files import write_trace
 from specdec.lab.traces import metrics, metrics_command
-from specdec.lab.traces.metrics import BY_DEPTH, METRICS
-from specdec.lab.traces.summary import bootstrap, by_category, summary
+from specdec.lab.traces.metrics import BY_DEPTH, METRICS, bootstrap, by_category, summary
 from specdec.structs import Sampling
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -55,16 +54,6 @@ BY_HAND = {
 BY_HAND_BY_DEPTH = {"vllm_per_position_rates": [4 / 7, 3 / 7, 2 / 7], "n_alpha": [4 / 7, 3 / 4, 2 / 3]}
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_metric_by_hand(name):
-    assert METRICS[name](ROWS) == pytest.approx(BY_HAND[name], rel=1e-12)
-
-
-@pytest.mark.parametrize("name", BY_HAND_BY_DEPTH)
-def test_metric_by_depth_by_hand(name):
-    assert BY_DEPTH[name](ROWS) == pytest.approx(BY_HAND_BY_DEPTH[name], rel=1e-12)
-
-
 def test_trees():
     """5 nodes, two children of the root, two of node 1: what chains alone define is left open."""
     rounds = [
@@ -97,27 +86,15 @@ def test_plain_decoding_and_answers_of_one_token():
     assert all(math.isnan(metric([row("b", None, [])])) for metric in METRICS.values())
 
 
-def test_bootstrap_of_two_questions_is_known():
+def test_the_bootstrap_draws_questions_by_its_seed():
     """Of two questions a resample is aa, ab or bb, with probabilities 1/4, 1/2 and 1/4; never a turn of b by itself."""
-    [(low, high)] = bootstrap(metrics.tau, ROWS, level=0.95)
-    assert (low, high) == (8 / 5, 7 / 3)
-    [(low, high)] = bootstrap(metrics.tau, ROWS, level=0.4)
-    assert low == high == 15 / 8
-
-
-def test_bootstrap_is_seeded():
+    assert bootstrap(metrics.tau, ROWS, level=0.95) == [(8 / 5, 7 / 3)]
+    assert bootstrap(metrics.tau, ROWS, level=0.4) == [(15 / 8, 15 / 8)]
     many = [row(str(q), None, [chain_round(3, q % 4, q % 4 + 1)] * (1 + q % 3)) for q in range(12)]
-    first = bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=1)
-    assert first == bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=1)
-    assert first != bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=2)
+    first, again, other = (bootstrap(metrics.vllm_per_position_rates, many, resamples=50, seed=s) for s in (1, 1, 2))
+    assert first == again != other
     values = metrics.vllm_per_position_rates(many)
     assert all(low < value < high for (low, high), value in zip(first, values, strict=True))
-
-
-def test_one_question_has_no_interval():
-    [(low, high)] = bootstrap(metrics.tau, ROWS[1:])
-    assert math.isnan(low)
-    assert math.isnan(high)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +110,9 @@ def test_summary():
     found = summary(ROWS, resamples=20)
     assert (found["questions"], found["rows"], found["rounds"]) == (2, 3, 8)
     assert list(found["metrics"]) == list(METRICS)
-    assert {name: found["metrics"][name]["value"] for name in BY_HAND} == pytest.approx(BY_HAND)
-    assert [entry["value"] for entry in found["by_depth"]["n_alpha"]] == pytest.approx([4 / 7, 3 / 4, 2 / 3])
+    assert {name: found["metrics"][name]["value"] for name in BY_HAND} == pytest.approx(BY_HAND, rel=1e-12)
+    for name, values in BY_HAND_BY_DEPTH.items():
+        assert [entry["value"] for entry in found["by_depth"][name]] == pytest.approx(values, rel=1e-12)
     chat = found["by_category"]["chat"]
     assert chat["metrics"]["tau"] == {"value": 8 / 5, "low": None, "high": None}
     assert [entry["value"] for entry in chat["by_depth"]["vllm_per_position_rates"]] == [1 / 4, 1 / 4, 1 / 4]
@@ -165,12 +143,9 @@ def table_rows(heading: str) -> list[list[str]]:
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_page_describes_the_small_trace():
+def test_the_page_has_the_small_trace_and_every_metric_of_it():
     told = [(cells[0], cells[2], [int(cell) for cell in cells[3:]]) for cells in table_rows("The small trace")]
     assert told == [(question, category, list(r)) for question, category, rounds in SMALL for r in rounds]
-
-
-def test_the_page_gives_every_metric_its_value():
     told = {cells[0]: cells[3] for cells in table_rows("Which is which")}
     assert told == {name: f"{metric(ROWS):.3f}" for name, metric in METRICS.items()} | {
         name: ", ".join(f"{value:.3f}" for value in metric(ROWS)) for name, metric in BY_DEPTH.items()

@@ -1,23 +1,27 @@
-"""The proof of losslessness: it passes what is sound, and finds what is broken."""
+"""The proof of losslessness: it passes what is sound, and finds what is broken, in texts, laws and caches."""
 
 import json
 
 import pytest
 import torch
 from helpers import Credulous, tiny_drafter, tiny_target
+from hybrids import hybrid_target
 from scipy import stats
 
 from specdec.lab.proof.equality import EqualityProver, Mismatch
-from specdec.lab.proof.laws import chi_square, exact_distance, prove_law
-from specdec.lab.proof.proof import OneInAThousand
+from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
+from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
 from specdec.lab.proof.prove import main
-from specdec.lab.proof.sampled import prove_sampled
+from specdec.lab.proof.rollback import prove_rollback
+from specdec.model.cache import KVCache
+from specdec.model.recurrent import BUDGET, RecurrentCache
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import SampleAndMatch, make_verifier
 
 WARM, FILTERED = Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9)
 PROMPTS = [[3, 5, 7], [1], list(range(12))]
+OTHERS = [[3, 5, 7], [1], [(7 * i) % 17 for i in range(11)]]
 
 
 def test_chi_square_is_scipys():
@@ -40,12 +44,16 @@ def test_enumeration():
     assert exact_distance(Credulous(), WARM) > 0.05
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])
-def test_texts_are_compared_token_for_token(sampling):
+@pytest.fixture(scope="module")
+def pair():
     target = tiny_target()
-    drafter = tiny_drafter(target)
-    prover = EqualityProver(target, PROMPTS, 40, sampling, seed=3)
-    tree = DynamicTree(3, 3, 9)
+    return target, tiny_drafter(target)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])
+def test_texts_are_compared_token_for_token(pair, sampling):
+    target, drafter = pair
+    prover, tree = EqualityProver(target, PROMPTS, 24, sampling, seed=3), DynamicTree(3, 3, 9)
     proof = prover.prove(drafter, tree, SampleAndMatch())
     assert (proof.same, proof.texts, proof.bugs, proof.ties) == (3, 3, 0, 0)
     broken = prover.prove(drafter, tree, Credulous())
@@ -57,30 +65,87 @@ def test_texts_are_compared_token_for_token(sampling):
 
 def test_what_is_a_tie():
     near = {"prompt": 0, "position": 3, "plain": 1, "speculative": 2, "error": 1e-6}
-    assert Mismatch(margin=2e-6, leading=True, **near).tie
-    assert not Mismatch(margin=5e-6, leading=True, **near).tie
-    assert not Mismatch(margin=0.0, leading=False, **near).tie
+    for margin, leading in ((2e-6, True), (5e-6, True), (0.0, False)):
+        assert Mismatch(margin=margin, leading=leading, **near).tie == (leading and margin < 4e-6)
 
 
-def test_sampled_text_of_a_pair():
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    prompts = [[i % 17, 3] for i in range(40)]
-    good = prove_sampled(target, drafter, Chain(3), SampleAndMatch(), prompts, Sampling(1.0, top_p=0.9), 24)
-    assert (good.outside, good.tokens) == (0, 960)
+def test_sampled_text_of_a_pair(pair):
+    prompts, nucleus = [[i % 17, 3] for i in range(25)], Sampling(1.0, top_p=0.9)
+    good, bad = (prove_sampled(*pair, Chain(3), rule, prompts, nucleus, 24) for rule in (SampleAndMatch(), Credulous()))
+    assert (good.outside, good.tokens) == (0, 600)
     assert good.pvalue > 1e-4
-    bad = prove_sampled(target, drafter, Chain(3), Credulous(), prompts, Sampling(1.0, top_p=0.9), 24)
     assert bad.pvalue < 1e-6
 
 
+# What rejected drafts leave behind
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return hybrid_target(tmp_path_factory.mktemp("hybrid"), "qwen3_5_text")
+
+
+def test_nothing_stays_of_rejected_drafts(hybrid):
+    for target, budgets in ((tiny_target(), [BUDGET]), (hybrid, [BUDGET, 0])):
+        for target.state_budget in budgets:
+            proof = prove_rollback(target, OTHERS)
+            assert (proof.cases, proof.bugs, proof.rounded) == (12, 0, 0)
+            assert 0 < proof.largest < 1e-4
+
+
+def test_experts_round_by_what_is_beside_them(tmp_path):
+    proof = prove_rollback(hybrid_target(tmp_path, "qwen3_next"), OTHERS, together=False)
+    assert proof.bugs == 0
+    assert proof.rounded > 0
+
+
+def keeps(name: str):
+    """A state of this kind stays where the drafts have left it."""
+
+    def broken(cache: RecurrentCache, n) -> None:
+        window = cache.window
+        commit(cache, n)
+        cache.kept[f"{name} 0"].copy_(window.last[f"{name} 0"])
+
+    return broken
+
+
+def one_token_short(cache: RecurrentCache, n) -> None:
+    """Of several accepted tokens the last does not reach the state. Nothing rejected stays."""
+    drafted = cache.window.states is not None and len(cache.window.states) > 1
+    commit(cache, torch.where((n > 1) & drafted, n - 1, n))
+
+
+commit = RecurrentCache.commit
+
+
+@pytest.mark.parametrize("broken", [keeps("recurrent"), keeps("convolution"), one_token_short])
+def test_broken_states_are_found(broken, hybrid, monkeypatch):
+    hybrid.state_budget = BUDGET
+    monkeypatch.setattr(RecurrentCache, "commit", broken)
+    proof = prove_rollback(hybrid, OTHERS)
+    assert proof.astray > 0
+    assert (proof.states == proof.logits == 12) == (broken is not one_token_short)
+    assert "NOT LOSSLESS" in verdict_line(Proof(rollback=[("", proof)]))
+
+
+def test_a_broken_cache_of_keys_is_found(monkeypatch):
+    """One rejected draft too many is kept."""
+    monkeypatch.setattr(KVCache, "commit", lambda cache, path, n, bound: cache.advance(n + 1, bound))
+    assert prove_rollback(tiny_target(), OTHERS).states > 0
+
+
+# The command
+
+
 def test_the_command(capsys, tmp_path, target_path, drafter_path):
-    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "12"]
-    main([*how, "--draws", "2000", "--json", "--out", str(tmp_path / "proof.md")])
+    how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "8", "--limit", "2"]
+    main([*how, "--draws", "1000", "--json", "--out", str(tmp_path / "proof.md")])
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["sound"]
     assert {case["rule"] for case in told["laws"]} == {"match", "rejection", "block", "sglang"}
     assert "No bug found" in (tmp_path / "proof.md").read_text()
-    main([*how, "--draws", "10000", "--self-test"])  # ends well if the broken rules were found out
+    main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
 
 
@@ -91,6 +156,9 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
         (["--target", "somewhere"], "needs its drafters"),
         (["--out", "nowhere/page.md"], "there is no folder nowhere"),
         (["--prompt-file", "none.txt"], "no such prompt file"),
+        (["--plain-server", "http://x"], "belong to --server"),
+        (["--server", "localhost:8000"], "begins with http:// or https://"),
+        (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, flags, message):

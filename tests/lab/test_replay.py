@@ -25,6 +25,7 @@ EOS = frozenset({4})
 HOW = {"max_new_tokens": 25, "eos": EOS}
 SETTINGS = [(1, 2, 3), (2, 3, 5), (3, 2, 2), (3, 3, 9), (3, 3, 22)]
 KINDS = ("eagle3", "eagle", "mtp-two-heads-pre-norm", "medusa", "lookup", "suffix", "draft-model", "dflash", "dflash2")
+FILTERS = (Sampling(0.8), Sampling(0.8, 7, 0.95))
 BLOCK_TREES = [BlockTree(*shape) for shape in (
     (1, 3, 4), (2, 1, 3), (2, 3, 6), (3, 2, 8), (3, 3, 12), (4, 4, 9), (4, 5, 14), (5, 2, 20), (6, 5, 24), (5, 16, 40),
 )]  # fmt: skip
@@ -42,6 +43,13 @@ def drafter(target):
     return tiny_drafter(target, draft_vocab=8)
 
 
+def refused(calls: dict[str, Callable]) -> None:
+    """Each call is a ValueError with this message."""
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
     return Engine(target, drafter, tree, make_verifier(verifier)).generate(prompts, **HOW | how).rows
 
@@ -51,11 +59,7 @@ def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
     ("kind", "sampling", "children"),
     [
         *product(KINDS, [Sampling()], [None]),
-        *product(
-            ("eagle3", "mtp-two-heads-pre-norm", "suffix"),
-            (Sampling(0.8), Sampling(0.8, 7, 0.95)),
-            ("coupled", "likeliest"),
-        ),
+        *product(("eagle3", "mtp-two-heads-pre-norm", "suffix"), FILTERS, ("coupled", "likeliest")),
     ],
     ids=lambda value: f"t{value.temperature}-k{value.top_k}" if isinstance(value, Sampling) else str(value),
 )
@@ -109,24 +113,18 @@ def test_trees_over_blocks(target, children, tmp_path):
 
 
 def test_what_is_not_recorded_of_blocks(target):
-    drafter = DRAFTERS["dflash"](target)
-    superset = record(target, drafter, PROMPTS[:1], topks=(2,), steps=3, max_new_tokens=4)
-    for tree, message in (
-        (BlockTree(3, 2, 4), "the 2 best tokens of a slot were recorded"),
-        (BlockTree(2, 4, 4), "4 levels deep, but 3 were recorded"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            superset.replay(tree)
-    with pytest.raises(ValueError, match="cuts dynamic trees"):
-        superset.replay(BlockTree(2, 3, 4), rule=likely(0.1))
-    with pytest.raises(ValueError, match="guesses 5 tokens ahead"):
-        record(target, drafter, PROMPTS[:1], topks=(2,), steps=6)
-    conditioned = DRAFTERS["dflash2"](target)
-    with pytest.raises(ValueError, match="restrict the drafter"):
-        record(target, conditioned, PROMPTS[:1], topks=(2,), steps=3, vocabularies={"some": torch.tensor([2, 4])})
-    superset = record(target, conditioned, PROMPTS[:1], topks=(2,), steps=3, max_new_tokens=4)
-    with pytest.raises(ValueError, match="do not depend on each other"):
-        superset.replay(BlockTree(2, 3, 4))
+    drafter, conditioned = DRAFTERS["dflash"](target), DRAFTERS["dflash2"](target)
+    how = {"prompts": PROMPTS[:1], "topks": (2,), "max_new_tokens": 4}
+    superset, of_conditioned = (record(target, each, steps=3, **how) for each in (drafter, conditioned))
+    some = {"some": torch.tensor([2, 4])}
+    refused({
+        "the 2 best tokens of a slot were recorded": lambda: superset.replay(BlockTree(3, 2, 4)),
+        "4 levels deep, but 3 were recorded": lambda: superset.replay(BlockTree(2, 4, 4)),
+        "cuts dynamic trees": lambda: superset.replay(BlockTree(2, 3, 4), rule=likely(0.1)),
+        "guesses 5 tokens ahead": lambda: record(target, drafter, steps=6, **how),
+        "restrict the drafter": lambda: record(target, conditioned, steps=3, vocabularies=some, **how),
+        "do not depend on each other": lambda: of_conditioned.replay(BlockTree(2, 3, 4)),
+    })  # fmt: skip
 
 
 def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
@@ -151,9 +149,9 @@ def test_vocabularies_are_those_of_frspec(target, kind):
     restrict(smaller, ids)
     differs = False
     for tree in (DynamicTree(2, 3, 6), Chain(3), StaticTree([[0], [1], [1, 1]])):
-        replayed = superset.replay_many([tree], vocabulary="some")[0]
+        replayed = superset.replay(tree, vocabulary="some")
         assert replayed.rows == [row.trace for row in real(target, smaller, tree)]
-        differs |= replayed.rows != superset.replay_many([tree])[0].rows
+        differs |= replayed.rows != superset.replay(tree).rows
     assert differs, "the restriction changed nothing: the test shows nothing"
 
 
@@ -193,13 +191,11 @@ def every_text():
     target = tiny_target(vocab=5, seed=2)
     drafter = tiny_drafter(target, seed=3)
     sampling, prompt, eos = Sampling(0.9), [3, 0], 4
-    outputs = [list(text) for text in product(range(5), repeat=4)]
-    outputs = [text[: text.index(eos) + 1] if eos in text else text for text in outputs]
-    outputs = [list(text) for text in sorted({tuple(text) for text in outputs})]
-    probability = []
-    for text in outputs:
-        probs = filtered_probs(target(torch.tensor([prompt + text]), None)[0][0], sampling)
-        probability.append(probs[range(1, 1 + len(text)), text].double().prod())
+    outputs = [list(text) for text in product(range(4), repeat=4)]  # those that do not end before the limit
+    outputs += [[*text, eos] for length in range(4) for text in product(range(4), repeat=length)]
+    logits = target(torch.tensor([prompt + text + [0] * (4 - len(text)) for text in outputs]), None)[0]
+    rows = zip(filtered_probs(logits, sampling).double(), outputs, strict=True)
+    probability = [probs[range(1, 1 + len(text)), text].prod() for probs, text in rows]
     superset = record(
         target, drafter, [prompt] * len(outputs), topks=(1, 2, 3), steps=3, max_new_tokens=4, sampling=sampling,
         eos=frozenset({eos}), outputs=outputs, batch=256, children="likeliest",
@@ -250,33 +246,26 @@ def test_drawn_chains_under_rejection(target):
 def test_files(target, drafter, tmp_path):
     vocabularies = {"some": torch.tensor([12, 3, 4, 6])}
     how = {"topks": (2, 3), "steps": 2, "sampling": Sampling(1.0), "vocabularies": vocabularies} | HOW
-    superset = record(target, drafter, PROMPTS, **how)
-    folder = tmp_path / "superset"
-    superset.save(folder)
-    superset.save(folder)  # in place of the older one
+    superset, folder = record(target, drafter, PROMPTS, **how), tmp_path / "superset"
+    for _ in range(2):  # the second in place of the first
+        superset.save(folder)
     again = Superset.load(folder)
     assert (again.texts, again.settings, again.sampling) == (superset.texts, superset.settings, superset.sampling)
+    trees = [DynamicTree(3, 2, 5), StaticTree([[0], [0, 1]])]
     for name in ("", "some"):
-        tree = [DynamicTree(3, 2, 5), STATIC_TWO := StaticTree([[0], [0, 1]])]
-        for ours, theirs in zip(superset.replay_many(tree, name), again.replay_many(tree, name), strict=True):
-            assert ours == theirs
+        assert again.replay_many(trees, name) == superset.replay_many(trees, name)
     assert again.replay_drawn(2).rounds == superset.replay_drawn(2).rounds
-    assert STATIC_TWO.steps == 2
 
-    tensors = folder / "superset.safetensors"
-    whole = tensors.read_bytes()
-    tensors.write_bytes(whole[:-50])
-    with pytest.raises(ValueError, match="is damaged, record it anew"):
-        Superset.load(folder)
-    header = json.loads((folder / "superset.json").read_text())
-    (folder / "superset.json").write_text(json.dumps(header | {"version": 99}))
-    with pytest.raises(ValueError, match="not a superset of version 1"):
-        Superset.load(folder)
-    with pytest.raises(ValueError, match=r"it has no superset\.json"):
-        Superset.load(tmp_path)
+    tensors, header = folder / "superset.safetensors", folder / "superset.json"
+    tensors.write_bytes(tensors.read_bytes()[:-50])
+    refused({"is damaged, record it anew": lambda: Superset.load(folder)})
+    header.write_text(json.dumps(json.loads(header.read_text()) | {"version": 99}))
     (tmp_path / "other").write_text("keep me")
-    with pytest.raises(ValueError, match="holds other"):
-        superset.save(tmp_path)
+    refused({
+        "not a superset of version 1": lambda: Superset.load(folder),
+        r"it has no superset\.json": lambda: Superset.load(tmp_path),
+        "holds other": lambda: superset.save(tmp_path),
+    })  # fmt: skip
 
 
 def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
@@ -323,19 +312,15 @@ def test_what_cannot_be_recorded(target, drafter, change, message):
 
 def test_what_cannot_be_replayed(target, drafter):
     superset = record(target, drafter, PROMPTS, topks=(2, 3), steps=2, **HOW)
-    for message, call in {
+    refused({
         "topk 4 was not recorded; recorded were 2, 3": lambda: superset.replay(DynamicTree(4, 2, 5)),
         "3 levels deep, but 2 were recorded": lambda: superset.replay(DynamicTree(2, 3, 5)),
-        "a tree holds 2 to 7": lambda: superset.replay(DynamicTree(2, 2, 8)),
         "'x' was not recorded": lambda: superset.replay(Chain(2), "x"),
-        "SampledTree cannot be replayed": lambda: superset.replay_many([SampledTree([1])]),
-        "this one is static": lambda: superset.replay_many([Chain(2)], rule=likely(0.1)),
+        "SampledTree cannot be replayed": lambda: superset.replay(SampledTree([1])),
+        "this one is static": lambda: superset.replay(Chain(2), rule=likely(0.1)),
         "must keep 1 to 2 levels": lambda: superset.replay(
-            DynamicTree(2, 2, 5),
-            rule=lambda levels: (torch.zeros(len(levels[0])), torch.ones(len(levels[0]))),
+            DynamicTree(2, 2, 5), rule=lambda levels: (torch.zeros(len(levels[0])), torch.ones(len(levels[0])))
         ),
         "these texts are greedy": lambda: superset.replay_drawn(2),
         r"must lie in \(0, 1\]": lambda: likely(0.0),
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+    })  # fmt: skip

@@ -25,40 +25,40 @@ def file(tmp_path) -> Path:
 def test_what_is_printed_is_read_again(text):
     spec = TreeSpec.parse(text)
     assert str(spec) == text
-    assert TreeSpec.parse(str(spec)) == spec
-    assert len({spec, TreeSpec.parse(text)}) == 1
+    assert {spec, TreeSpec.parse(str(spec))} == {spec}
 
 
-def test_a_file_prints_as_its_path(file):
+def test_a_file_prints_as_its_path_and_is_a_list_of_paths(file):
     spec = TreeSpec.parse(file)
     assert str(spec) == str(file)
     assert (spec.topk, spec.steps, spec.num_draft_tokens, spec.path) == (4, 2, 5, file)
     assert TreeSpec.parse(str(spec)) == spec
+    assert load_tree(file).num_draft_tokens == 5
+    file.write_text("_target_: specdec.trees.chain.Chain\nsteps: 3\n")
+    with pytest.raises(ValueError, match="it has no list `paths`"):
+        TreeSpec.parse(file)
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "shape"),
+    ("text", "kind", "described"),
     [
-        ("1/5/6", Chain, "1/5/6"),
-        ("4/5/16", DynamicTree, "4/5/16"),
-        ("drawn 3,2", SampledTree, "3/2/10"),
-        ("block 4/7/32", BlockTree, "4/7/32"),
-        ("block", BlockTree, "8/16/32"),
-        ("chain", Chain, "1/5/6"),
-        ("dynamic", DynamicTree, "4/5/16"),
-        ("sampled", SampledTree, "3/5/16"),
-        ("static", StaticTree, "4/3/16"),
+        ("1/5/6", Chain, "chain 1/5/6"),
+        ("4/5/16", DynamicTree, "dynamic 4/5/16"),
+        ("drawn 3,2", SampledTree, "sampled 3/2/10"),
+        ("block 4/7/32", BlockTree, "block 4/7/32"),
+        ("block", BlockTree, "block 8/16/32"),
+        ("chain", Chain, "chain 1/5/6"),
+        ("dynamic", DynamicTree, "dynamic 4/5/16"),
+        ("sampled", SampledTree, "sampled 3/5/16"),
+        ("static", StaticTree, "static 4/3/16"),
     ],
 )
-def test_building(text, kind, shape):
+def test_building(text, kind, described):
     spec = TreeSpec.parse(text)
     policy = spec.build()
     assert type(policy) is kind
-    assert shape_of(policy) == shape_of(spec) == shape
-    name = {Chain: "chain", DynamicTree: "dynamic", SampledTree: "sampled", StaticTree: "static", BlockTree: "block"}[
-        kind
-    ]
-    assert describe(policy) == f"{name} {shape}"
+    assert describe(policy) == described
+    assert shape_of(spec) == described.split()[1]
 
 
 def test_every_name_of_conf_is_a_tree():
@@ -66,8 +66,7 @@ def test_every_name_of_conf_is_a_tree():
     for name in NAMES:
         spec = TreeSpec.parse(name)
         assert shape_of(spec.build()) == shape_of(spec)
-        assert spec.entries() == {"tree": name}
-        assert spec.path == registry.CONF / "tree" / f"{name}.yaml"
+        assert (spec.entries(), spec.path) == ({"tree": name}, registry.CONF / "tree" / f"{name}.yaml")
 
 
 def test_a_new_policy_is_found_by_its_yaml(monkeypatch, tmp_path):
@@ -114,7 +113,10 @@ def test_the_grid_has_every_combination_once_and_a_chain_for_every_length():
             r"with topk 4 the tree drawn from the drafter is 4 chains of topk \* steps \+ 1 = 21 tokens, not 9",
         ),
         (lambda: TreeSpec.of(topk=2, tree="static"), "contradict a whole tree"),
+        (lambda: TreeSpec.parse("block 2/2/9").build(), "a tree holds 2 to 7"),
+        (lambda: TreeSpec(2, 2, 1, block=True).build(), "a tree holds 2"),
         (lambda: TreeSpec.parse("drawn 3,0"), "at least one child on each"),
+        (lambda: TreeSpec.drawn(()), "at least one child on each"),
         (lambda: TreeSpec.parse("oak"), "there is no tree 'oak'; known are .*chain, .*static"),
         (lambda: TreeSpec.parse("no/such"), "no such tree file: no/such"),
         (lambda: TreeSpec.parse("oak.yaml"), "no such tree file: oak.yaml"),
@@ -126,10 +128,3 @@ def test_the_grid_has_every_combination_once_and_a_chain_for_every_length():
 def test_what_is_no_tree_is_refused_in_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
-
-
-def test_a_static_tree_is_a_file_of_paths(file):
-    assert load_tree(file).num_draft_tokens == 5
-    file.write_text("_target_: specdec.trees.chain.Chain\nsteps: 3\n")
-    with pytest.raises(ValueError, match="it has no list `paths`"):
-        TreeSpec.parse(file)

@@ -1,15 +1,25 @@
-"""Tree invariants, ties, and the drawing."""
+"""Trees: invariants, ties, the drawing, children that are drawn from the drafter, and the best-first tree over a
+block, against its authors' code and against a heap."""
+
+import heapq
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import DRAFTERS, tiny_drafter, tiny_target
+from safetensors.torch import load_file
 
+from specdec.children import Drawn, children_of
 from specdec.cli.drawing import draw
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.vocab import DraftVocab
+from specdec.sampling.filters import filtered_probs
 from specdec.sampling.likely import BLOCK, MANY, top
-from specdec.structs import DraftTree
-from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.sampling.noise import Noise, hashes_of
+from specdec.structs import DraftTree, Sampling
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.ancestors import ancestors_of
+from specdec.trees.dynamic import select
 
 
 class ScriptedDrafter(Drafter):
@@ -45,12 +55,6 @@ def start(drafter, target, b=3):
     return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
-def assert_same_tree(tree: DraftTree, other: DraftTree) -> None:
-    for field in ("tokens", "parents", "depth", "ancestors"):
-        assert torch.equal(getattr(tree, field), getattr(other, field)), field
-    torch.testing.assert_close(tree.logq, other.logq)
-
-
 def grow(policy, logits, b=2):
     drafter = ScriptedDrafter(logits)
     return policy.grow(drafter, torch.full((b,), 7), drafter.state(b, 1))
@@ -78,15 +82,17 @@ def check_invariants(tree: DraftTree, n: int):
     assert (tree.logq.gather(1, tree.parents) >= tree.logq).all()
 
 
-def test_scores_by_hand():
+def test_scores_and_the_drawing_by_hand():
     """P = .6 .3 .1: the best four paths are a (.6), aa (.36), b (.3), and aaa (.216)."""
-    logits = torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist()
-    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), logits)
+    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist())
     assert tree.tokens[0].tolist() == [7, 100, 101, 100, 100]
     assert tree.parents[0].tolist() == [0, 0, 0, 1, 3]
     assert tree.depth[0].tolist() == [0, 1, 1, 2, 3]
     torch.testing.assert_close(tree.logq[0].exp(), torch.tensor([1.0, 0.6, 0.3, 0.36, 0.216]))
     check_invariants(tree, 5)
+    assert draw(tree, [0, 1, 3], {7: "root", 100: "a", 101: "b"}.get) == (
+        "'root' *\n|-- 'a'  0.60 *\n|   `-- 'a'  0.36 *\n|       `-- 'a'  0.22\n`-- 'b'  0.30"
+    )
 
 
 @pytest.mark.matrix
@@ -115,8 +121,10 @@ def test_a_tree_of_first_children_is_the_chain(policy):
     target = tiny_target()
     drafter = tiny_drafter(target)
     assert policy.draft_slots() == Chain(4).draft_slots()
-    trees = [each.grow(drafter, *start(drafter, target)) for each in (Chain(4), policy)]
-    assert_same_tree(*trees)
+    chain, tree = (each.grow(drafter, *start(drafter, target)) for each in (Chain(4), policy))
+    for field in ("tokens", "parents", "depth", "ancestors"):
+        assert torch.equal(getattr(tree, field), getattr(chain, field)), field
+    torch.testing.assert_close(tree.logq, chain.logq)
 
 
 @pytest.mark.matrix
@@ -139,14 +147,147 @@ def test_ancestors_of_deep_paths():
     assert torch.equal(ancestors_of(parents, 6)[0], torch.ones(7, 7).tril().bool())
 
 
-def test_too_many_draft_tokens_are_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="num_draft_tokens is 12, but with topk 2 and steps 3 a tree holds 2 to 11"):
-        DynamicTree(topk=2, steps=3, num_draft_tokens=12)
+# Children that are drawn
+
+EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 
 
-def test_drawing():
-    tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist())
-    names = {7: "root", 100: "a", 101: "b"}
-    assert draw(tree, [0, 1, 3], names.get) == (
-        "'root' *\n|-- 'a'  0.60 *\n|   `-- 'a'  0.36 *\n|       `-- 'a'  0.22\n`-- 'b'  0.30"
-    )
+def same_start(drafter, target, b=2):
+    """The drafter's state after six positions, the same in every row."""
+    g = torch.Generator().manual_seed(4)
+    drafter.reset(b, 64)
+    feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
+    tokens = torch.randint(17, (1, 6), generator=g).expand(b, -1)
+    return drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats, tokens, torch.full((b,), 6))
+
+
+def grow_drawn(policy, drafter, target, sampling, b=2):
+    root = torch.full((b,), 3)
+    noise = Noise([(0, row) for row in range(b)], hashes_of(torch.arange(17))).behind(root, policy.steps + 1)
+    return policy.grow(drafter, root, same_start(drafter, target, b), children_of("drawn", sampling, noise))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, top_k=3)], ids=["warm", "filtered"])
+@pytest.mark.parametrize("expansion", EXPANSIONS, ids=str)
+@torch.inference_mode()
+def test_q_is_what_the_drafter_says_after_each_path(expansion, sampling):
+    """Each node's path drafted alone, as a chain: the same distribution, in the target's vocabulary. A verifier would
+    not notice if the tree mixed paths up: it would only accept less."""
+    target, policy = tiny_target(), SampledTree(expansion)
+    drafter = tiny_drafter(target, draft_vocab=8)
+    tree = grow_drawn(policy, drafter, target, sampling)
+    check_invariants(tree, policy.num_draft_tokens)
+    children = tree.parents[0, 1:].bincount(minlength=policy.num_draft_tokens)
+    assert children.tolist() == [(*expansion, 0)[level] for level in tree.depth[0]]
+    for node in range(tree.tokens.shape[1]):
+        if tree.depth[0, node] == tree.steps:
+            assert tree.q[0, node].sum() == 0, "a leaf has no children"
+            continue
+        state = same_start(drafter, target)
+        path = tree.ancestors[0, node].nonzero().flatten()[1:]
+        for level, ancestor in enumerate(path, 1):
+            alone = torch.ones(2, 1, level, dtype=torch.bool)
+            state = drafter.step(tree.tokens[:, ancestor : ancestor + 1], state.hidden, level, alone)
+        expected = torch.zeros(2, 17).index_copy_(1, drafter.vocab.ids, filtered_probs(state.logits[:, 0], sampling))
+        torch.testing.assert_close(tree.q[0, node], expected[0], rtol=1e-4, atol=1e-6)
+
+
+def test_children_are_drawn_from_q_without_replacement_in_order():
+    rows, logits = 100_000, torch.randn(5, generator=torch.Generator().manual_seed(2))
+    noise = Noise([(3, row) for row in range(rows)], hashes_of(torch.arange(5))).behind(torch.zeros(rows).long())
+    q, pairs = (x[:, 0] for x in Drawn(noise, Sampling(1.0)).draw(logits.expand(rows, 1, 5), DraftVocab(5), 0, 2))
+    seen = (pairs[:, 0] * 5 + pairs[:, 1]).bincount(minlength=25).view(5, 5)
+    expected = q[0, :, None] * q[0] / (1 - q[0, :, None])
+    expected.fill_diagonal_(0)
+    # Five standard deviations of a share estimated from 100,000 draws are at most 5 * sqrt(.25 / 100000) = .0079
+    torch.testing.assert_close(seen / rows, expected, rtol=0, atol=0.0079)
+
+
+@torch.inference_mode()
+def test_used_up_filters_leave_the_likeliest_tokens():
+    """top-k 2 and four children: the first two are drawn, the others are the drafter's third and fourth choice."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    tree = grow_drawn(SampledTree((4,)), drafter, target, Sampling(1.0, top_k=2), b=50)
+    best = same_start(drafter, target).logits[0, 0].topk(4).indices
+    assert (tree.q[0, 0] > 0).sum() == 2
+    assert {frozenset(pair) for pair in tree.tokens[:, 1:3].tolist()} == {frozenset(best[:2].tolist())}
+    assert len(tree.tokens[:, 1].unique()) == 2
+    assert (tree.tokens[:, 3:] == best[2:]).all()
+
+
+# The best tree over a block
+
+GOLDEN = load_file(Path(__file__).parents[1] / "golden" / "blocks" / "ddtree.safetensors")
+
+
+def paths_of(parents: list[int], tokens: list[int]) -> list[tuple[int, ...]]:
+    """The path of every node but the root."""
+    out: list[tuple[int, ...]] = [()]
+    for parent, token in zip(parents[1:], tokens[1:], strict=True):
+        out.append((*out[parent], token))
+    return out[1:]
+
+
+def over(policy: BlockTree, logp: torch.Tensor) -> DraftTree:
+    """The trees over marginals logp [B,D,V], whose tokens are their places."""
+    values, tokens = logp.sort(dim=-1, descending=True, stable=True)
+    pool = policy.best_paths(values[..., : policy.topk], tokens[..., : policy.topk])
+    return select(torch.zeros(len(logp), dtype=torch.int64), pool, policy.num_draft_tokens, policy.steps)
+
+
+@pytest.mark.parametrize("case", ["flat", "mixed", "same_marginals", "sharp"])
+@pytest.mark.parametrize("budget", [8, 16, 64])
+def test_the_trees_of_ddtree(case, budget):
+    """Node by node, equal scores included: theirs come by score, ours breadth first."""
+    parents, tokens = (GOLDEN[f"{case}.b{budget}.{name}"].tolist() for name in ("parents", "node_token_ids"))
+    golden = paths_of(parents, [0, *tokens])
+    tree = over(BlockTree(budget, 5, budget + 1), GOLDEN[f"{case}.log_probs"][None])
+    check_invariants(tree, budget + 1)
+    assert paths_of(tree.parents[0].tolist(), tree.tokens[0].tolist()) == sorted(golden, key=len)
+
+
+def by_heap(logp: list[list[float]], topk: int, nodes: int) -> set[tuple[int, ...]]:
+    """The best paths of ranks below topk, one after the other. logp: of each level, in order of rank."""
+    heap, found = [(-logp[0][0], (0,))], set()
+    while heap and len(found) < nodes:
+        score, path = heapq.heappop(heap)
+        found.add(path)
+        level, rank = len(path) - 1, path[-1]
+        if rank + 1 < topk:
+            heapq.heappush(heap, (score + logp[level][rank] - logp[level][rank + 1], (*path[:-1], rank + 1)))
+        if level + 1 < len(logp):
+            heapq.heappush(heap, (score - logp[level + 1][0], (*path, 0)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topk", "steps", "nodes"), [(8, 7, 32), (2, 4, 20), (3, 1, 4), (1, 6, 7), (5, 15, 64), (4, 2, 21)]
+)
+def test_a_heap_finds_the_same(topk, steps, nodes):
+    """Rows of flat and of sharp marginals in one batch, few children, few levels, and the whole tree."""
+    scale = torch.tensor([0.3, 1.0, 4.0, 12.0])[:, None, None]
+    logits = torch.randn(4, steps, 20, generator=torch.Generator().manual_seed(nodes), dtype=torch.float64)
+    logp = (logits * scale).log_softmax(-1)
+    tree = over(BlockTree(topk, steps, nodes), logp)
+    check_invariants(tree, nodes)
+    for row, order in enumerate(logp.argsort(dim=-1, descending=True)):
+        sorted_logp = logp[row].gather(1, order)
+        expected = by_heap(sorted_logp.tolist(), topk, nodes - 1)
+        ours = paths_of(tree.parents[row].tolist(), tree.tokens[row].tolist())
+        ranks = [tuple(order[d].tolist().index(token) for d, token in enumerate(path)) for path in ours]
+        assert set(ranks) == expected
+        scores = [sum(logp[row, d, token] for d, token in enumerate(path)) for path in ours]
+        torch.testing.assert_close(tree.logq[row, 1:], torch.stack(scores))
+
+
+@torch.inference_mode()
+def test_it_holds_the_best_of_a_dynamic_tree():
+    """Over the same block the dynamic tree with as many children keeps no likelier paths."""
+    target = tiny_target()
+    sums = []
+    for policy in (BlockTree(6, 5, 12), DynamicTree(6, 5, 12)):
+        drafter = DRAFTERS["dflash"](target)
+        sums.append(policy.grow(drafter, *start(drafter, target)).logq.exp().sum(1))
+    assert (sums[0] >= sums[1] - 1e-6).all()

@@ -6,6 +6,7 @@ filters plus the row's noise (`specdec.sampling.noise`). So plain decoding says 
 
 import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -87,7 +88,6 @@ class EqualityProver:
         self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
         self.sampling, self.seed = sampling or Sampling(), seed
         self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]
-        self._finer: Target | None = None
 
     def _decode(self, engine: Engine, number: int):
         how = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling, "seed": [(self.seed, number)]}
@@ -97,17 +97,9 @@ class EqualityProver:
         """The verifier must be one that `couples`: its text is what the target draws by the rows' noise."""
         engine = Engine(self.target, drafter, tree, verifier)
         rows = [self._decode(engine, number) for number in range(len(self.prompts))]
-        mismatches = [
-            self.first_mismatch(number, row.tokens)
-            for number, row in enumerate(rows)
-            if row.tokens != self.plain[number]
-        ]
-        return EqualityProof(
-            texts=len(rows),
-            tokens=sum(len(row.tokens) for row in rows),
-            rounds=sum(row.trace.rounds for row in rows),
-            mismatches=mismatches,
-        )
+        tokens, rounds = sum(len(row.tokens) for row in rows), sum(row.trace.rounds for row in rows)
+        wrong = [self.first_mismatch(i, row.tokens) for i, row in enumerate(rows) if row.tokens != self.plain[i]]
+        return EqualityProof(len(rows), tokens, wrong, rounds)
 
     @torch.inference_mode()
     def first_mismatch(self, number: int, tokens: list[int]) -> Mismatch:
@@ -119,12 +111,13 @@ class EqualityProver:
             position = min(len(plain), len(tokens)) - 1
         prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.device)
         coarse = self.target(prefix, None)[0][0, -1]
-        fine = self._reference()(prefix, None)[0][0, -1]
+        fine = self._reference(prefix, None)[0][0, -1]
         warmth = self.sampling.temperature or 1.0
         error = (coarse.to(fine.dtype) - fine).abs().max().item() / warmth
         a, b = plain[position], tokens[position]
         noise = self._noise(number, prefix.shape[1]).to(fine.dtype)
         free, edge = fine / warmth + noise, self._edge(fine, noise, {a, b})
+        best = (filtered_scores(fine, self.sampling) + noise).topk(2).indices.tolist()
         return Mismatch(
             prompt=number,
             position=position,
@@ -132,7 +125,7 @@ class EqualityProver:
             speculative=b,
             margin=0.0 if edge else abs(free[a] - free[b]).item(),
             error=error,
-            leading=a != b and (edge or set(self._best_two(fine, noise)) == {a, b}),
+            leading=a != b and (edge or set(best) == {a, b}),
         )
 
     def _noise(self, number: int, position: int) -> Tensor:
@@ -142,9 +135,6 @@ class EqualityProver:
         hashes = hashes_of(torch.arange(self.target.vocab, device=self.target.device))
         last = torch.tensor([position - 1], device=hashes.device)
         return Noise([(self.seed, number)], hashes).behind(last).whole[0, 0]
-
-    def _best_two(self, logits: Tensor, noise: Tensor) -> list[int]:
-        return (filtered_scores(logits, self.sampling) + noise).topk(2).indices.tolist()
 
     def _edge(self, logits: Tensor, noise: Tensor, pair: set[int]) -> bool:
         """Does it depend on the rounding of a filter's edge which of the two is drawn?"""
@@ -157,9 +147,7 @@ class EqualityProver:
             drawn.add(int((filtered_scores(logits, near) + noise).argmax()))
         return pair <= drawn
 
+    @cached_property
     def _reference(self) -> Target:
         """The target in a finer dtype. It is made at the first mismatch, since most proofs need none."""
-        if self._finer is None:
-            dtype = self.target.dtype
-            self._finer = copy.deepcopy(self.target).to(FINER.get(dtype, torch.float64))
-        return self._finer
+        return copy.deepcopy(self.target).to(FINER.get(self.target.dtype, torch.float64))

@@ -1,13 +1,14 @@
-"""Verifiers against exact laws, on a target and a drafter that are tables.
+"""Verifiers against exact laws, on a target and a drafter that are tables, and sampled text of a real pair.
 
-The distributions p and q of the next token depend on the token before it alone, so the law of several tokens is known.
-What a verifier emits on trees drawn from the drafter must follow the target's joint law of three tokens; where fewer
-than three tokens were emitted, the others are drawn from the target.
+The tables' distributions p and q of the next token depend on the token before it alone, so the law of several tokens is
+known. What a verifier emits on trees drawn from the drafter must follow the target's joint law of three tokens; where
+fewer than three tokens were emitted, the others are drawn from the target. The law of a whole text of a real pair
+cannot be enumerated, but the law of each token given those before it can.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +18,10 @@ from torch import Tensor
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.drafters.vocab import DraftVocab
+from specdec.engine.engine import Engine
+from specdec.engine.sequence import Sequence
+from specdec.lab.proof.equality import SLACK
+from specdec.model.target import Target
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
@@ -24,6 +29,7 @@ from specdec.structs import DraftTree, Sampling, Verifier
 from specdec.trees.ancestors import ancestors_of
 
 VOCAB = 6
+BINS = 20  # of places in a distribution
 LEAST_EXPECTED = 5.0  # cells of a smaller expected count are counted together
 
 
@@ -43,11 +49,11 @@ class TableDrafter(Drafter):
         return self.state(tokens)
 
 
-def table_logits(vocab: int = VOCAB, seed: int = 11) -> tuple[Tensor, Tensor]:
+def table_logits() -> tuple[Tensor, Tensor]:
     """Logits [V,V] of a target, and of a drafter that knows it badly enough to draft what the target never says."""
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randn(vocab, vocab, generator=generator) * 1.5
-    return target, target + torch.randn(vocab, vocab, generator=generator) * 1.5
+    generator = torch.Generator().manual_seed(11)
+    target, other = (torch.randn(VOCAB, VOCAB, generator=generator) * 1.5 for _ in range(2))
+    return target, target + other
 
 
 @dataclass
@@ -60,12 +66,6 @@ class LawProof:
     pvalue: float  # chi-square
     distance: float  # total variation between the law and what was seen
     noise: float  # the distance that 99 % of samples of the law itself stay below
-
-
-def target_law(logits: Tensor, sampling: Sampling) -> Tensor:
-    """[V,V,V], the joint probabilities of the three tokens after token 0, fp64."""
-    p = filtered_probs(logits, sampling).double()
-    return torch.einsum("a,ab,bc->abc", p[0], p, p)
 
 
 def three_tokens(
@@ -93,8 +93,11 @@ def three_tokens(
 def prove_law(
     policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int = 100_000, seed: int = 0
 ) -> LawProof:
+    """Draw three tokens many times, and compare them with their joint law."""
     tokens, n = three_tokens(policy, verifier, sampling, draws, seed)
-    law = target_law(table_logits()[0], sampling).flatten()
+    p = filtered_probs(table_logits()[0], sampling).double()
+    law = torch.einsum("a,ab,bc->abc", p[0], p, p).flatten()
+    chance = np.random.default_rng(seed).multinomial(draws, (law / law.sum()).numpy(), size=500)
     place = (tokens * VOCAB ** torch.arange(3).flip(0)).sum(1)
     seen = place.bincount(minlength=law.numel()).double()
     return LawProof(
@@ -103,7 +106,7 @@ def prove_law(
         impossible=int(seen[law == 0].sum()),
         pvalue=chi_square(seen, law * draws),
         distance=(seen / draws - law).abs().sum().item() / 2,
-        noise=_noise(law, draws, seed),
+        noise=float(np.quantile(np.abs(chance / draws - (law / law.sum()).numpy()).sum(1) / 2, 0.99)),
     )
 
 
@@ -126,26 +129,21 @@ def chi_square(seen: Tensor, expected: Tensor) -> float:
     return torch.special.gammaincc(freedom, statistic / 2).item()
 
 
-def _noise(law: Tensor, draws: int, seed: int, samples: int = 500) -> float:
-    p = (law / law.sum()).numpy()
-    counts = np.random.default_rng(seed).multinomial(draws, p, size=samples)
-    return float(np.quantile(np.abs(counts / draws - p).sum(1) / 2, 0.99))
-
-
-def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | None = None) -> float:
+def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
     """Total variation between a rule's law of two tokens on one fixed tree and the target's law, without sampling.
+
+    The tree is a root (token 0) with two children (2 and 4), and one child of the first (1).
 
     It takes rules whose only chance is the target's token at every node, as `match`. Every outcome of those draws is
     given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
     """
-    tree = tree or small_tree()
     p = filtered_probs(table_logits()[0], sampling).double()
-    nodes = tree.tokens.shape[1]
-    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=nodes)))  # [V^N,N]
-    weights = p[tree.tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
+    tokens, parents, depth = torch.tensor([[[0, 2, 4, 1]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]])
+    outcomes = torch.tensor(list(itertools.product(range(VOCAB), repeat=tokens.shape[1])))  # [V^N,N]
+    weights = p[tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
     outcomes, weights = outcomes[weights > 0], weights[weights > 0]
-    parts = (tree.tokens, tree.parents, tree.depth, tree.ancestors)
-    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), tree.steps)
+    parts = tokens, parents, depth, ancestors_of(parents, 2)
+    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), 2)
     logits = F.one_hot(outcomes, VOCAB).float()
     verdict = verifier(rows, logits, Sampling())
     law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
@@ -156,12 +154,61 @@ def exact_distance(verifier: Verifier, sampling: Sampling, tree: DraftTree | Non
     return (law - p[0][:, None] * p).abs().sum().item() / 2
 
 
-def small_tree() -> DraftTree:
-    """A root (token 0) with two children (2 and 4), and one child of the first (1)."""
-    parents = torch.tensor([[0, 0, 0, 1]])
-    return DraftTree(torch.tensor([[0, 2, 4, 1]]), parents, torch.tensor([[0, 1, 1, 2]]), ancestors_of(parents, 2), 2)
-
-
 def significance(tests: int, level: float = 1e-3) -> float:
     """The p-value below which one of so many tests is no accident (Bonferroni)."""
     return level / max(tests, 1)
+
+
+# Text of a real pair
+
+
+@dataclass
+class SampledProof:
+    """What became of the tokens that one drafter and tree emitted."""
+
+    tokens: int
+    outside: int  # tokens that the filters exclude, given the tokens before them
+    pvalue: float  # chi-square: are the tokens' places in the target's distributions uniform?
+
+
+def prove_sampled(
+    target: Target,
+    drafter: Drafter,
+    tree: TreePolicy,
+    verifier: Verifier,
+    prompts: list[list[int]],
+    sampling: Sampling,
+    max_new_tokens: int,
+    seed: int = 0,
+) -> SampledProof:
+    """Test whether the places of the tokens in the target's own distributions are uniform.
+
+    A token's place is the probability of all likelier tokens given the text before it, and a random part of its own
+    probability (Rosenblatt's transform, 1952). The places of tokens that are drawn from these distributions are
+    independent and uniform on [0, 1], however the tokens were drafted."""
+    assert not sampling.penalised, "the distributions are those of the target without penalties"
+    engine = Engine(target, drafter, tree, verifier)
+    generator = torch.Generator().manual_seed(seed)
+    places, outside = [], 0
+    for number, prompt in enumerate(prompts):
+        row = engine.generate([prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + number).rows[0]
+        own, beyond = _places(target, row, sampling, generator)
+        places.append(own)
+        outside += beyond
+    u = torch.cat(places)
+    seen = (u * BINS).long().clamp_(max=BINS - 1).bincount(minlength=BINS).double()
+    return SampledProof(len(u), outside, chi_square(seen, torch.full_like(seen, len(u) / BINS)))
+
+
+@torch.inference_mode()
+def _places(target: Target, row: Sequence, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
+    text = torch.tensor([row.prompt + row.tokens], device=target.device)
+    logits = target(text, None)[0][0, len(row.prompt) - 1 : -1].float().cpu()
+    tokens = torch.tensor(row.tokens)[:, None]
+    p = filtered_probs(logits, sampling)
+    wider = filtered_probs(logits, replace(sampling, top_p=min(1.0, sampling.top_p + SLACK)))
+    own = p.gather(1, tokens)
+    likelier = torch.where(p > own, p, 0).sum(1).double()
+    equal = torch.where(p == own, p, 0).sum(1).double()
+    u = likelier + equal * torch.rand(len(tokens), generator=generator, dtype=torch.float64)
+    return u, int((wider.gather(1, tokens) == 0).sum())

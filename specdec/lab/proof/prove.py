@@ -19,8 +19,7 @@ from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.lab.models import check_counts
 from specdec.lab.proof import servers
-from specdec.lab.proof.page import as_json, markdown, print_proof
-from specdec.lab.proof.proof import prove
+from specdec.lab.proof.proof import as_json, markdown, print_proof, prove
 from specdec.lab.proof.servers import against_engine, against_server
 from specdec.model.loader import load_texts
 from specdec.model.names import called
@@ -95,21 +94,11 @@ def main(argv: list[str] | None = None) -> None:
     drafts = args.draft or [*DEMO_DRAFTERS, "ngram", "ngram:suffix"]
     drafters = {Path(str(draft)).name: load_drafter(draft, target) for draft in drafts}
     prompts = prompts_of(target, args)
-    proof = prove(
-        target,
-        drafters,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        draws=args.draws,
-        seed=args.seed,
-        self_test=args.self_test,
-    )
-    dtype = str(target.dtype).removeprefix("torch.")
-    told = (
-        f"Target {called(target.name)}, {dtype}; {len(prompts)} prompts, {args.max_new_tokens} tokens; "
-        f"seed {args.seed}."
-    )
+    how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test")}
+    proof = prove(target, drafters, prompts, **how)
     if args.out is not None:
+        model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
+        told = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
         write_text(args.out, markdown(proof, told))
     if args.json:
         print(json.dumps(as_json(proof)))

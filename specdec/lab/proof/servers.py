@@ -129,22 +129,22 @@ def _who(server: Remote) -> str:
 def page(proof: ServerProof) -> str:
     """The proof as Markdown."""
     drift = "not told" if proof.drift is None else f"{proof.drift:.1e}"
-    lines = [
-        "# Is the server lossless?", "", f"**{proof.verdict()}**", "", f"- server: {proof.server}",
-        f"- reference: {proof.reference}", f"- largest difference of a log-probability along equal text: {drift}", "",
-    ]  # fmt: skip
-    return "\n".join(lines + [f"- {mismatch}" for mismatch in proof.mismatches]) + "\n"
+    told = {
+        "server": proof.server,
+        "reference": proof.reference,
+        "largest difference of a log-probability along equal text": drift,
+    }
+    items = "\n".join(f"- {name}: {value}" for name, value in told.items())
+    wrong = "".join(f"- {mismatch}\n" for mismatch in proof.mismatches)
+    return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n\n{wrong}"
 
 
 def print_page(proof: ServerProof) -> None:
-    screen, table = console(160), Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
     drift = "" if proof.drift is None else f"{proof.drift:.1e}"
+    table = Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
     counts = proof.texts, proof.same, proof.ties, proof.bugs
     table.add_row(proof.server, proof.reference, *map(str, counts), drift)
-    screen.print(table)
-    for mismatch in proof.mismatches:
-        screen.print(str(mismatch))
-    screen.print(proof.verdict())
+    console(160).print(table, *map(str, proof.mismatches), proof.verdict(), sep="\n")
 
 
 def as_json(proof: ServerProof) -> dict:

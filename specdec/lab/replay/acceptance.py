@@ -6,6 +6,7 @@ Shapes: R roots, D recorded steps, W topk, M candidates of a pool.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,23 +37,33 @@ def filled(like: Tensor, value: int) -> Tensor:
     return torch.full((len(like),), value)
 
 
-def follow(pool: Pool, topk: int, following: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a text runs through a pool. following [R,D]: the text's tokens behind each root.
+def dynamic_levels(topk: int, steps: int) -> list[slice]:
+    """Where the levels of a dynamic tree's pool lie."""
+    ends = [0, *(DynamicTree.candidates(topk, depth) for depth in range(1, steps + 1))]
+    return [slice(*ends_of) for ends_of in pairwise(ends)]
 
-    Returns two tensors of places [R,D]: of the first of the topk candidates for each depth, and of the candidate that
-    is the text's token; -1 where there is none."""
-    steps = following.shape[1]
+
+def follow(
+    pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a text runs through a pool.
+
+    levels: of the pool, one for each depth. following [R,>=D]: the text's tokens behind each root. kept [R,M]: the
+    candidates that count; None: all.
+
+    Returns three tensors [R,D]: the place of the first child of the text's node above each depth, and the place of the
+    child that is the text's token, -1 where there is none; and how many children that node has."""
     node = torch.zeros(len(following), dtype=pool.parents.dtype)  # counted as `parents` counts: 0 is the root
-    first, hit = torch.full_like(following, -1), torch.full_like(following, -1)
-    for depth in range(steps):
-        level = slice(DynamicTree.candidates(topk, depth) if depth else 0, DynamicTree.candidates(topk, depth + 1))
+    found = []
+    for depth, level in enumerate(levels):
         child = pool.parents[:, level] == node[:, None]
+        if kept is not None:
+            child &= kept[:, level]
         match = child & (pool.tokens[:, level] == following[:, depth : depth + 1])
-        for found, places in ((child, first), (match, hit)):
-            place, there = found.int().argmax(1) + level.start, found.any(1)
-            places[:, depth] = torch.where(there, place, -1)
-        node = torch.where(hit[:, depth] < 0, -1, hit[:, depth] + 1)
-    return first, hit
+        first, hit = (torch.where(x.any(1), x.int().argmax(1) + level.start, -1) for x in (child, match))
+        found.append((first, hit, child.sum(1)))
+        node = torch.where(hit < 0, -1, hit + 1)
+    return tuple(torch.stack(parts, 1) for parts in zip(*found, strict=True))
 
 
 def pool_ranks(pool: Pool, topk: int, steps: int, places: Tensor) -> Tensor:
@@ -84,15 +95,9 @@ def block_accepts(tree: BlockTree, gains: Tensor, tokens: Tensor, following: Ten
     the root first. The children of a node are the best tokens of the slot."""
     pool, n = tree.best_paths(gains, tokens), tree.num_draft_tokens
     kept = torch.zeros_like(pool.tokens, dtype=torch.bool).scatter_(1, best_first(pool.scores)[:, : n - 1], True)
-    node = torch.zeros(len(following), dtype=pool.parents.dtype)
-    there, counts = (torch.zeros(len(following), tree.steps, dtype=torch.int64) for _ in range(2))
-    for depth, (start, size) in enumerate(zip(tree.starts, tree.sizes, strict=True)):
-        level = slice(start, start + size)
-        child = kept[:, level] & (pool.parents[:, level] == node[:, None])
-        match = child & (pool.tokens[:, level] == following[:, depth : depth + 1])
-        there[:, depth], counts[:, depth] = match.any(1), child.sum(1)
-        node = torch.where(match.any(1), match.int().argmax(1) + start + 1, -1)
-    return there.bool(), counts
+    levels = [slice(start, start + size) for start, size in zip(tree.starts, tree.sizes, strict=True)]
+    _, hit, counts = follow(pool, levels, following, kept)
+    return hit >= 0, counts
 
 
 def likely(probability: float) -> Rule:

@@ -3,7 +3,7 @@
 R roots of all texts, D steps, W topk, M candidates of a pool, B pieces of texts that run side by side.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.children import LIKELIEST, Coupled
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
-from specdec.lab.replay.acceptance import NOWHERE, follow
+from specdec.lab.replay.acceptance import NOWHERE, dynamic_levels, follow
 from specdec.lab.replay.recording import AlongText, Candidates, Marginals, RecordedText
 from specdec.lab.wrapped import WrappedDrafter
 from specdec.sampling.filters import filtered_probs
@@ -111,19 +111,15 @@ class DraftingAlong:
 
     def run(self, batch: int) -> None:
         """Draft along all texts, `batch` pieces at once."""
-        pieces = list(self._pieces())
+        pieces, place = [], 0
+        for number, text in enumerate(self.texts):
+            for first in range(0, text.roots, PIECE):
+                pieces.append(_Piece(number, first, min(PIECE, text.roots - first), place + first))
+            place += text.roots
         for first in range(0, len(pieces), batch):
             self._draft(pieces[first : first + batch])
         if not self.sampling.greedy:
             self._weigh()
-
-    def _pieces(self) -> Iterator[_Piece]:
-        place = 0
-        for number, text in enumerate(self.texts):
-            for first in range(0, text.roots, PIECE):
-                count = min(PIECE, text.roots - first)
-                yield _Piece(number, first, count, place)
-                place += count
 
     def _draft(self, pieces: Sequence[_Piece]) -> None:
         """Draft at all roots of the pieces: a row for each piece, one root after the other.
@@ -151,26 +147,30 @@ class DraftingAlong:
     def _draft_roots(self, state: DraftState, behind: Tensor, where: list[tuple[int, int]], children: Children) -> None:
         """Draft at one root of every row. behind [B,D]: how its text goes on. where: rows, places of their roots."""
         rows, places = torch.tensor(where).T
+
+        def put(ours: Tensor, drafted: Tensor) -> None:
+            ours[places] = drafted.cpu()[rows].to(ours)
+
         for name, drafter in self.drafters.items():
             seen = drafter.restrict(state) if isinstance(drafter, Restricted) else state
             ranks, q = self._draft_along(drafter, seen, behind, children)
             along = self.along[name]
-            along.ranks[places] = ranks.cpu()[rows]
+            put(along.ranks, ranks)
             if along.q is not None:
-                along.q[places] = q.cpu()[rows]
+                put(along.q, q)
             if seen.levels is not None:
                 if along.levels is None:
                     along.levels = torch.zeros(len(along.ranks), dtype=torch.int32)
-                along.levels[places] = seen.levels.cpu()[rows].int()
+                put(along.levels, seen.levels)
             if (marginals := self.marginals.get(name)) is not None:
                 how = drafter.vocab, slice(0, self.steps), max(self.topks)
                 gains, ids = children.best(seen.first(self.steps), *how)
-                marginals.gains[places] = gains.cpu()[rows]
-                marginals.tokens[places] = drafter.vocab.to_target(ids).cpu()[rows].int()
+                put(marginals.gains, gains)
+                put(marginals.tokens, drafter.vocab.to_target(ids))
             for topk in self.topks:
                 pool = DynamicTree(topk, self.steps, 2).expand(drafter, seen, children)
                 for ours, drafted in zip(self.candidates[name, topk].pool, pool, strict=True):
-                    ours[places] = drafted.cpu()[rows].to(ours)
+                    put(ours, drafted)
 
     def _draft_along(
         self, drafter: Drafter, state: DraftState, behind: Tensor, children: Children
@@ -221,7 +221,7 @@ class DraftingAlong:
                 if kept.p is None:
                     continue
                 pool = Pool(*(part[here] for part in kept.pool))
-                first, _ = follow(pool, topk, behind)
+                first, *_ = follow(pool, dynamic_levels(topk, self.steps), behind)
                 places = first.clamp(min=0)[..., None] + torch.arange(topk)
                 tokens = pool.tokens.gather(1, places.flatten(1).long()).view(places.shape)
                 counts = (first >= 0)[..., None] & ~torch.isin(tokens, self.eos)

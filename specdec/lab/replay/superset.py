@@ -13,7 +13,16 @@ from torch import Tensor
 
 from specdec.contracts import TreePolicy
 from specdec.engine.traces import RowTrace, tau
-from specdec.lab.replay.acceptance import Acceptance, Rule, block_accepts, filled, follow, pool_ranks, static_accepts
+from specdec.lab.replay.acceptance import (
+    Acceptance,
+    Rule,
+    block_accepts,
+    dynamic_levels,
+    filled,
+    follow,
+    pool_ranks,
+    static_accepts,
+)  # fmt: skip
 from specdec.lab.replay.recording import Recording
 from specdec.trees import BlockTree, Chain, DynamicTree, StaticTree
 from specdec.trees.spec import TreeSpec
@@ -75,6 +84,7 @@ class Superset(Recording):
     def __post_init__(self) -> None:
         roots = torch.tensor([text.roots for text in self.texts])
         self.roots, self.starts = roots, roots.cumsum(0) - roots  # [Q] each: how many of a text, and where its first is
+        self.following = torch.cat([text.following(self.steps) for text in self.texts])  # [R,D] tokens behind each root
         self._ranks: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def replay(self, tree: Tree, vocabulary: str = "", rule: Rule | None = None) -> Replayed:
@@ -121,26 +131,20 @@ class Superset(Recording):
         """Return what a round with this tree accepts at each of the R roots. Arguments and errors: as for `replay`."""
         if isinstance(tree, TreeSpec):
             tree = tree.build()
-        if isinstance(tree, StaticTree | Chain):
-            if rule is not None:
-                raise ValueError("a truncation rule cuts dynamic trees, and this one is static")
-            self._check(tree.steps, vocabulary)
-            accepted = static_accepts(tree, self.along[vocabulary].ranks)
-            levels = self._levels(vocabulary, tree.steps)
-            nodes = (tree.depth <= levels[:, None]).sum(1)
-            return Acceptance(accepted.minimum(levels), None, nodes, levels)
-        if isinstance(tree, BlockTree):
-            return self._block(tree, vocabulary, rule)
-        if not isinstance(tree, DynamicTree):
-            raise ValueError(
-                f"{type(tree).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain"
-            )
-        self._check(tree.steps, vocabulary, tree.topk)
-        found, drafts = self._dynamic(tree, vocabulary, rule), self._levels(vocabulary, tree.steps) > 0
-        if found.expected is not None:
-            found.expected = torch.where(drafts, found.expected, 1)
-        nodes = torch.where(drafts, found.nodes, 1)
-        return Acceptance(found.accepted * drafts, found.expected, nodes, found.levels * drafts)
+        for kinds, of_kind in (
+            (StaticTree | Chain, self._static), (BlockTree, self._block), (DynamicTree, self._dynamic)
+        ):  # fmt: skip
+            if isinstance(tree, kinds):
+                return of_kind(tree, vocabulary, rule)
+        raise ValueError(f"{type(tree).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")
+
+    def _static(self, tree: StaticTree | Chain, vocabulary: str, rule: Rule | None) -> Acceptance:
+        if rule is not None:
+            raise ValueError("a truncation rule cuts dynamic trees, and this one is static")
+        self._check(tree.steps, vocabulary)
+        accepted = static_accepts(tree, self.along[vocabulary].ranks)
+        levels = self._levels(vocabulary, tree.steps)
+        return Acceptance(accepted.minimum(levels), None, (tree.depth <= levels[:, None]).sum(1), levels)
 
     def _block(self, tree: BlockTree, vocabulary: str, rule: Rule | None) -> Acceptance:
         if rule is not None:
@@ -153,9 +157,8 @@ class Superset(Recording):
         found = self.marginals[vocabulary]
         if tree.topk > (most := found.gains.shape[2]):
             raise ValueError(f"topk is {tree.topk}, but the {most} best tokens of a slot were recorded")
-        following = torch.cat([text.following(self.steps) for text in self.texts])
         best = (x[:, : tree.steps, : tree.topk] for x in (found.gains, found.tokens))
-        kept, counts = block_accepts(tree, *best, following)
+        kept, counts = block_accepts(tree, *best, self.following)
         levels, expected = self._levels(vocabulary, tree.steps), None
         kept, counts = (F.pad(x * (levels > 0)[:, None], (0, self.steps - tree.steps)) for x in (kept, counts))
         if found.p is not None:
@@ -180,26 +183,23 @@ class Superset(Recording):
             raise ValueError(f"the tree is {steps} levels deep, but {self.steps} were recorded")
 
     def _dynamic(self, tree: DynamicTree, vocabulary: str, rule: Rule | None) -> Acceptance:
+        self._check(tree.steps, vocabulary, tree.topk)
         candidates = self.candidates[vocabulary, tree.topk]
         hit, children = self._ranks_of(vocabulary, tree.topk)
         levels, budget = filled(hit, tree.steps), filled(hit, tree.num_draft_tokens)
-        if rule is None:
-            hit, children = hit[:, tree.steps - 1], children[:, tree.steps - 1]
-        else:
-            by_level = candidates.pool.scores[:, : DynamicTree.candidates(tree.topk, tree.steps)].split(
-                [tree.topk] + [tree.topk**2] * (tree.steps - 1), dim=1
-            )
-            levels, most = rule(by_level)
+        if rule is not None:
+            places = dynamic_levels(tree.topk, tree.steps)
+            levels, most = rule([candidates.scores[:, level] for level in places])
             if levels.min() < 1 or levels.max() > tree.steps or most.min() < 1:
                 raise ValueError(f"a truncation rule must keep 1 to {tree.steps} levels and at least the root")
             budget = torch.minimum(budget, most).minimum(1 + tree.topk + (levels - 1) * tree.topk**2)
-            row = torch.arange(len(hit))
-            hit, children = hit[row, levels - 1], children[row, levels - 1]
-        kept = hit < (budget - 1)[:, None]  # [R,D]: is the text's node of this depth in the tree?
-        expected = None
+        row = torch.arange(len(hit))
+        kept = hit[row, levels - 1] < (budget - 1)[:, None]  # [R,D]: is the text's node of this depth in the tree?
+        drafts, expected = self._levels(vocabulary, tree.steps) > 0, None
         if candidates.p is not None:
-            expected = self._expected(candidates.p, kept, children < (budget - 1)[:, None, None])
-        return Acceptance(kept.sum(1), expected, budget, levels)
+            children = children[row, levels - 1] < (budget - 1)[:, None, None]
+            expected = torch.where(drafts, self._expected(candidates.p, kept, children), 1)
+        return Acceptance(kept.sum(1) * drafts, expected, torch.where(drafts, budget, 1), levels * drafts)
 
     def _expected(self, p: Tensor, kept: Tensor, children: Tensor) -> Tensor:
         """[R] tokens that a round is expected to emit: one, and for each node of the tree that the text reaches the
@@ -217,9 +217,8 @@ class Superset(Recording):
         [R,D,D,W] of the candidates to be the next node; NOWHERE where there is none. Computed once."""
         key = vocabulary, topk
         if key not in self._ranks:
-            following = torch.cat([text.following(self.steps) for text in self.texts])
             pool = self.candidates[key].pool
-            first, hit = follow(pool, topk, following)
+            first, hit, _ = follow(pool, dynamic_levels(topk, self.steps), self.following)
             children = torch.where(first[..., None] < 0, -1, first[..., None] + torch.arange(topk))
             places = torch.cat([hit[..., None], children], -1).flatten(1)  # [R,D*(1+W)]
             ranks = torch.stack([pool_ranks(pool, topk, steps, places) for steps in range(1, self.steps + 1)], 1)

@@ -1,4 +1,4 @@
-"""Benchmarks: questions of one turn or more, from files and data sets.
+"""Benchmarks: questions of one turn or more, from files and data sets, and the conversations that a target has on them.
 
 Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's sets); the fields that the format string
 `form` names (GSM8K, HumanEval, Alpaca, CNN/DM); `prompt` (a text, or a list of turns); `messages` (OpenAI) and
@@ -8,13 +8,18 @@ Known forms of a record, in this order: `turns` (MT-bench, Spec-Bench, EAGLE's s
 import hashlib
 import json
 import string
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
-from specdec.text import clean
+from specdec.engine.engine import Engine, Result
+from specdec.model.target import Target
+from specdec.structs import Sampling
+from specdec.text import clean, encode_chat
 from specdec.training.data.sources import Record, read_records
 
 IDS = ("question_id", "prompt_id", "task_id", "id")
+TURN_BREAK = "\n\n"  # between an answer and the next turn where there is no chat template
 
 
 @dataclass(frozen=True)
@@ -73,40 +78,22 @@ def load_benchmark(
     _fields_of(form)
     records = read_records(path, split=split, subset=subset, streaming=streaming)
     questions, skipped = [], 0
-    wanted = _questions(records, form, category, turns, skip=bad == "skip")
-    for question in wanted if pick == "spread" or limit is None else _until(wanted, limit):
-        if question is None:
+    for number, record in enumerate(records):
+        try:
+            questions.append(_question(record, str(number), form, category, turns))
+        except ValueError as error:
+            if bad == "error":
+                raise ValueError(
+                    f"{record.where}: {error}; benchmark.bad=skip leaves such records out and counts them"
+                ) from None
             skipped += 1
-        else:
-            questions.append(question)
+        if pick == "first" and len(questions) == limit:
+            break  # no more of the source is read
     if not questions:
         raise ValueError(f"{path} holds no question that can be used: {skipped} records were skipped")
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return Benchmark(name, _with_own_ids(questions), skipped)
-
-
-def _until(questions: Iterator[Question | None], limit: int) -> Iterator[Question | None]:
-    """The questions up to the `limit`th that can be used, so that no more of the source is read."""
-    for question in questions:
-        yield question
-        limit -= question is not None
-        if not limit:
-            return
-
-
-def _questions(
-    records: Iterator[Record], form: str | None, category: str | None, turns: int | None, skip: bool
-) -> Iterator[Question | None]:
-    for number, record in enumerate(records):
-        try:
-            yield _question(record, str(number), form, category, turns)
-        except ValueError as error:
-            if not skip:
-                raise ValueError(
-                    f"{record.where}: {error}; benchmark.bad=skip leaves such records out and counts them"
-                ) from None
-            yield None
 
 
 def _question(record: Record, number: str, form: str | None, category: str | None, limit: int | None) -> Question:
@@ -150,9 +137,112 @@ def _texts(value) -> bool:
 
 def _with_own_ids(questions: list[Question]) -> list[Question]:
     """The questions with ids that occur once each, because intervals resample questions by id."""
-    seen: dict[str, int] = {}
-    out = []
-    for q in questions:
-        seen[q.id] = seen.get(q.id, 0) + 1
-        out.append(q if seen[q.id] == 1 else Question(f"{q.id} ({seen[q.id]})", q.category, q.turns, q.system))
-    return out
+    seen: Counter[str] = Counter()
+    for number, q in enumerate(questions):
+        seen[q.id] += 1
+        if seen[q.id] > 1:
+            questions[number] = replace(q, id=f"{q.id} ({seen[q.id]})")
+    return questions
+
+
+# Conversations
+
+
+@dataclass(eq=False)
+class Dialogue:
+    """One question while it is answered, in the target's chat template, or raw: turns and answers as one text."""
+
+    target: Target
+    question: Question
+    raw: bool
+    template: dict  # further variables of the chat template
+    number: int  # of the question
+    messages: list[dict[str, str]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)  # raw: the text so far
+
+    def ask(self) -> list[int]:
+        """The ids of a prompt that ends with the next turn and holds everything before."""
+        turn, first = self.question.turns[self.asked], not self.messages
+        new = [{"role": "system", "content": self.question.system}] if first and self.question.system else []
+        new.append({"role": "user", "content": turn})
+        self.messages += new
+        if not self.raw:
+            return encode_chat(self.target, self.messages, **self.template)
+        text = ("" if first else TURN_BREAK) + TURN_BREAK.join(message["content"] for message in new)
+        self.ids = self.ids + self.target.tokenizer(text, add_special_tokens=first)["input_ids"]
+        return self.ids
+
+    def hear(self, tokens: list[int]) -> None:
+        """Take in the target's answer. tokens: with its end-of-text token."""
+        if self.raw:
+            self.ids = self.ids + [t for t in tokens if t not in self.target.eos]
+        text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": text})
+
+    @property
+    def asked(self) -> int:
+        return sum(m["role"] == "user" for m in self.messages)
+
+    @property
+    def over(self) -> bool:
+        return self.asked == len(self.question.turns)
+
+
+def template_settings(target: Target, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
+    """(raw, variables of the chat template), for prompts that are raw where there is no template.
+
+    Raises ValueError if the template has no switch for thinking and one is asked for."""
+    template = target.tokenizer.chat_template
+    raw = raw or not template
+    if thinking is None:
+        return raw, {}
+    if raw or "enable_thinking" not in str(template):
+        why = "the prompts are raw" if raw else "the target's chat template has no switch enable_thinking"
+        raise ValueError(f"thinking was set, but {why}: leave thinking=null")
+    return raw, {"enable_thinking": thinking}
+
+
+def converse(
+    engine: Engine,
+    questions: list[Question],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    batch_size: int = 1,
+    raw: bool = False,
+    template: dict | None = None,
+    name: Callable[[list[str], list[str | None]], None] = lambda ids, categories: None,
+    observer: Callable | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[Result], int]:
+    """Hold every conversation: a turn's prompt holds the turns before it with the target's own answers.
+
+    `batch_size` questions are decoded together, turn by turn. A conversation ends early where its next prompt and
+    max_new_tokens do not fit into the target's context. name: told before each call of the engine which questions it
+    decodes (`Recorder.name`). Conversation number i has the seed (seed, i). progress: called after each batch.
+
+    Returns the engine's results in order, and the number of turns that were left out.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    results, left_out = [], 0
+    for first in range(0, len(questions), batch_size):
+        batch = enumerate(questions[first : first + batch_size], first)
+        dialogues = [Dialogue(engine.target, question, raw, template or {}, number) for number, question in batch]
+        while dialogues:
+            prompts = [(d, d.ask()) for d in dialogues]
+            fitting = [(d, ids) for d, ids in prompts if len(ids) + max_new_tokens <= engine.target.config.context]
+            dialogues = [d for d, _ in fitting]
+            left_out += sum(1 + len(d.question.turns) - d.asked for d, _ in prompts if d not in dialogues)
+            if not fitting:
+                break
+            name([d.question.id for d in dialogues], [d.question.category for d in dialogues])
+            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "observer": observer}
+            result = engine.generate([ids for _, ids in fitting], seed=[(seed, d.number) for d in dialogues], **how)
+            results.append(result)
+            for dialogue, row in zip(dialogues, result.rows, strict=True):
+                dialogue.hear(row.tokens)
+            dialogues = [d for d in dialogues if not d.over]
+        progress()
+    return results, left_out

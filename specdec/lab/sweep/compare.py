@@ -1,25 +1,26 @@
 """Drafters side by side on one target: every prompt is decoded plainly and by each, in turn."""
 
 import math
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from specdec.api import answer
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine, Result
 from specdec.engine.sequence import Sequence
-from specdec.engine.traces import acceptance_by_depth, tau, tau_interval
-from specdec.lab.traces.summary import Interval, bootstrap
+from specdec.engine.traces import acceptance_by_depth, interval_of, tau, tau_interval
+from specdec.lab.traces.metrics import Interval
 from specdec.model.target import Target
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt
 from specdec.trees.spec import describe
 from specdec.verify import in_words
 
+UNKNOWN = (math.nan, math.nan)  # an interval over one prompt
 PARTS = ("draft", "verify", "commit", "round")  # of a round's time; a compiled or replayed one has no parts
 
 
@@ -58,59 +59,43 @@ class Score:
 
 
 @dataclass
-class Decoded:
-    """One prompt, decoded once."""
-
-    question: str  # which prompt; what intervals resample
-    emitted: int  # tokens of all rounds
-    rounds: int
-    seconds: float
-
-
-@dataclass
 class Tally:
-    """What one way to decode has done so far."""
+    """What one way to decode has done so far.
 
+    counts: fp64 [prompts,3], of each prompt with all its trials the rounds, the tokens that they emitted, and seconds.
+    """
+
+    counts: Tensor
     rows: list[Sequence] = field(default_factory=list)
-    single: list[Decoded] = field(default_factory=list)
-    parts: dict[str, float] = field(default_factory=dict)
+    parts: Counter[str] = field(default_factory=Counter)
 
     def add(self, number: int, result: Result) -> None:
         """The result of the prompt of this number."""
         self.rows += result.rows
         trace = result.rows[0].trace
-        self.single.append(Decoded(str(number), sum(trace.emitted), trace.rounds, result.decode_seconds))
-        for part, seconds in result.parts.items():
-            self.parts[part] = self.parts.get(part, 0.0) + seconds
+        self.counts[number] += torch.tensor([trace.rounds, sum(trace.emitted), result.decode_seconds]).double()
+        self.parts.update(result.parts)
 
     @property
     def rate(self) -> float:
-        return rate(self.single)
+        """Tokens/s behind the first token of each text."""
+        return _rates(self.counts.sum(0)).item()
 
 
-class Pair(NamedTuple):
-    """A prompt decoded in two ways."""
-
-    question: str
-    a: Decoded
-    b: Decoded
-
-
-def rate(single: abc.Sequence[Decoded]) -> float:
-    """Tokens/s behind the first token of each text."""
-    seconds = sum(one.seconds for one in single)
-    return sum(one.emitted for one in single) / seconds if seconds else 0.0
+def _rates(counts: Tensor) -> Tensor:
+    """Tokens/s [...] of counts [...,3] as `Tally` has them; 0 where no time was spent."""
+    return torch.where(counts[..., 2] > 0, counts[..., 1] / counts[..., 2], 0.0)
 
 
 def ratio(a: Tally, b: Tally) -> tuple[float, Interval]:
     """How many times as fast `a` is as `b` on the same prompts, and the 95 % interval of that over prompts."""
 
-    def measure(pairs: list[Pair]) -> float:
-        slow = rate([pair.b for pair in pairs])
-        return rate([pair.a for pair in pairs]) / slow if slow else 0.0
+    def measure(counts: Tensor) -> Tensor:
+        fast, slow = _rates(counts[..., :3]), _rates(counts[..., 3:])
+        return torch.where(slow > 0, fast / slow, 0.0)
 
-    pairs = [Pair(one.question, one, other) for one, other in zip(a.single, b.single, strict=True)]
-    return measure(pairs), bootstrap(measure, pairs)[0]
+    both = torch.cat([a.counts, b.counts], 1)
+    return measure(both.sum(0)).item(), interval_of(measure, both) or UNKNOWN
 
 
 def decode_in_turn(
@@ -136,7 +121,7 @@ def decode_in_turn(
     engines = {"": Engine(target, compile=compile)}
     for name, way in ways.items():
         engines[name] = Engine(target, way.drafter, way.tree, way.verifier, compile=way.compile)
-    tallies = {name: Tally() for name in engines}
+    tallies = {name: Tally(torch.zeros(len(prompts), 3, dtype=torch.float64)) for name in engines}
 
     def run(number: int, engine: Engine) -> Result:
         how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": [(seed, number)], "raw": raw}
@@ -165,27 +150,18 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         rule=in_words(way.verifier),
         lossless=way.verifier.lossless,
         tau=tau(traces),
-        tau_interval=_tau_interval(tally.single),
+        tau_interval=tau_interval(tally.counts[:, :2]) or UNKNOWN,
         acceptance_by_depth=acceptance_by_depth(traces, way.tree.steps),
         tokens_per_second=tally.rate,
         ratio_to_plain=times,
         ratio_interval=interval,
-        milliseconds_a_round={part: 1e3 * tally.parts.get(part, 0.0) / rounds for part in PARTS},
+        milliseconds_a_round={part: 1e3 * tally.parts[part] / rounds for part in PARTS},
         same_as_plain=sum(a.tokens == b.tokens for a, b in zip(tally.rows, plain.rows, strict=True)),
         settled=greedy or way.verifier.couples,
         prompts=len(tally.rows),
         num_draft_tokens=way.tree.num_draft_tokens,
         draft_vocab=way.drafter.vocab.size,
     )
-
-
-def _tau_interval(single: list[Decoded]) -> Interval:
-    """Over prompts, each with all its trials."""
-    of_prompts: dict[str, list[int]] = {}
-    for one in single:
-        counts = of_prompts.setdefault(one.question, [0, 0])
-        counts[0], counts[1] = counts[0] + one.rounds, counts[1] + one.emitted
-    return tau_interval(torch.tensor(list(of_prompts.values()))) or (math.nan, math.nan)
 
 
 def as_rows(scores: list[Score]) -> list[dict]:

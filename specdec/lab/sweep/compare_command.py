@@ -12,19 +12,17 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import kernels, registry
-from specdec.api import DEMO_TARGET, load_target
+from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.hydra_entry import hydra_command
 from specdec.lab.machine import machine_in_short
-from specdec.lab.output import write_csv, write_json
+from specdec.lab.output import write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
-from specdec.lab.sweep.compare_report import print_scores, write_chart
-from specdec.lab.sweep.comparison import Comparison, compare, named
-from specdec.machine import set_matmul_precision
+from specdec.lab.sweep.comparison import compare, named
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
-from specdec.training.train import instantiate
+from specdec.training.train import instantiate, load_some
 from specdec.trees.spec import TreeSpec
 
 
@@ -39,20 +37,6 @@ def entries_of(settings: dict) -> dict:
             f"target.path={target} needs drafters of its own, and the entries are the demo's: give drafts=[DRAFT,ngram]"
         )
     return settings["entries"]
-
-
-def write(found: Comparison, out: Path, title: str, settings: dict) -> None:
-    """Table, chart and result into the folder `out`."""
-    write_csv(out / "table.csv", as_rows(found.scores))
-    result = {
-        "plain_tokens_per_second": found.plain_tokens_per_second,
-        "scores": [asdict(s) for s in found.scores],
-        "verdict": found.verdict,
-        "settings": settings,
-        **machine_in_short(),
-    }
-    write_json(out / "result.json", result)
-    write_chart(found.scores, out / "chart.png", title)
 
 
 @one_sentence_errors
@@ -70,9 +54,7 @@ def run(config: DictConfig) -> None:
     sampling = instantiate(config.sampling)
     if config.compile and config.device.startswith("cuda"):
         kernels.use("torch")  # Inductor makes its own of torch's operators
-    how = {"dtype": config.target.dtype, "device": config.device, "device_map": config.target.device_map}
-    set_matmul_precision(config.target.matmul_precision)
-    target = load_target(config.target.path or DEMO_TARGET, **how)
+    target = load_some(config, config.device, whole=True)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
     how["tree"] = TreeSpec.of_settings(settings).build()
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
@@ -80,11 +62,13 @@ def run(config: DictConfig) -> None:
     how = "greedy" if sampling.greedy else sampling
     name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
+    result = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores], "verdict": found.verdict}
     try:
-        write(found, out, title, settings)
+        write_csv(out / "table.csv", as_rows(scores))
+        write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
+        write_figure(out / "chart.png", found.plot(title))
     finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
-        print_scores(scores, rate)
-        print(found.verdict)
+        found.print()
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
 

@@ -1,31 +1,41 @@
-"""`specdec.compare`: drafters side by side on one target, and what came of it in words."""
+"""`specdec.compare`: drafters side by side on one target, the result in words, as a table and as a chart."""
 
 import html
 import math
 from collections import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
+from specdec.cli.terminal import console
 from specdec.contracts import Drafter, TreePolicy
 from specdec.lab.models import own_names, read_entry, short_name
-from specdec.lab.sweep.compare import ComparedWay, Score, Tally, decode_in_turn, ratio
-from specdec.lab.sweep.compare_report import chart, scores_html, scores_table
+from specdec.lab.sweep.compare import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
+from specdec.lab.traces.metrics import Interval, entry
 from specdec.model.target import Target
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, as_prompts
 from specdec.training.train import instantiate
 
 if TYPE_CHECKING:  # matplotlib is imported when something is drawn
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
+COLUMNS = {
+    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth": "right", "tokens/s": "right",
+    "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
+}  # fmt: skip
+WIDTH = 180  # of a table where there is no terminal
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
 
@@ -78,17 +88,82 @@ class Comparison:
             said.append(f"All texts{' of the others' if lossy else ''} are plain decoding's.")
         return said
 
+    def _recorded(self) -> Console:
+        shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False)
+        shown.print(self._table())
+        return shown
+
     def __str__(self) -> str:
-        return f"{scores_table(self.scores, self.plain_tokens_per_second)}\n{self.verdict}"
+        return f"{self._recorded().export_text().rstrip()}\n{self.verdict}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"{scores_html(self.scores, self.plain_tokens_per_second)}<p>{html.escape(self.verdict)}</p>"
+        how = {"inline_styles": True, "code_format": '<pre style="white-space: pre; line-height: 1.1">{code}</pre>'}
+        return f"{self._recorded().export_html(**how)}<p>{html.escape(self.verdict)}</p>"
+
+    def print(self) -> None:
+        """Print the table and the verdict on the terminal."""
+        console(WIDTH).print(self._table())
+        print(self.verdict)
+
+    def _table(self) -> Table:
+        table = Table(title=f"plain decoding: {self.plain_tokens_per_second:.0f} tokens/s")
+        for column, justify in COLUMNS.items():
+            table.add_column(column, justify=justify)
+        for s in self.scores:
+            parts = s.milliseconds_a_round
+            claim = "yes" if s.lossless else f"NO: {s.rule}"
+            table.add_row(
+                s.name,
+                s.tree,
+                f"{s.tau:.2f}{_interval(s.tau_interval)}",
+                " ".join(f"{100 * a:.0f}" for a in s.acceptance_by_depth) + " %",
+                f"{s.tokens_per_second:.0f}",
+                f"{s.ratio_to_plain:.2f}{_interval(s.ratio_interval)}",
+                f"{parts['round']:.1f} in all" if parts["round"] else f"{parts['draft']:.1f}, {parts['verify']:.1f}",
+                f"{claim}, {s.same_as_plain} of {s.prompts} identical" if s.settled else claim,
+            )
+        return table
 
     def plot(self, title: str = "") -> "Figure":
-        """A figure of matplotlib: tau, speed, and the parts of a round. A notebook shows it, `savefig` writes it."""
-        return chart(self.scores, title)
+        """Return a figure of matplotlib: tau and speed with intervals, and the parts of a round."""
+        from matplotlib import rc_context
+
+        from specdec.lab.figure_style import COLOURS, STYLE, stacked_bars, subplots
+
+        scores = self.scores
+        with rc_context(STYLE):
+            figure, (left, middle, right) = subplots(1, 3, figsize=(14, 1.5 + 0.5 * len(scores)), sharey=True)
+            figure.suptitle(title)
+            _bars(left, [s.tau for s in scores], [s.tau_interval for s in scores], COLOURS[0])
+            _bars(middle, [s.ratio_to_plain for s in scores], [s.ratio_interval for s in scores], COLOURS[2])
+            left.set_xlabel("tau: tokens a round")
+            middle.set_xlabel("speed, times plain decoding")
+            left.set_yticks(range(len(scores)), [s.name + ("" if s.lossless else "\n(lossy)") for s in scores])
+            left.invert_yaxis()
+            stacked_bars(right, {part: [s.milliseconds_a_round[part] for s in scores] for part in PARTS})
+            right.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)  # above: it would cover a bar
+            for axis in (left, middle, right):
+                axis.grid(axis="y", visible=False)
+        return figure
+
+
+def _interval(interval: Interval) -> str:
+    return "" if math.isnan(interval[0]) else f" ({interval[0]:.2f} to {interval[1]:.2f})"
+
+
+def _bars(axis: "Axes", values: list[float], intervals: list[Interval], colour: str) -> None:
+    """Bars with their values, intervals where there are any, and a line at plain decoding's 1."""
+    from specdec.lab.figure_style import error_bars
+
+    known = [entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
+    axis.barh(range(len(values)), values, color=colour, xerr=error_bars(known), ecolor="#555555", capsize=2)
+    axis.axvline(1, color="grey", linewidth=0.8)
+    for place, one in enumerate(known):
+        axis.text(one["high"] or one["value"], place, f"  {one['value']:.2f}", va="center", zorder=3,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
+    axis.margins(x=0.15)
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""The figures of a sweep's report: what drafters and trees bring, and at what cost.
+"""The figures of a sweep's report: what drafters and trees bring, at what cost, and why.
 
 Each function takes the points of one target and benchmark that decoded with a drafter. It returns a figure, or None
 where there is nothing to show. Bars at points are 95 % intervals over questions.
@@ -10,10 +10,20 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from specdec.lab.figure_style import PART_COLOURS, WIDTH, error_bars, looks_of, subplots
-from specdec.lab.sweep.results import Results, best, by_drafter, tau, tree_name
+from specdec.lab.figure_style import WIDTH, error_bars, looks_of, stacked_bars, subplots
+from specdec.lab.sweep.store import best, by_drafter, tau, tree_name
 
 MOST_BARS = 24
+DASHED = {"color": "#999999", "linewidth": 0.8, "linestyle": (0, (4, 3))}
+
+Results = list[dict]
+
+
+def _chosen(points: Results) -> list[tuple[dict, dict]]:
+    """Each drafter's point with the greatest tau, and how it is drawn: label, colour and marker."""
+    by = by_drafter(points)
+    found = {name: best(mine) for name, mine in by.items()}
+    return [(r, {"label": f"{name}, {tree_name(r)}"} | looks_of(name, by)) for name, r in found.items()]
 
 
 def heat_maps(points: Results) -> Figure | None:
@@ -26,13 +36,8 @@ def heat_maps(points: Results) -> Figure | None:
     values = [tau(r)["value"] for r in points]
     cells = sum(map(len, columns.values()))
     width = min(WIDTH, 1.6 + 0.75 * cells + 0.5 * len(topks))
-    figure, axes = subplots(
-        len(by),
-        len(topks),
-        figsize=(width, 0.5 + len(by) * (0.75 + 0.36 * len(steps))),
-        width_ratios=[len(columns[k]) for k in topks],
-        squeeze=False,
-    )
+    size, ratios = (width, 0.5 + len(by) * (0.75 + 0.36 * len(steps))), [len(columns[k]) for k in topks]
+    figure, axes = subplots(len(by), len(topks), figsize=size, width_ratios=ratios, squeeze=False)
     image = None
     for row, (name, mine) in zip(axes, by.items(), strict=True):
         for axis, topk in zip(row, topks, strict=True):
@@ -74,13 +79,11 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
         how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": error_bars([tau(r) for r in mine])}
         left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
         right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
-    left.set_xlabel("nodes verified a round, root counted")
-    left.set_ylabel("tau: tokens a round")
+    left.set(xlabel="nodes verified a round, root counted", ylabel="tau: tokens a round")
     right.set_xlabel("ms a round")
     front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
-    right.plot(
-        [x for x, _, _ in front], [y for _, y, _ in front], color="#444444", linewidth=1, zorder=1, label="front"
-    )
+    xs, ys, _ = zip(*front, strict=True)
+    right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
     for x, y, r in front:
         how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
         right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
@@ -108,7 +111,7 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
     """Draw lines of equal tokens/s through the slowest and the fastest point, labelled where they leave the panel."""
     (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
     for speed in sorted({min(speeds), max(speeds)}):
-        axis.plot([0, x1], [0, speed * x1 / 1e3], color="#999999", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+        axis.plot([0, x1], [0, speed * x1 / 1e3], **DASHED, zorder=0)
         x = min(x1, 1e3 * y1 / speed)
         label = {"ha": "right", "va": "bottom"} if x == x1 else {"ha": "left", "va": "bottom"}
         axis.annotate(f"{speed:.0f} tokens/s", (x, speed * x / 1e3), color="#666666", fontsize=7.5, **label)
@@ -118,19 +121,13 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
 
 def depth(points: Results) -> Figure | None:
     """Share of rounds that accepted at least so many tokens, of each drafter's point with the greatest tau."""
-    by = by_drafter(points)
+    chosen = _chosen(points)
     figure, axis = subplots(figsize=(WIDTH * 0.62, 3.2))
-    for i, (name, mine) in enumerate(by.items()):
-        r = best(mine)
+    for i, (r, looks) in enumerate(chosen):
         entries = [e for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
-        places = [d + 0.06 * (i - (len(by) - 1) / 2) for d in range(1, len(entries) + 1)]
-        values = [e["value"] for e in entries]
-        axis.errorbar(
-            places, values, error_bars(entries), label=f"{name}, {tree_name(r)}", capsize=2, **looks_of(name, by)
-        )
-    axis.set_xlabel("depth")
-    axis.set_ylabel("accepted to this depth")
-    axis.set_ylim(0, 1)
+        places = [d + 0.06 * (i - (len(chosen) - 1) / 2) for d in range(1, len(entries) + 1)]
+        axis.errorbar(places, [e["value"] for e in entries], error_bars(entries), capsize=2, **looks)
+    axis.set(xlabel="depth", ylabel="accepted to this depth", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axis.legend()
@@ -139,17 +136,16 @@ def depth(points: Results) -> Figure | None:
 
 def categories(points: Results) -> Figure | None:
     """tau by category, of each drafter's point with the greatest tau."""
-    chosen = {name: best(mine) for name, mine in by_drafter(points).items()}
-    names = list(dict.fromkeys(c for r in chosen.values() for c in r["by_category"]))
+    chosen = _chosen(points)
+    names = list(dict.fromkeys(c for r, _ in chosen for c in r["by_category"]))
     if len(names) < 2:
         return None
     figure, axis = subplots(figsize=(WIDTH * 0.62, 0.9 + 0.33 * len(names)))
-    for i, (name, r) in enumerate(chosen.items()):
-        found = [(y, r["by_category"][c]["metrics"]["tau"]) for y, c in enumerate(names) if c in r["by_category"]]
-        places = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y, _ in found]
-        entries = [e for _, e in found]
-        how = {"linestyle": "none", "capsize": 2, "label": f"{name}, {tree_name(r)}", **looks_of(name, chosen)}
-        axis.errorbar([e["value"] for e in entries], places, xerr=error_bars(entries), **how)
+    for i, (r, looks) in enumerate(chosen):
+        found = {y: r["by_category"][c]["metrics"]["tau"] for y, c in enumerate(names) if c in r["by_category"]}
+        places, entries = [y + 0.5 / len(chosen) * (i - (len(chosen) - 1) / 2) for y in found], [*found.values()]
+        values, bars = [e["value"] for e in entries], error_bars(entries)
+        axis.errorbar(values, places, xerr=bars, linestyle="none", capsize=2, **looks)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlabel("tau")
@@ -162,19 +158,62 @@ def parts(points: Results, timings: dict[str, dict]) -> Figure | None:
     speed = {r["key"]: timings[r["key"]]["tokens_per_second"] or 0.0 for r in points}
     chosen = sorted(points, key=lambda r: -speed[r["key"]])[:MOST_BARS]
     figure, axis = subplots(figsize=(WIDTH, 1.0 + 0.23 * len(chosen)))
-    start = [0.0] * len(chosen)
-    for part in timings[chosen[0]["key"]]["milliseconds_a_round"]:
-        widths = [timings[r["key"]]["milliseconds_a_round"][part] for r in chosen]
-        how = {"label": part, "color": PART_COLOURS[part], "height": 0.72, "edgecolor": "white"}
-        axis.barh(range(len(chosen)), widths, left=start, **how)
-        start = [a + b for a, b in zip(start, widths, strict=True)]
-    for y, (end, r) in enumerate(zip(start, chosen, strict=True)):
+    spent = [timings[r["key"]]["milliseconds_a_round"] for r in chosen]
+    ends = stacked_bars(axis, {part: [s[part] for s in spent] for part in spent[0]}, height=0.72, edgecolor="white")
+    for y, (end, r) in enumerate(zip(ends, chosen, strict=True)):
         text = f"{speed[r['key']]:.0f} tokens/s, tau {tau(r)['value']:.2f}"
         axis.annotate(text, (end, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axis.set_yticks(range(len(chosen)), [f"{r['names']['draft']}, {tree_name(r)}" for r in chosen])
     axis.invert_yaxis()
-    axis.set_xlim(0, 1.3 * max(start))
-    axis.set_xlabel("ms a round")
+    axis.set_xlim(0, 1.3 * max(ends))
     axis.grid(axis="y", visible=False)
     figure.legend(loc="outside upper right", ncols=4)
     return figure
+
+
+def diagnostics(points: Results) -> Figure | None:
+    """Calibration, entropy, norms of hidden states, and context, of each drafter's point with the greatest tau."""
+    figure, axes = subplots(2, 2, figsize=(WIDTH, 6.4))
+    for r, looks in _chosen(points):
+        told = r["diagnostics"]
+        axes[0, 0].plot([], [], **looks)
+        del looks["label"]
+        _sized(axes[0, 0], told["calibration"]["bins"], "draft", "-", looks)
+        for which, line in (("target", "-"), ("draft", ":")):
+            _sized(axes[0, 1], told.get("entropy", {}).get(which, []), "entropy", line, looks)
+        _norms(axes[1, 0], told.get("norms", []), looks)
+        bins = told["context"]
+        axes[1, 1].errorbar(
+            [f"{b['from']}–{b['to'] - 1}" if b["to"] else f"{b['from']}–" for b in bins],
+            [b["value"] for b in bins], error_bars(bins), capsize=2, **looks,
+        )  # fmt: skip
+    axes[0, 0].plot([0, 1], [0, 1], **DASHED)
+    titles = ("Calibration", "Entropy", "Hidden state", "Context")
+    xs = ("probability under the drafter", "entropy, nats", "draft step", "tokens before the round")
+    ys = ("share accepted", "share accepted", "norm, to that of step 0", "tau")
+    for axis, title, x, y in zip(axes.flat, titles, xs, ys, strict=True):
+        axis.set(title=title, xlabel=x, ylabel=y)
+    axes[0, 1].plot([], [], color="#555555", label="of the target")
+    axes[0, 1].plot([], [], color="#555555", linestyle=":", label="of the drafter, at the root")
+    axes[0, 1].legend()
+    axes[1, 0].xaxis.get_major_locator().set_params(integer=True)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    return figure
+
+
+def _sized(axis: Axes, bins: list[dict], x: str, line: str, looks: dict) -> None:
+    """Draw the share accepted by x. The more a bin holds, the larger its marker."""
+    places, shares = [b[x] for b in bins], [b["accepted"] for b in bins]
+    most = max((b["count"] for b in bins), default=1)
+    axis.plot(places, shares, color=looks["color"], linestyle=line, linewidth=1)
+    axis.scatter(places, shares, [8 + 60 * b["count"] / most for b in bins], **looks, linewidth=0)
+    axis.set_ylim(0, 1.04)
+
+
+def _norms(axis: Axes, norms: list[dict], looks: dict) -> None:
+    if not norms:
+        return
+    unit, steps = norms[0]["mean"], [n["step"] for n in norms]
+    axis.plot(steps, [n["mean"] / unit for n in norms], **looks)
+    low, high = [n["low"] / unit for n in norms], [n["high"] / unit for n in norms]
+    axis.fill_between(steps, low, high, color=looks["color"], alpha=0.15, linewidth=0)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from importlib.resources import files
+
+from jinja2 import Environment
 
 LINE, GAP, CHARACTER, PAD = 19, 30, 6.7, 5  # pixels: height of a leaf, between levels, width of a letter, in a box
 LONGEST = 14  # letters of a token that are shown
-ACCEPTED, DRAFTED, BONUS = "#0072B2", "#8a8a8a", "#D55E00"
 
 
 @dataclass
@@ -53,13 +54,15 @@ def tree_svg(nodes: list[DrawnNode], parents: list[int], title: str) -> str:
     widths = [max(CHARACTER * (len(n.text) + (len(n.number) + 1 if n.number else 0)) + 2 * PAD, 18) for n in nodes]
     columns = [max(w for w, d in zip(widths, depth, strict=True) if d == level) for level in range(max(depth) + 1)]
     lefts = [1 + sum(columns[:level]) + GAP * level for level in range(len(columns))]
-    xs, ys = [lefts[d] for d in depth], [LINE * (h + 0.5) + 1 for h in heights]
-    width, height = lefts[-1] + columns[-1] + 1, LINE * (max(heights) + 1) + 2
-    edges = [_edge(nodes[i], xs[p] + widths[p], ys[p], xs[i], ys[i]) for i, p in enumerate(parents) if i]
-    boxes = [_box(*all_of) for all_of in zip(nodes, xs, ys, widths, strict=True)]
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.1f} {height:.1f}"'
-    inner = "".join([f"<title>{escape(title)}</title>", *edges, *boxes])
-    return f'<svg class="tree" role="img" {size} xmlns="http://www.w3.org/2000/svg">{inner}</svg>'
+    boxes = [
+        {"node": node, "x": lefts[d], "y": LINE * (h + 0.5) + 1, "width": width}
+        for node, d, h, width in zip(nodes, depth, heights, widths, strict=True)
+    ]
+    edges = [(boxes[parent], child) for parent, child in zip(parents[1:], boxes[1:], strict=True)]
+    size = {"width": lefts[-1] + columns[-1] + 1, "height": LINE * (max(heights) + 1) + 2}
+    template = (files("specdec.lab.sweep") / "tree.svg.jinja").read_text(encoding="utf-8")
+    drawn = Environment(autoescape=True, trim_blocks=True).from_string(template)
+    return drawn.render(title=title, boxes=boxes, edges=edges, pad=PAD, **size)
 
 
 def _layout(parents: list[int]) -> tuple[list[int], list[float]]:
@@ -79,27 +82,6 @@ def _layout(parents: list[int]) -> tuple[list[int], list[float]]:
         if children[node]:
             heights[node] = (heights[children[node][0]] + heights[children[node][-1]]) / 2
     return depth, heights
-
-
-def _edge(child: DrawnNode, x0: float, y0: float, x1: float, y1: float) -> str:
-    colour, width = (BONUS if child.bonus else ACCEPTED, 2) if child.accepted else ("#bdbdbd", 1)
-    dash = ' stroke-dasharray="3 2"' if child.bonus else ""
-    bend = (x0 + x1) / 2
-    line = f"M{x0:.1f} {y0:.1f}C{bend:.1f} {y0:.1f} {bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
-    return f'<path d="{line}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>'
-
-
-def _box(node: DrawnNode, x: float, y: float, width: float) -> str:
-    colour = BONUS if node.bonus else ACCEPTED if node.accepted or node.weight else DRAFTED
-    fill = f'fill="{ACCEPTED}" fill-opacity="{0.08 + 0.22 * node.weight:.2f}"' if node.weight else 'fill="#ffffff"'
-    dash = ' stroke-dasharray="3 2"' if node.bonus else ""
-    number = f'<tspan dx="6" fill="#555555">{escape(node.number)}</tspan>' if node.number else ""
-    bold = ' font-weight="bold"' if node.accepted else ""
-    return (
-        f'<rect x="{x:.1f}" y="{y - 7.5:.1f}" width="{width:.1f}" height="15" rx="3" {fill} stroke="{colour}"{dash}/>'
-        f'<text x="{x + PAD:.1f}" y="{y + 3.5:.1f}" font-size="10" xml:space="preserve"{bold}>'
-        f"{escape(node.text)}{number}</text>"
-    )
 
 
 def _shown(text: str) -> str:

@@ -3,8 +3,7 @@
 from rich.table import Table
 
 from specdec.cli.terminal import console
-from specdec.lab.sweep.results import by_drafter, tree_name
-from specdec.lab.sweep.store import groups
+from specdec.lab.sweep.store import by_drafter, groups, tree_name
 from specdec.structs import FILTERS, PENALTIES, Sampling
 
 COLUMNS = {  # of the table of points: heading -> is it a number?
@@ -47,24 +46,19 @@ def conditions_of(group: list[dict]) -> str:
 
 def notes_of(group: list[dict], timings: dict[str, dict]) -> list[str]:
     """What must be known before a number of this group is believed."""
-    points, notes = decoded(group), []
-    if group[0]["names"]["skipped_records"]:
-        notes.append(f"{group[0]['names']['skipped_records']} records of the benchmark could not be used.")
+    points, unusable = decoded(group), group[0]["names"]["skipped_records"]
     left_out = max((r["turns_left_out"] for r in points), default=0)
-    if left_out:
-        notes.append(f"Turns left out because they do not fit the target's context: {left_out}.")
     lossy = sorted({r["settings"]["tree"]["verifier"] for r in points if not r["names"]["lossless"]})
-    if lossy:
-        notes.append(f"Lossy: {', '.join(lossy)} does not keep the target's distribution.")
-    different = [r for r in points if r.get("identical", r["rows"]) < r["rows"]]
-    if different:
-        notes.append(f"Points with answers that differ from plain decoding's: {len(different)}.")
+    different = sum(r.get("identical", r["rows"]) < r["rows"] for r in points)
     busy = sum(t["load"] > t["machine"]["cores"] for t in (timings[r["key"]] for r in group) if "load" in t)
-    if busy:
-        notes.append(
-            f"The machine had more to do than it has cores while {busy} points were measured: do not compare times."
-        )
-    return notes
+    notes = [
+        (unusable, f"{unusable} records of the benchmark could not be used."),
+        (left_out, f"Turns left out because they do not fit the target's context: {left_out}."),
+        (lossy, f"Lossy: {', '.join(lossy)} does not keep the target's distribution."),
+        (different, f"Points with answers that differ from plain decoding's: {different}."),
+        (busy, f"The load exceeded the number of cores while {busy} points were measured: do not compare times."),
+    ]
+    return [note for applies, note in notes if applies]
 
 
 def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:

@@ -21,9 +21,8 @@ from specdec.trees.spec import TreeSpec
 CODE = ("specdec", "specdec/drafters", "specdec/trees")
 NOT_CODE = ("specdec/cli/", "specdec/generate", "specdec/__main__")
 LAB = (
-    "specdec/lab/sweep/benchmarks", "specdec/lab/sweep/conversations", "specdec/lab/sweep/points",
-    "specdec/lab/sweep/sweep.", "specdec/lab/traces/diagnose", "specdec/lab/traces/metrics.",
-    "specdec/lab/traces/summary", "specdec/lab/wrapped",
+    "specdec/lab/sweep/benchmarks", "specdec/lab/sweep/points",
+    "specdec/lab/sweep/sweep.", "specdec/lab/traces/diagnose", "specdec/lab/traces/metrics.", "specdec/lab/wrapped",
 )  # fmt: skip
 
 

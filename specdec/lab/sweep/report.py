@@ -7,7 +7,6 @@ file.
 import base64
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -20,11 +19,9 @@ from specdec import __version__
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.lab.figure_style import svg_and_png
 from specdec.lab.sweep import figures
-from specdec.lab.sweep.diagnostic_figures import diagnostics
 from specdec.lab.sweep.gallery import best_tree_svg, round_svg
 from specdec.lab.sweep.point_table import COLUMNS, conditions_of, decoded, notes_of, table_of, title_of
-from specdec.lab.sweep.results import best, by_drafter, tree_name
-from specdec.lab.sweep.store import groups
+from specdec.lab.sweep.store import best, by_drafter, groups, tree_name
 
 REPORT, FIGURES = "report.html", "figures"
 WHY = (
@@ -49,15 +46,8 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
         f"Share of the rounds that accepted at least so many drafted tokens. {BEST}",
     ),
     "categories": ("tau by category", figures.categories, BEST),
-    "diagnostics": ("Why", diagnostics, WHY),
+    "diagnostics": ("Why", figures.diagnostics, WHY),
 }
-
-
-@dataclass
-class ReportFigure:
-    title: str
-    svg: Markup
-    caption: str
 
 
 def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
@@ -96,27 +86,21 @@ def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]
     }
 
 
-def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[ReportFigure]:
+def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[dict]:
     drawn = []
     for name, (title, make, caption) in DRAWN.items() if points else ():
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
-        made = svg_and_png(make, *arguments)
-        if made is None:
-            continue
-        svg, png = made
-        file = output_folder(out / FIGURES) / f"{number}-{name}.png"
-        write_whole(file, lambda aside, png=png: aside.write_bytes(png))
-        drawn.append(ReportFigure(title, Markup(svg), caption))
+        if (made := svg_and_png(make, *arguments)) is not None:
+            file = output_folder(out / FIGURES) / f"{number}-{name}.png"
+            write_whole(file, lambda aside, png=made[1]: aside.write_bytes(png))
+            drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
     return drawn
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
-    machines = list(dict.fromkeys(tuple(t["machine"].items()) for t in timings.values() if "machine" in t))
-    told = [
-        f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}"
-        for m in map(dict, machines)
-    ]
-    versions = [f"torch {m['torch']}, Python {m['python']}" for m in map(dict, machines)]
+    machines = [t["machine"] for t in timings.values() if "machine" in t]
+    told = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
+    versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
     skipped = sum("skipped" in r for r in results)
     return [
         ("machine", "; ".join(dict.fromkeys(told))),

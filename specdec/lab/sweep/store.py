@@ -1,4 +1,4 @@
-"""The folder of a sweep: what its points measured, put together in a fixed order.
+"""The folder of a sweep: what its points measured, put together in a fixed order, and what tables ask of it.
 
 Each point has a folder points/KEY/, written whole or not at all:
     result.json   what was decoded: settings, metrics with intervals, diagnostics; the same in every run
@@ -100,3 +100,30 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
             text = "".join(json.dumps(line) + "\n" for line in lines)
             write_text(out / name, text)
     return results, timings, old
+
+
+def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
+    """The points of each drafter, in order of appearance."""
+    found: dict[str, list[dict]] = {}
+    for r in points:
+        found.setdefault(r["names"]["draft"], []).append(r)
+    return found
+
+
+def tree_name(r: dict) -> str:
+    """topk/steps/num_draft_tokens of a dynamic tree, the same behind 'block' of one over a block, or 'chain' and its
+    steps."""
+    tree = r["settings"]["tree"]
+    if tree["topk"] == 1:
+        return f"chain {tree['steps']}"
+    return f"{'block ' if tree.get('block') else ''}{tree['topk']}/{tree['steps']}/{tree['num_draft_tokens'] or '-'}"
+
+
+def tau(r: dict) -> dict:
+    """tau with its interval: {"value", "low", "high"}."""
+    return r["metrics"]["tau"]
+
+
+def best(points: list[dict]) -> dict:
+    """The point with the greatest tau; of equal ones the first."""
+    return max(points, key=lambda r: tau(r)["value"] or 0.0)

@@ -19,12 +19,11 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
 from specdec.lab.machine import processor
-from specdec.lab.sweep.benchmarks import Benchmark
-from specdec.lab.sweep.conversations import converse, template_settings
+from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, template_settings
 from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from specdec.lab.sweep.store import done, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
-from specdec.lab.traces.summary import summary
+from specdec.lab.traces.metrics import summary
 from specdec.machine import matmul_precision
 from specdec.model.target import Target
 from specdec.structs import Sampling, Verifier
@@ -132,8 +131,10 @@ class Sweep:
         return "measured"
 
     def engine(self, point: SweepPoint, drafter: Drafter | None) -> Engine:
-        if point.draft is None or point.kind == "best_tree":
-            return Engine(self.target, *(() if point.draft is None else (drafter, Chain(1))))
+        if point.draft is None:
+            return Engine(self.target)
+        if point.kind == "best_tree":
+            return Engine(self.target, drafter, Chain(1))
         tree = point.tree
         if not tree.block:
             tree = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
@@ -142,29 +143,24 @@ class Sweep:
     def _decode(self, token: int) -> str:
         return self.target.tokenizer.decode([token])
 
-    def _how(self) -> dict:
-        return {
-            "sampling": self.sampling,
-            "seed": self.seed,
-            "raw": self.raw,
-            "template": self.template,
-        }
+    def _converse(self, engine: Engine, questions: list[Question], **how) -> tuple[list[Result], int]:
+        same = {"sampling": self.sampling, "seed": self.seed, "raw": self.raw, "template": self.template}
+        return converse(engine, questions, **{"max_new_tokens": self.max_new_tokens} | same | how)
+
+    def _some(self, count: int) -> list[Question]:
+        """So many of the questions, spread evenly over them; all of them if there are no more."""
+        questions = self.benchmark.questions
+        count = min(count, len(questions))
+        return [questions[i * len(questions) // count] for i in range(count)]
 
     def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
         warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
-        converse(engine, questions[: self.batch_size], **warm, **self._how())  # the same rounds as will be measured
+        self._converse(engine, questions[: self.batch_size], **warm)  # the same rounds as will be measured
         told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
         recorder = Recorder({"names": point.names, "settings": point.settings} | told)
-        results, left_out = converse(
-            engine,
-            questions,
-            max_new_tokens=self.max_new_tokens,
-            batch_size=self.batch_size,
-            name=recorder.name,
-            observer=recorder,
-            **self._how(),
-        )
+        how = {"batch_size": self.batch_size, "name": recorder.name, "observer": recorder}
+        results, left_out = self._converse(engine, questions, **how)
         rows = recorder.trace.rows
         if not rows:
             raise ValueError(
@@ -193,47 +189,34 @@ class Sweep:
 
     def _probe(self, engine: Engine) -> dict:
         """What traces do not hold, from a few questions decoded once more."""
-        questions = self.benchmark.questions
-        count = min(self.probe, len(questions))
-        if not count:
+        if not self.probe:
             return {}
         probe = Probe(engine.drafter)
-        for i in range(count):
-            question = questions[i * len(questions) // count]
-            probed = Engine(self.target, probe, engine.policy, engine.verifier)
-            converse(probed, [question], max_new_tokens=self.max_new_tokens, observer=probe, **self._how())
+        for question in self._some(self.probe):
+            self._converse(Engine(self.target, probe, engine.policy, engine.verifier), [question], observer=probe)
         return {"norms": probe.norms(), "entropy": probe.entropy()}
 
     def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
         """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
         make the most of it."""
         wanted, drafter = point.settings["best_tree"], engine.drafter
-        questions = self.benchmark.questions
-        count = min(wanted["questions"], len(questions))
-        chosen = [questions[i * len(questions) // count] for i in range(count)]
-        results, _ = converse(Engine(self.target), chosen, max_new_tokens=self.max_new_tokens, **self._how())
+        chosen = self._some(wanted["questions"])
+        results, _ = self._converse(Engine(self.target), chosen)
         rows = [row for result in results for row in result.rows if len(row.tokens) > 1]
         if not rows:
             raise ValueError(
-                f"every answer that the best tree is measured along, of {count}, is one token long: raise "
+                f"every answer that the best tree is measured along, of {len(chosen)}, is one token long: raise "
                 "best_tree.questions or max_new_tokens, or set best_tree=null"
             )
         steps = drafter.deepest(wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
-        accept = measure_acceptance(
-            self.target,
-            drafter,
-            [row.prompt for row in rows],
-            [row.tokens for row in rows],
-            steps,
-            topk,
-            sampling=self.sampling,
-            seeds=[row.seed for row in rows],
-        ).tolist()
+        texts = [row.prompt for row in rows], [row.tokens for row in rows]
+        how = {"sampling": self.sampling, "seeds": [row.seed for row in rows]}
+        accept = measure_acceptance(self.target, drafter, *texts, steps, topk, **how).tolist()
         sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, steps)]
         trees = {n: optimal_paths(accept, n) for n in sizes}
         found = {
-            "questions": count,
+            "questions": len(chosen),
             "accept": accept,
             "trees": {str(n): {"paths": p, "expected_tau": expected_tau(p, accept)} for n, p in trees.items()},
         }
@@ -254,17 +237,12 @@ def times(results: list[Result]) -> dict:
         "rounds": rounds,
         "milliseconds_a_round": {name: 1e3 * s / rounds if rounds else None for name, s in parts.items()},
         "load": os.getloadavg()[0],
-        "machine": _machine(),
-    }
-
-
-def _machine() -> dict[str, str | int]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count() or 1,
-        "threads": full_threads(),
-        "gpu": gpu or "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        "machine": {
+            "processor": processor(),
+            "cores": os.cpu_count() or 1,
+            "threads": full_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
     }

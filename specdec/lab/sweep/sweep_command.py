@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
-from specdec.api import DEMO_TARGET, load_target
+from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
@@ -23,9 +23,8 @@ from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
 from specdec.lab.sweep.store import write_results
 from specdec.lab.sweep.sweep import Sweep
-from specdec.machine import set_matmul_precision
 from specdec.training.loop.parallel import join_processes
-from specdec.training.train import check_folder, instantiate
+from specdec.training.train import check_folder, instantiate, load_some
 from specdec.trees.spec import TreeSpec
 
 
@@ -79,13 +78,12 @@ def run(config: DictConfig) -> None:
     check_folder(out, resume=True)
     processes = join_processes(config.device)
     benchmark = load_benchmark(**settings["benchmark"])
-    name = config.target.path or DEMO_TARGET
-    how = {"dtype": config.target.dtype, "device": processes.device, "device_map": config.target.device_map}
-    set_matmul_precision(config.target.matmul_precision)
-    target = load_target(name, **how)
+    target = load_some(config, processes.device, whole=True)
     same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
     common = {key: settings[key] for key in same}
-    sweep = Sweep(target, signature(str(name)), benchmark, out, sampling, verifier, **common)
+    sweep = Sweep(
+        target, signature(str(config.target.path or DEMO_TARGET)), benchmark, out, sampling, verifier, **common
+    )
     points = plan(settings, sweep)
     mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
     counts = measure(sweep, mine, quiet=not processes.main)

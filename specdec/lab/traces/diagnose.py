@@ -15,8 +15,7 @@ from torch import Tensor
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.recorder import TracedRound, TracedRow
 from specdec.engine.report import RoundReport
-from specdec.lab.traces.metrics import Rows, rounds_of, tau
-from specdec.lab.traces.summary import bootstrap, entry
+from specdec.lab.traces.metrics import Rows, bootstrap, entry, rounds_of, tau
 from specdec.lab.wrapped import WrappedDrafter
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`

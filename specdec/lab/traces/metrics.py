@@ -1,4 +1,4 @@
-"""Every metric by name, computed from traces.
+"""Every metric by name, computed from traces, with confidence intervals and by category.
 
 Each function takes the rows of a trace (`specdec.engine.recorder.TracedRow`). It returns nan where it is not defined:
 without a round, without drafts, or on trees where its authors know chains only. docs/metrics.md says who means which.
@@ -7,26 +7,28 @@ In the formulas a round accepts `a` drafted tokens before any cut at the end of 
 text. Unless the end cuts it, e = a + 1: the bonus token counts.
 """
 
+import inspect
 import math
+import random
 from collections.abc import Callable, Sequence
+
+import torch
 
 from specdec.engine import traces
 from specdec.engine.recorder import TracedRow
 
 Rows = Sequence[TracedRow]
+Interval = tuple[float, float]
 METRICS: dict[str, Callable[[Rows], float]] = {}
 BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {}
 
 
-def metric(function: Callable[[Rows], float]) -> Callable[[Rows], float]:
-    """Register a metric: summaries and tables show it under the function's name."""
-    METRICS[function.__name__] = function
-    return function
+def metric(function: Callable) -> Callable:
+    """Register a metric: summaries and tables show it under the function's name.
 
-
-def metric_by_depth(function: Callable[[Rows], list[float]]) -> Callable[[Rows], list[float]]:
-    """Register a metric that has a value for each depth."""
-    BY_DEPTH[function.__name__] = function
+    A function that is annotated to return a list has a value for each depth."""
+    by_depth = inspect.get_annotations(function)["return"] == list[float]
+    (BY_DEPTH if by_depth else METRICS)[function.__name__] = function
     return function
 
 
@@ -106,7 +108,7 @@ def experts_per_verification(rows: Rows) -> float:
     return _mean([r.experts for row in rows for r in row.rounds if r.experts is not None])
 
 
-@metric_by_depth
+@metric
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.
 
@@ -118,7 +120,7 @@ def vllm_per_position_rates(rows: Rows) -> list[float]:
     return traces.acceptance_by_depth(drafting, steps)
 
 
-@metric_by_depth
+@metric
 def n_alpha(rows: Rows) -> list[float]:
     """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
     accepted, and that were drafted from n features of the drafter's own. Of chains only.
@@ -148,3 +150,83 @@ def _share(part: float, whole: float) -> float:
 
 def _mean(values: list[float]) -> float:
     return _share(sum(values), len(values))
+
+
+# Intervals and summaries
+
+
+def by_category(rows: Rows) -> dict[str, list[TracedRow]]:
+    """The rows of each category, in order of appearance; those without one are left out."""
+    return {name: group for name, group in _grouped(rows, "category").items() if name is not None}
+
+
+def _grouped(rows: Rows, field: str) -> dict[str | None, list[TracedRow]]:
+    groups: dict[str | None, list[TracedRow]] = {}
+    for row in rows:
+        groups.setdefault(getattr(row, field), []).append(row)
+    return groups
+
+
+def bootstrap(
+    measure: Callable[[Rows], float | list[float]],
+    rows: Rows,
+    *,
+    level: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> list[Interval]:
+    """Percentile intervals of a metric, one for each of its values (one for a number).
+
+    Questions are drawn with replacement, each with all its rows: rounds of a text are not independent, and neither are
+    the turns of a conversation. With fewer than two questions nothing can be said, and intervals are (nan, nan).
+    Raises ValueError for a level outside (0, 1), and for fewer than one resample."""
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval must lie between 0 and 1, got {level}")
+    if resamples < 1:
+        raise ValueError(f"resamples must be at least 1, got {resamples}")
+    questions = list(_grouped(rows, "question").values())
+    count = len(_as_list(measure(rows)))
+    if len(questions) < 2 or not count:  # a plain decoding has no depth
+        return [(math.nan, math.nan)] * count
+    draws = random.Random(seed)
+    values = []
+    for _ in range(resamples):
+        drawn = draws.choices(questions, k=len(questions))
+        found = _as_list(measure([row for question in drawn for row in question]))
+        values.append(found + [math.nan] * (count - len(found)))  # none of the deepest trees was drawn
+    tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.tensor(values, dtype=torch.float64).nanquantile(tails, dim=0).tolist()
+    return list(zip(low, high, strict=True))
+
+
+def _as_list(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def summary(rows: Rows, **how) -> dict:
+    """All metrics, each value with its interval: {"questions", "rows", "rounds", "metrics", "by_depth", "by_category"}.
+
+    how: settings of `bootstrap`. What is not defined is None, as JSON has no nan."""
+    return _measure(rows, **how) | {
+        "by_category": {c: _measure(group, **how) for c, group in by_category(rows).items()}
+    }
+
+
+def _measure(rows: Rows, **how) -> dict:
+    def entries(measure: Callable) -> list[dict]:
+        values, intervals = _as_list(measure(rows)), bootstrap(measure, rows, **how)
+        return [entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
+
+    return {
+        "questions": len({row.question for row in rows}),
+        "rows": len(rows),
+        "rounds": rounds_of(rows),
+        "metrics": {name: entries(measure)[0] for name, measure in METRICS.items()},
+        "by_depth": {name: entries(measure) for name, measure in BY_DEPTH.items()},
+    }
+
+
+def entry(value: float, low: float, high: float) -> dict[str, float | None]:
+    """A value and its interval as JSON has them: None where it is nan."""
+    named = {"value": value, "low": low, "high": high}
+    return {key: None if math.isnan(number) else number for key, number in named.items()}

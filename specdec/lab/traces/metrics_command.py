@@ -10,8 +10,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.cli.terminal import console
 from specdec.engine.trace_files import read_trace
-from specdec.lab.traces.metrics import BY_DEPTH, METRICS
-from specdec.lab.traces.summary import summary
+from specdec.lab.traces.metrics import BY_DEPTH, METRICS, summary
 
 
 def tables(summaries: dict[str, dict]) -> list[Table]:

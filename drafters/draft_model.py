@@ -14,6 +14,7 @@ from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
 from specdec.model.names import resolve
 from specdec.model.target import Target
+from specdec.schema import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -108,5 +109,7 @@ def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     """Is this checkpoint an ordinary causal language model? Heads that read a target's features have no embedding of
     this name."""
-    named = (config.get("architectures") or [""])[0]
-    return named.endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
+    named = config.get("architectures")
+    if named and not (isinstance(named, list) and isinstance(named[0], str)):
+        raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
+    return bool(named) and named[0].endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors

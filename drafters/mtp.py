@@ -49,6 +49,8 @@ class MtpForward:
     def __post_init__(self) -> None:
         if self.feedback not in ("pre", "post"):
             raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
+        if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(f"rotary_dim must be an even number of at least 2, got {self.rotary_dim}")
 
 
 class MtpLayer(Freezable):

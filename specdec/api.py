@@ -189,6 +189,8 @@ def answer(
     batch = as_prompts(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
     stops = _stops_of_rows(stop, len(batch))
+    for strings in stops:
+        check_stops(strings, target.tokenizer)
     result = engine.generate(
         ids,
         max_new_tokens=max_new_tokens,

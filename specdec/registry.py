@@ -2,9 +2,12 @@
 
 import io
 import os
+import pkgutil
+import sysconfig
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -12,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specdec.cli.reading import check_yaml, read_text
+from specdec.schema import shown
 
 CONF = Path(__file__).parent / "conf"
 
@@ -33,6 +37,41 @@ def settings(group: str, name: str) -> dict:
 def _read_once(file: Path) -> dict:
     """The file is read several times at every start."""
     return read_yaml(file, "settings")
+
+
+def check_buildable(name: object, where: str) -> None:
+    """Raise ValueError unless `name` is a class or function of specdec, or of a file of the user's own: no module of
+    Python or of an installed package."""
+    top = name.partition(".")[0] if isinstance(name, str) else ""
+    if top in ("drafters", "trees", "training"):  # as version 0.1 named them
+        return
+    if top == "specdec":
+        if name.rpartition(".")[2][:1] == "_" or not _ours(name):
+            raise ValueError(f"{where} must name a class or function of specdec, got {shown(name)}")
+        return
+    found = find_spec(top) if top.isidentifier() else None
+    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
+    installed = {sysconfig.get_path(part) for part in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if (
+        not places
+        or any(place in ("built-in", "frozen") for place in places)
+        or any(
+            Path(place).resolve().is_relative_to(Path(folder).resolve())
+            for place in places
+            if place
+            for folder in installed
+        )
+    ):
+        raise ValueError(f"{where} must name a class or function of specdec or of your own file, got {shown(name)}")
+
+
+def _ours(name: str) -> bool:
+    """Whether a dotted name is defined in specdec, and not only imported there; True for one that does not exist, which
+    Hydra reports."""
+    try:
+        return str(getattr(pkgutil.resolve_name(name), "__module__", "")).startswith("specdec")
+    except (ImportError, AttributeError, ValueError):
+        return True
 
 
 def target(group: str, name: str) -> type:

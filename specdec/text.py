@@ -165,7 +165,7 @@ def _prompt_of(row: object, where: str) -> str:
 def _first_asked(messages: object) -> object:
     """The user's first message, in OpenAI's or in ShareGPT's words; None if there is none."""
     given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    asked = (m for m in given if ROLES.get(m.get("role", m.get("from"))) == "user")
+    asked = (m for m in given if ROLES.get(str(m.get("role", m.get("from")))) == "user")
     return next((m.get("content", m.get("value")) for m in asked), None)
 
 
@@ -236,12 +236,16 @@ def cut_at_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-def check_stops(stops: Sequence[str]) -> None:
-    """Raise ValueError for what is no stop string."""
+def check_stops(stops: Sequence[str], tokenizer=True) -> None:
+    """Raise ValueError for what is no stop string, and for any without a tokenizer."""
+    if stops and tokenizer is None:
+        raise ValueError("a stop string needs a target with a tokenizer")
     if any(not isinstance(stop, str) or not stop for stop in stops):
         raise ValueError(f"a stop string needs at least one character, got {list(stops)}")
 
 
 def decode_row(tokenizer, tokens: list[int], stops: Sequence[str] = ()) -> str:
-    """The text of new tokens without special ones; it ends before the first stop string."""
+    """The text of new tokens without special ones; it ends before the first stop string. Without a tokenizer: ''."""
+    if tokenizer is None:
+        return ""
     return cut_at_stop(tokenizer.decode(tokens, skip_special_tokens=True), stops)

@@ -5,6 +5,8 @@ A new layout is a file with a `Layout`, and its place in `FAMILIES`; a new famil
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from pathlib import Path
@@ -37,7 +39,15 @@ from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import DRAFT_DTYPES, read_headers, read_json, read_pickle, read_tensors, write_folder
+from specdec.model.checkpoint import (
+    DRAFT_DTYPES,
+    named_tensors,
+    read_headers,
+    read_json,
+    read_pickle,
+    read_tensors,
+    write_folder,
+)
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
 from specdec.model.names import bundled, resolve
@@ -86,7 +96,8 @@ class Checkpoint:
 
     def construct(self, target) -> Drafter:
         """A drafter for `target`; ValueError unless the checkpoint fits it."""
-        return self.family.construct(self.meaning, self.tensors, target, self.path)
+        with damaged(self.path):
+            return self.family.construct(self.meaning, self.tensors, target, self.path)
 
     def refuse_nonfinite(self) -> None:
         """Raises ValueError that names the first of the tensors that hold NaN or Inf."""
@@ -112,6 +123,23 @@ def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoin
     """Recognise and read a checkpoint folder or hub name, without a target. headers: hold no weights; they are still
     looked at one by one for NaN and Inf."""
     folder = resolve(path)
+    with damaged(path):
+        return _open(folder, str(path), headers)
+
+
+@contextmanager
+def damaged(path: str | os.PathLike) -> Iterator[None]:
+    """Raise ValueError, one sentence, for what a checkpoint of wrong types or sizes makes Python or torch raise."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, UnicodeError) as error:
+        reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason').splitlines()[0]}"
+        raise ValueError(f"{path}: a field of config.json or a tensor cannot be used: {reason:.200}") from error
+
+
+def _open(folder: Path, path: str, headers: bool) -> Checkpoint:
     config = text_config(read_json(folder / "config.json"))  # heads inside a target that wraps its language model
     check_config(config, f"{path}: config.json", any_range=DIAGNOSED)
     held = read_headers(folder)
@@ -133,10 +161,7 @@ def _apart(folder: Path, layout: Layout) -> Tensors:
     """The tensors that a layout keeps in a pickle of their own."""
     if layout.apart is None or not (folder / layout.apart[0]).exists():
         return {}
-    held = read_pickle(folder / layout.apart[0])
-    if not isinstance(held, dict) or not all(isinstance(value, torch.Tensor) for value in held.values()):
-        raise ValueError(f"{folder / layout.apart[0]} must hold tensors by name")
-    return held
+    return named_tensors(read_pickle(folder / layout.apart[0]), folder / layout.apart[0])
 
 
 def recognise(config: dict, tensors: Tensors, name: str) -> tuple[Family, Layout]:
@@ -206,6 +231,10 @@ def load_drafter(
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
     rounds = dtype == torch.int8
     drafter.to(device=target.device, dtype=target.dtype if rounds else dtype or target.dtype)
+    if not allow_nonfinite and not checkpoint.nonfinite:
+        for name, weight in drafter.named_parameters():
+            if found := finite.nonfinite(name, weight):  # a value was finite in the file and is too large here
+                raise ValueError(f"{path}: in {weight.dtype} {found}; choose a wider dtype, or {finite.ALLOWED}")
     drafter.eval().requires_grad_(False)
     if rounds:
         round_weights(drafter)

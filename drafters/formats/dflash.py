@@ -93,7 +93,7 @@ def conditional_of(config: dict, shape: DraftShape, tensors: Tensors, name: str)
     """The fields of `BlockMeaning` that tell the conditional head; empty without one."""
     if (markov := tensors.get("markov_head.markov_w1.weight")) is not None:
         kind = config.get("markov_head_type", "vanilla")
-        if kind not in MARKOV:
+        if not isinstance(kind, str) or kind not in MARKOV:
             raise ValueError(f"{name}: markov_head_type must be one of {', '.join(MARKOV)}, got {kind!r}")
         return {"conditional": MARKOV[kind], "rank": markov.shape[1]}
     if (down := tensors.get("embed_proj.0.weight")) is not None:

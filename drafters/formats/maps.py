@@ -25,6 +25,8 @@ def map_fault(tensors: Tensors, size: int) -> str:
     if "d2t" not in tensors:
         return ""
     d2t, known = tensors["d2t"].long(), None
+    if d2t.ndim != 1 or not len(d2t):
+        return f"d2t must be a list of one offset a row of the head, and has the shape {list(d2t.shape)}"
     if "t2d" in tensors:
         if len(tensors["t2d"]) != size:
             return f"t2d speaks of {len(tensors['t2d'])} tokens, the target has {size}"

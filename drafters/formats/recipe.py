@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec import registry
 from specdec.contracts import Drafter
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors, check_target
 from specdec.drafters.formats.places import fill, read_ids
@@ -42,9 +43,11 @@ class RecipeFamily(Family):
         named = str(recipe.pop("_target_", ""))
         # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
         module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
-        if not module.startswith("specdec.drafters."):  # a checkpoint must not choose what code runs
+        known = {registry.settings("drafter", file)["_target_"] for file in registry.names("drafter")}
+        if f"{module}.{function}" not in known:  # a checkpoint must not choose what code runs
             raise ValueError(
-                f"{name}: the recipe's _target_ must be a function under `specdec.drafters`, got {module}.{function}"
+                f"{name}: the recipe's _target_ must be a `create` function that conf/drafter names, got "
+                f"{module}.{function}"
             )
         try:
             create = pkgutil.resolve_name(f"{module}:{function}")

@@ -18,6 +18,7 @@ HYDRA_FLAGS = (  # of which argparse takes the beginning too
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
 )
+GROUPS = sorted(folder.name for folder in registry.CONF.iterdir() if folder.is_dir())
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
@@ -39,7 +40,22 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
     defaults = own | {group: _group(group) for group in groups if "/" not in group and " " not in group}
     _names("", settings, defaults)
     for name, value in settings.items():
+        if name in FIXED and not isinstance(value, Mapping | str | None):
+            raise ValueError(f"{name} must be a mapping or the name of a file in conf/{name}, got {shown(value)}")
+        _check_targets(name, value)
         _walk(name, value, defaults.get(name))
+
+
+def _check_targets(path: str, value: Any, deep: bool = False) -> None:
+    """Raise ValueError for what a configuration may not build: only a group itself names a class, one of ours or of the
+    user's own files. Hydra would run anything, and before the names of the settings are checked."""
+    inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in inner:
+        if str(name).startswith("_") and (name != "_target_" or deep):
+            raise ValueError(f"{path}.{name} is not allowed: only a group names what is built, by its _target_")
+        if name == "_target_":
+            registry.check_buildable(part, f"{path}._target_")
+        _check_targets(f"{path}.{name}", part, deep=True)
 
 
 def nearest_to(message: str, config: str) -> str:
@@ -86,6 +102,8 @@ def check_words(arguments: Sequence[str]) -> None:
                 f"there is no flag {flag}: settings are written NAME=VALUE, without dashes, such as data.path=FILE; "
                 "--help lists them"
             )
+        if word.partition("=")[2].startswith("[") and flag in GROUPS:
+            raise ValueError(f"{flag} must be the name of a file in conf/{flag}, got {shown(word.partition('=')[2])}")
 
 
 def check_folders(arguments: Sequence[str]) -> None:
@@ -131,6 +149,8 @@ def _walk(path: str, value: Any, default: Any) -> None:
                 check_value(taken[key], inner, f"{path}.{key}")
         return
     if isinstance(value, list):
+        if not value and name == "taps":
+            raise ValueError(f"{path} is empty: a drafter without hidden states of the target learns nothing")
         for inner in value:
             _walk(path, inner, default if isinstance(default, int | float | str) else None)
         return
@@ -142,7 +162,7 @@ def _walk(path: str, value: Any, default: Any) -> None:
         _check_type(path, value, default)
     if path.startswith("trainer."):  # its steps are of another kind, and `TrainerConfig` has their range
         return
-    if isinstance(value, int | float) and not isinstance(value, bool) and name in LIMITS:
+    if isinstance(value, int | float | str) and name in LIMITS and "${" not in str(value):
         check_value(LIMITS[name], value, path)
 
 

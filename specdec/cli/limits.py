@@ -44,6 +44,7 @@ class Limits:
     shard_tokens: int = ranged(1, MOST, 65_536)
     new_tokens: int = ranged(1, 1 << 20, 96)
     # Of drafters that are made
+    pack: int | None = ranged(1, MOST, None)
     draft_vocab_size: int | None = ranged(1, 1 << 24, None)
     intermediate_size: int | None = ranged(1, 1 << 20, None)
     num_attention_heads: int | None = ranged(1, 4096, None)

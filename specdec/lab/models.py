@@ -9,6 +9,7 @@ from specdec.api import ModelSettings
 from specdec.cli.flags import add_flags, read_flags
 from specdec.contracts import Drafter
 from specdec.model.target import Target
+from specdec.schema import shown
 from specdec.structs import Sampling
 from specdec.text import encode_prompt, read_prompts
 
@@ -51,6 +52,9 @@ def read_entry(entry: object, known: Sequence[str], where: str) -> dict:
     if unknown or given.get("draft") is None:
         wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
         raise ValueError(f"{where} {wrong}; known are {', '.join(known)}")
+    for name, value in given.items():
+        if name != "tree" and isinstance(value, Mapping | list | bool):
+            raise ValueError(f"{where}: {name} must be a text, got {shown(value)}")
     return given
 
 

@@ -36,8 +36,11 @@ def read_json(path: Path) -> dict:
     return content
 
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the first that a folder has is read
-NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state")  # pickles of other things
+# In transformers' order: the first that a folder has is read
+NAMED = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # of a folder without any of these
+# Files of other things, and of the same weights for another loader
+NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state", "consolidated", "adapter_")
 
 
 def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -96,21 +99,24 @@ SAFETENSORS_DTYPES = {
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors: those that an index names, or all of the first kind in `WEIGHTS` that
-    the folder has. Raises ValueError if one is missing or there is none."""
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if (folder / index).exists() or (folder / index).is_symlink():
-            return _indexed_files(folder / index)
+    """The files that hold a checkpoint's tensors: the file or the files of an index that transformers reads (`NAMED`),
+    or all of the first kind in `WEIGHTS` that the folder has. Raises ValueError if one is missing or there is none."""
+    for name in NAMED:
+        file = folder / name
+        if file.exists() or file.is_symlink():
+            return _indexed_files(file) if file.suffix == ".json" else [_weights(file)]
     for pattern in WEIGHTS:
         files = sorted(file for file in folder.glob(pattern) if not file.name.startswith(NO_WEIGHTS))
-        for file in files:
-            if not file.is_file():
-                raise ValueError(
-                    f"{file} is {'a folder' if file.is_dir() else 'a link to what is not there'}, no weights"
-                )
         if files:
-            return files
+            return [_weights(file) for file in files]
     raise ValueError(f"{folder} is not a checkpoint: it has no safetensors, .bin or .pt")
+
+
+def _weights(file: Path) -> Path:
+    if not file.is_file():
+        what = "a folder" if file.is_dir() else "no regular file" if file.exists() else "a link to what is not there"
+        raise ValueError(f"{file} is {what}, no weights")
+    return file
 
 
 def _indexed_files(index: Path) -> list[Path]:
@@ -140,8 +146,19 @@ def _safe_open(file: Path):
 
 def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
     content = read_pickle(file, device)
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    return named_tensors(content, file)
+
+
+def named_tensors(content: object, file: Path) -> dict[str, Tensor]:
+    """Return the content of a pickle if it is dense tensors by name. Raises ValueError otherwise."""
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+    ):
         raise ValueError(f"{file} is not a checkpoint: it must hold tensors by name")
+    for name, value in content.items():
+        if value.layout != torch.strided or value.is_quantized:
+            kind = "quantised" if value.is_quantized else str(value.layout).removeprefix("torch.")
+            raise ValueError(f"{file}: tensor {name} is {kind}; only dense tensors are read")
     return content
 
 
@@ -151,8 +168,11 @@ def read_pickle(file: Path, device: str = "cpu"):
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError:
         raise ValueError(f"{file} is damaged, or holds more than tensors, and pickles can run code: refused") from None
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
+    except Exception as error:  # whatever torch and pickle raise for a damaged file
+        reason = (str(error).strip() or "it ends too early").splitlines()[0]
+        raise ValueError(f"{file} is damaged: {reason:.200}") from None
 
 
 def check_shapes(source: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> None:
@@ -236,9 +256,9 @@ def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
 def check_device(device: str) -> torch.device:
     """The device of a name; ValueError if torch cannot use it here."""
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+        torch.zeros(1, device=device).item()
+    except Exception as error:  # of torch's many back ends each has its own
+        raise ValueError(f"device {device!r:.60} cannot be used here: {str(error).splitlines()[0]:.160}") from None
     return torch.device(device)
 
 

@@ -33,6 +33,7 @@ class ConfigFields:
     """config.json of a target or of a drafter, whatever its family. No file has all of them."""
 
     model_type: str | None = None
+    architectures: list[str] | None = None
     hidden_size: int = ranged(1, MOST_WIDTH, 64)
     intermediate_size: int = ranged(1, 1 << 20, 128)
     num_hidden_layers: int = ranged(1, 1024, 2)

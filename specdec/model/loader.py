@@ -116,6 +116,7 @@ def load_target(
         print(f"note: {path}: it reads and writes text only; what sees or hears is left out", file=sys.stderr)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
+    note_generation(folder, str(path))
     if tokenizer:
         target.tokenizer = load_tokenizer(folder)
     return target
@@ -193,6 +194,31 @@ def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -
             raise ValueError(
                 f"{name}: tensor {tensor} has shape {list(shape)}, but config.json gives {size} for {field}"
             )
+
+
+# What transformers' `generate` obeys and we leave out: name -> the value that does nothing
+GENERATION = {
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0,
+    "encoder_no_repeat_ngram_size": 0, "min_new_tokens": 0, "max_new_tokens": None, "max_length": 20, "num_beams": 1,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None, "sequence_bias": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": None, "penalty_alpha": None,
+    "exponential_decay_length_penalty": None, "guidance_scale": 1, "stop_strings": None, "watermarking_config": None,
+    "max_time": None, "do_sample": False,
+}  # fmt: skip
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # if it samples
+
+
+def note_generation(folder: Path, name: str) -> None:
+    """Print one line on standard error that names what generation_config.json asks for and decoding leaves out."""
+    file = folder / "generation_config.json"
+    stated = read_json(file) if file.exists() else {}
+    left = {key: stated[key] for key, neutral in GENERATION.items() if stated.get(key) not in (None, [], {}, neutral)}
+    if stated.get("do_sample"):
+        left |= {key: stated[key] for key in DRAWN if stated.get(key) is not None}
+    if left:
+        named = ", ".join(f"{key}={shown(value)}" for key, value in left.items())
+        print(f"note: generation_config.json of {name} is not applied: {named}; give the sampling yourself",
+              file=sys.stderr)  # fmt: skip
 
 
 def read_eos(folder: Path, config: dict) -> frozenset[int]:

@@ -95,9 +95,9 @@ class Grammars:
 
         try:
             grammar = make(*given)
-        except ValueError as error:
+            made = LLMatcher(self.tokenizer, grammar, log_level=0)
+        except Exception as error:  # the library's own kinds, and Rust's panics
             raise ValueError(f"the {what} is not taken: {_first_line(error)}") from None
-        made = LLMatcher(self.tokenizer, grammar, log_level=0)
         if made.is_error():
             raise ValueError(f"the {what} is not taken: {_first_line(made.get_error())}")
         return TextGrammar(made, self.ends)

@@ -1,11 +1,18 @@
 """The web application: OpenAI's interface over a `Service`. docs/serve.md lists what clients may send."""
 
 import asyncio
+import errno
 import hmac
+import math
+import secrets
+import sys
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import Depends, FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from specdec import __version__
@@ -16,23 +23,29 @@ from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
 from specdec.serve.service import Service
 
+TOKENIZERS = 4  # threads: a long prompt does not hold up the others
+FOREIGN = "a request from the {} {!r} is refused; {} allows it"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service, api_key: str | None = None) -> FastAPI:
+def make_app(
+    service: Service, api_key: str | None = None, hosts: Sequence[str] = ("*",), origins: Sequence[str] = ()
+) -> FastAPI:
     """The application. It starts the scheduler when it starts, and closes the scheduler when it ends.
 
-    api_key: the bearer token that all paths but /health, /version and /metrics need; None: none."""
-    tokenizing = ThreadPoolExecutor(1, "tokenizer")  # one: prompts keep their order
+    api_key: the bearer token that all paths but /health, /version and /metrics need; None: none. hosts: names in the
+    `Host` header that are answered; '*' is any. origins: web pages that may call it; '*' is any."""
+    tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenizer")
 
     @asynccontextmanager
     async def life(_):
         async with running(service.scheduler):
             yield
-        tokenizing.shutdown()
+        tokenizing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="specdec", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app, service)
+    _add_callers(app, hosts, origins)
     _add_state(app, service)
     _add_answers(app, service, tokenizing, api_key)
     return app
@@ -47,6 +60,7 @@ async def running(scheduler: Scheduler):
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(hand_out, deltas)
 
+    loop.set_exception_handler(_Failures())
     scheduler.deliver = deliver
     scheduler.start()
     try:
@@ -54,6 +68,22 @@ async def running(scheduler: Scheduler):
     finally:
         scheduler.close()
         await loop.run_in_executor(None, scheduler.join)
+
+
+class _Failures:
+    """The event loop's handler of exceptions. asyncio reports each of thousands of connections that it cannot accept
+    without a free file descriptor; here a line a minute is printed."""
+
+    def __init__(self) -> None:
+        self.said = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif time.monotonic() > self.said + 60:
+            self.said = time.monotonic()
+            print("warning: no file descriptor is free, so new connections wait: raise `ulimit -n`", file=sys.stderr)
 
 
 def _add_errors(app: FastAPI, service: Service) -> None:
@@ -76,6 +106,29 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return await refused(request, Refusal(f"the server has failed: {type(error).__name__}", status=500))
 
 
+def _add_callers(app: FastAPI, hosts: Sequence[str], origins: Sequence[str]) -> None:
+    """Refuse foreign names of this host and foreign web pages; return each request's `X-Request-Id`."""
+
+    @app.middleware("http")
+    async def check_caller(request: Request, call_next):
+        host = request.url.hostname or ""
+        origin = request.headers.get("origin")
+        own = origin in (f"http://{request.headers.get('host')}", f"https://{request.headers.get('host')}")
+        if "*" not in hosts and host not in hosts:
+            response = JSONResponse(Refusal(FOREIGN.format("host", host, "--allowed-hosts")).body(), 403)
+        elif origin is not None and not own and not {"*", origin} & set(origins):
+            response = JSONResponse(Refusal(FOREIGN.format("web page", origin, "--cors-origins")).body(), 403)
+        elif request.headers.get("content-type", "").startswith("text/plain"):
+            response = JSONResponse(Refusal("the body must be application/json, not text/plain").body(), 415)
+        else:
+            response = await call_next(request)
+        response.headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
+        return response
+
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+
+
 def _add_state(app: FastAPI, service: Service) -> None:
     """Paths that need no key."""
 
@@ -96,8 +149,9 @@ def _add_answers(app: FastAPI, service: Service, tokenizing: ThreadPoolExecutor,
     """Paths of the model."""
 
     async def check_key(request: Request) -> None:
-        sent = request.headers.get("authorization", "").encode()
-        if api_key and not hmac.compare_digest(sent, f"Bearer {api_key}".encode()):
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        sent = sent.strip().encode("latin-1")  # as it came: HTTP knows no encoding of headers
+        if api_key and not (scheme.lower() == "bearer" and hmac.compare_digest(sent, api_key.encode())):
             raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     guards = {"dependencies": [Depends(check_key)]}

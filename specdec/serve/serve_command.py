@@ -35,6 +35,7 @@ EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 CHAIN, POLICY = TreeSpec(topk=1, steps=3), "ema"  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
+IDLE = 20.0  # seconds
 ACCEPTANCE = ("none", "summary", "detailed")
 Made = TypeVar("Made")
 
@@ -45,6 +46,10 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     server.add_argument("--api-key", metavar="KEY", help=f"what clients must send (default: ${KEY}, else nothing)")
+    server.add_argument("--allowed-hosts", nargs="+", metavar="NAME",
+                        help="names under which clients may call it; * is any (default: this machine's, or any with "
+                        "a --host that others can reach)")  # fmt: skip
+    server.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages that may call it; * is any")
     server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
     server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
     told = p.add_argument_group("what is told")
@@ -86,17 +91,29 @@ def main(argv: list[str] | None = None) -> None:
 
     if args.trace is not None:
         check_trace_folder(args.trace)
+    key = args.api_key if args.api_key is not None else os.environ.get(KEY)
+    if key is not None and not key.strip():
+        raise ValueError(f"the API key is empty: give --api-key KEY, or unset ${KEY} to serve without one")
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
         service, recorder = apart(make_models, args)
-        key = args.api_key or os.environ.get(KEY) or None
-        app = make_app(service, key)
+        hosts = hosts_of(args)
+        app = make_app(service, key, hosts, args.cors_origins or ())
         listener.listen()  # whoever reads the next line may connect
         host, port = listener.getsockname()[:2]
         print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)
+
+
+def hosts_of(args: argparse.Namespace) -> list[str]:
+    """Return the names in the `Host` header that are answered. On a loopback address a foreign name means that a web
+    page has had its own name resolved to this machine (DNS rebinding)."""
+    local = ["localhost", "127.0.0.1", "::1", "[::1]"]
+    if args.allowed_hosts:
+        return args.allowed_hosts
+    return local if args.host in local else ["*"]
 
 
 def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
@@ -242,12 +259,26 @@ def name_of(args: argparse.Namespace) -> str:
     return Path(args.target).resolve().name if Path(args.target).is_dir() else args.target
 
 
+def closing_protocol() -> type:
+    """Return uvicorn's HTTP protocol, which here also closes a connection that sends no request for `IDLE` seconds."""
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+    class Protocol(AutoHTTPProtocol):
+        def connection_made(self, transport) -> None:
+            super().connection_made(transport)
+            # Any data cancels this timer: it is uvicorn's own of connections between two requests.
+            self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+
+    return Protocol
+
+
 def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) -> None:
     """Serve until SIGINT or SIGTERM. Then nothing is taken any more, what runs may end within `grace` seconds, and what
     does not is told. A second signal ends that too."""
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(grace) + 10)
+    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": int(grace) + 10}
+    config = uvicorn.Config(app, http=closing_protocol(), **how)
 
     class Server(uvicorn.Server):
         def handle_exit(self, number: int, frame) -> None:

@@ -16,6 +16,7 @@ from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.speculation import Speculation
 from specdec.text import StopStrings, clean, encode_chat
+from specdec.vocabulary import vocabulary_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Service:
         self.stream_interval, self.acceptance, self.prompt_details = stream_interval, acceptance, prompt_details
         self.speculation = speculation or Speculation.of(scheduler.engine)
         self.created = int(time.time())
+        vocabulary = vocabulary_of(target.tokenizer)
+        self.longest = max(len(vocabulary.bytes_of(token)) for token in range(len(target.tokenizer)))
 
     def models(self) -> dict:
         entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
@@ -108,6 +111,7 @@ class Service:
     def encode_chat(self, ask: ChatAsk) -> list[int]:
         if not self.target.tokenizer.chat_template:
             raise Refusal("the target's tokenizer has no chat template: ask for completions", "messages")
+        self._check_length(sum(len(message.content or "") for message in ask.messages), "messages")
         try:
             return encode_chat(self.target, [message.model_dump() for message in ask.messages])
         except ValueError as error:
@@ -119,7 +123,15 @@ class Service:
         assert isinstance(ask, CompletionAsk)
         return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompt]
 
+    def _check_length(self, characters: int, field: str) -> None:
+        """Refuse a text that is too long whatever its tokens are: to tokenize megabytes takes many seconds."""
+        most = self.scheduler.room * self.longest
+        if characters > most:
+            wanted = f"the prompt has {characters} characters, and {self.scheduler.room} tokens hold at most {most}"
+            raise Refusal(wanted, field, code="context_length_exceeded")
+
     def _encode(self, text: str, special: bool = True) -> list[int]:
+        self._check_length(len(text), "prompt")
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 
     def _job(

@@ -58,6 +58,8 @@ class TrainerConfig:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
             raise ValueError(f"trainer.epochs must be positive, got {self.epochs}")
+        if len(self.betas) != 2:
+            raise ValueError(f"trainer.betas must be two numbers, got {list(self.betas)}")
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
         if self.ema is not None and not 0 < self.ema < 1:

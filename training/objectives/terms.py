@@ -49,6 +49,8 @@ def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
         allowed = code.co_varnames[2 : code.co_argcount]
         if unknown := set(settings) - set(allowed):
             raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
+            raise ValueError(f"objective.terms.{name} must have a weight of 0 or above, got {weight!r}")
         if weight:  # 0 takes a term out of a configuration that others are added to
             chosen.append((float(weight), partial(known[name], **settings)))
     if not chosen:

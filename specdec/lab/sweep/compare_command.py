@@ -28,6 +28,8 @@ from specdec.trees.spec import TreeSpec
 
 def entries_of(settings: dict) -> dict:
     """What is compared: `drafts`, or else `entries`. ValueError for the demo's entries with another target."""
+    if not isinstance(settings["entries"], dict):
+        raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")
     if settings["drafts"]:
         return named(settings["drafts"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]

@@ -20,6 +20,7 @@ from specdec.vocabulary import vocabulary_of
 MARKER = re.compile(r"{%-?\s*generation")
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+PROBE = "\u00a7"  # with which no prompt of an answer goes on
 SPLIT = "conversations split into one sample per answer, as the chat template rewrites earlier turns"
 SHORTENED = "answers that the chat template shortens"
 RETOKENISED = "answers whose tokens do not match their text, so that the text was tokenised"
@@ -122,8 +123,8 @@ class _Chat:
                     "put {% generation %} markers around the assistant's content in it"
                 )
             if start < len(prompt):  # a prompt that opens reasoning, which the template does not write in an answer
-                place = after.rfind(self._content(i), base) if self._content(i) else -1
-                start = min(start, place) if place >= 0 else start
+                other = [*self.messages[:i], {"role": "assistant", "content": PROBE}]
+                start = min(start, _alike(prompt, self._render(other, self.tools)))
             spans = [(start, len(after))]
         if self._content(i) not in after[base:]:
             self.note(SHORTENED)
@@ -165,7 +166,7 @@ class _Chat:
 
     def _sample(self, text: str, spans: list[Span]) -> Sample:
         ids, places = tokens_of(self.tokenizer, text)
-        return _sample(ids, [any(a <= start and end <= b for a, b in spans) for start, end in places])
+        return _sample(ids, [any(_belongs(text, place, span) for span in spans) for place in places])
 
     def _check_nothing_left_out(self, whole: str) -> None:
         """Raise ValueError, which names it, for what the conversation holds and the template does not write."""
@@ -178,10 +179,14 @@ class _Chat:
         for i, message in enumerate(self.messages):
             parts = message["content"]
             texts = [parts] if isinstance(parts, str) else [part["text"] for part in parts]
-            if len(texts) > 1 and not all(text.strip() in whole for text in texts):
+            written = all(text.strip() in whole for text in texts)
+            if len(texts) > 1 and (not written or str(parts[0]) in whole):
                 raise ValueError("the target's chat template takes text, and not a list of parts as 'content'")
-            spoken = message["role"] == "assistant" or all(text.strip() in whole for text in texts)
-            if not spoken and self._same(whole, [*self.messages[:i], *self.messages[i + 1 :]], self.tools):
+            if (
+                message["role"] != "assistant"
+                and not written
+                and self._same(whole, [*self.messages[:i], *self.messages[i + 1 :]], self.tools)
+            ):
                 raise ValueError(_ignored(f"the turn of {message['role']!r}"))
 
     def _same(self, whole: str, messages: list[Message], tools: list | None) -> bool:
@@ -189,6 +194,17 @@ class _Chat:
             return self._render(messages, tools) == whole
         except (TemplateError, ValueError):  # so the template looks at it
             return False
+
+
+def _belongs(text: str, place: Span, span: Span) -> bool:
+    """Whether a token lies in a span. One at its border does if only spaces of it lie outside: the first word after a
+    prompt that ends with a space."""
+    (start, end), (a, b) = place, span
+    if a <= start and end <= b:
+        return True
+    inside = text[max(start, a) : min(end, b)]
+    outside = text[start : min(a, end)] + text[max(b, start) : end]
+    return bool(inside.strip()) and not outside.strip()
 
 
 def _alike(a: str, b: str) -> int:

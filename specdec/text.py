@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from specdec.cli.reading import parse_json, read_text
 from specdec.model.target import Target
+from specdec.vocabulary import vocabulary_of
 
 # Who speaks, in OpenAI's messages and in ShareGPT's conversations -> OpenAI's word for it.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
@@ -174,7 +175,7 @@ class TextStream:
     may be the beginning of a stop string. The text ends before the first stop string in it; then `stopped` is true."""
 
     def __init__(self, tokenizer, stops: Sequence[str] = ()):
-        self.tokenizer, self.stops = tokenizer, stops
+        self.tokenizer, self.stops, self.vocabulary = tokenizer, stops, vocabulary_of(tokenizer)
         self.ids: list[int] = []
         self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
         self.chunk = 0  # where the newest chunk that was given out whole ends
@@ -185,23 +186,43 @@ class TextStream:
     def feed(self, ids: list[int]) -> str:
         """The text that these ids make final."""
         self.ids += ids
-        text = self._decode()
+        end = self._settled()
+        text = self._decode(end)
         final = text.rstrip("\N{REPLACEMENT CHARACTER}")
         new, self.given = final[self.given :], max(self.given, len(final))
         if final == text:
             # A tokenizer may strip the first space of what it decodes, so the text before must stay visible.
-            if self.tokenizer.decode(self.ids[self.chunk :], skip_special_tokens=True):
+            if self.tokenizer.decode(self.ids[self.chunk : end], skip_special_tokens=True):
                 self.start = self.chunk
-            self.chunk = len(self.ids)
-            self.given = len(self._decode())
+            self.chunk = max(self.chunk, end)
+            self.given = len(self._decode(end))
         return self._until_stop(new)
 
     def end(self) -> str:
         """What was held back: nothing more is to come."""
-        return self._until_stop(self._decode()[self.given :]) + self.held
+        return self._until_stop(self._decode(len(self.ids))[self.given :]) + self.held
 
-    def _decode(self) -> str:
-        return self.tokenizer.decode(self.ids[self.start :], skip_special_tokens=True)
+    def holds_stop(self) -> bool:
+        """Return whether the text would stop if nothing more came."""
+        if self._settled() == len(self.ids):
+            return False
+        text = self.held + self._decode(len(self.ids))[self.given :]
+        return len(cut_at_stop(text, self.stops)) < len(text)
+
+    def _decode(self, end: int) -> str:
+        return self.tokenizer.decode(self.ids[self.start : end], skip_special_tokens=True)
+
+    def _settled(self) -> int:
+        """Return the number of ids before a run of byte tokens at the end, which is decoded as one: a later byte that
+        fits no character makes all of it U+FFFD. Special tokens, which are not shown, do not end the run."""
+        end = place = len(self.ids)
+        while place > self.chunk:
+            place -= 1
+            if self.vocabulary.is_byte(self.ids[place]):
+                end = place
+            elif self.ids[place] not in self.vocabulary.special:
+                break
+        return end
 
     def _until_stop(self, new: str) -> str:
         if self.stopped:
@@ -228,7 +249,7 @@ class StopStrings:
 
     def add(self, token: int) -> bool:
         self.stream.feed([token])
-        return self.stream.stopped
+        return self.stream.stopped or self.stream.holds_stop()
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:

@@ -47,6 +47,10 @@ class Vocabulary:
             self._bytes[token] = self.added[token] if token in self.added else self._read(token)
         return self._bytes[token]
 
+    def is_byte(self, token: int) -> bool:
+        """Return whether a token is a single byte of SentencePiece's byte fallback."""
+        return self.form == "pieces" and token not in self.added and bool(BYTE.fullmatch(self._piece(token) or ""))
+
     def text_of(self, token: int) -> str:
         """Return the text of a token; of a part of a character `bytes:` and its bytes, as OpenAI writes it."""
         data = self.bytes_of(token)

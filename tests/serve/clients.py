@@ -133,13 +133,13 @@ def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:
 
 
 @asynccontextmanager
-async def server_of(pair, key, limits, told=None, adaptive=None, prefixes=0, **how):
+async def server_of(pair, key, limits, told=None, adaptive=None, prefixes=0, callers=(), **how):
     target, drafter = pair
     engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive, prefixes=prefixes)
     scheduler = Scheduler(engine, model="tiny", **({"rows": 4, "room": 100} | how))
     service = Service(target, scheduler, "tiny", limits or Limits(), **told or {})
-    app = make_app(service, key)
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    app = make_app(service, key, *callers)
+    headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     client = httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app), base_url="http://test", headers=headers, timeout=60
     )

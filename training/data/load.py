@@ -5,11 +5,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import date
 
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
 from specdec.model.target import Target
+from specdec.text import writes_date
 from specdec.training.data.conversation import Conversation, Message
 from specdec.training.data.render import Sample, check_tokenizer, render
 from specdec.training.data.sources import Record, read_records
@@ -142,6 +144,9 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
             "no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz), the name of "
             "a data set on the hub, or a preset as data=ultrachat"
         )
+    if config.day is None and target.tokenizer is not None and writes_date(target.tokenizer):
+        config.day = date.today().isoformat()
+        print(f"note: the chat template writes today's date: data.day={config.day} repeats it", file=sys.stderr)
     names = [config.path] if isinstance(config.path, str) else config.path
     source = {"split": config.split, "subset": config.subset, "streaming": config.streaming}
     tally = Tally(config.bad)
@@ -151,6 +156,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
         max_length=min(config.max_length, target.config.context),
         too_long=config.too_long,
         tally=tally,
+        day=config.day,
     )
     samples = list(itertools.islice(samples, config.limit))
     tally.report()

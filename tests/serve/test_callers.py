@@ -1,0 +1,136 @@
+"""Who may call: keys, names of the host, web pages, idle connections, prompts of megabytes."""
+
+import asyncio
+import errno
+import socket
+import time
+
+import pytest
+import uvicorn
+from clients import CHAT, HELLO, TEXT, served
+from fastapi import FastAPI
+
+from specdec.serve import serve_command
+from specdec.serve.app import _Failures
+from specdec.serve.serve_command import KEY, closing_protocol, hosts_of, main, parser
+
+ASK = {"prompt": "Hi", "max_tokens": 1}
+
+
+@served(key="schlüssel-🔑")
+async def test_a_key_is_any_text_and_its_scheme_any_case(server):
+    for sent, status in (("bearer schlüssel-🔑", 200), ("BEARER  schlüssel-🔑", 200), ("Basic schlüssel-🔑", 401)):
+        answer = await server.client.post(TEXT, json=ASK, headers={"authorization": sent.encode()})
+        assert answer.status_code == status, sent
+    for sent in (b"Bearer schl\xfcssel", b"Bearer", b"", b"\xff\xfe"):
+        answer = await server.client.post(TEXT, json=ASK, headers={"authorization": sent})
+        assert answer.status_code == 401
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_an_empty_key_is_refused(by, monkeypatch, capsys):
+    monkeypatch.setattr(serve_command, "listen", None)
+    if by == "environment":
+        monkeypatch.setenv(KEY, " ")
+    with pytest.raises(SystemExit, match="2"):
+        main(["--no-draft", *(["--api-key", ""] if by == "flag" else [])])
+    assert "is empty" in capsys.readouterr().err
+
+
+@served(callers=(["localhost", "::1"], ["http://page.example"]))
+async def test_hosts_pages_and_bodies_of_strangers(server):
+    for headers, status in (
+        ({"host": "localhost:8000"}, 200),
+        ({"host": "[::1]:8000"}, 200),
+        ({"host": "evil.example"}, 403),
+        ({"host": "localhost.evil.example"}, 403),
+        ({"host": ""}, 403),
+        ({"host": "localhost", "origin": "http://localhost"}, 200),
+        ({"host": "localhost", "origin": "http://page.example"}, 200),
+        ({"host": "localhost", "origin": "http://evil.example"}, 403),
+        ({"host": "localhost", "origin": "null"}, 403),
+        ({"host": "localhost", "content-type": "text/plain;charset=UTF-8"}, 415),
+        ({"host": "localhost", "content-type": "application/json; charset=utf-8"}, 200),
+    ):
+        answer = await server.client.post(TEXT, json=ASK, headers=headers)
+        assert answer.status_code == status, headers
+        assert (status == 200) == ("error" not in answer.json())
+    assert answer.headers["x-request-id"]
+    answer = await server.client.get("/health", headers={"host": "evil.example", "x-request-id": "abc"})
+    assert (answer.status_code, answer.headers["x-request-id"]) == (403, "abc")
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts"),
+    [
+        ([], ["localhost", "127.0.0.1", "::1", "[::1]"]),
+        (["--host", "0.0.0.0"], ["*"]),
+        (["--host", "0.0.0.0", "--allowed-hosts", "a.example", "b"], ["a.example", "b"]),
+    ],
+)
+def test_a_server_for_this_machine_answers_to_its_names_only(words, hosts):
+    assert hosts_of(parser().parse_args(words)) == hosts
+
+
+@served()
+async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server, monkeypatch):
+    long, seen = "a" * 4_000_000, []
+    original = type(server.target.tokenizer).__call__
+
+    def call(self, text, **how):
+        seen.append(text)
+        return original(self, text, **how)
+
+    monkeypatch.setattr(type(server.target.tokenizer), "__call__", call)
+    start = time.monotonic()
+    for path, body, field in (
+        (TEXT, {"prompt": long}, "prompt"),
+        (TEXT, {"prompt": ["a", long]}, "prompt"),
+        ("/tokenize", {"prompt": long}, "prompt"),
+        (CHAT, {"messages": [HELLO[0], {"role": "user", "content": long}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}, "messages"),
+    ):
+        await server.refused(400, "has 4000[0-9]{3} characters, and 100 tokens hold", field, path=path, json=body)
+    assert time.monotonic() - start < 5
+    assert all(len(text) < 1000 for text in seen)
+
+
+def test_idle_connections_are_closed(monkeypatch):
+    monkeypatch.setattr(serve_command, "IDLE", 0.3)
+    app = FastAPI()
+
+    async def run() -> float:
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", http=closing_protocol()))
+        task = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        start = time.monotonic()
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        waited = time.monotonic() - start
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /none HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        server.should_exit = True
+        await task
+        return waited
+
+    assert 0.2 < asyncio.run(run()) < 5
+
+
+def test_a_lack_of_file_descriptors_is_one_line(capsys):
+    loop, handler = asyncio.new_event_loop(), _Failures()
+    for _ in range(1000):
+        handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "many")})
+    loop.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: no file descriptor is free, so new connections wait: raise `ulimit -n`"
+    ]
+
+
+def test_listening_sockets_are_told_apart():
+    """A port that is taken is one sentence."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="cannot listen at"):
+        serve_command.listen("127.0.0.1", taken.getsockname()[1])

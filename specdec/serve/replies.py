@@ -1,5 +1,6 @@
 """What clients get back: tokens as text, and the JSON of OpenAI's answers and chunks."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -31,7 +32,8 @@ class Choice:
         self.pieces: list[Piece] = []
         self.count = 0  # tokens so far
         self.vocabulary = vocabulary_of(tokenizer)
-        self.shown = bytearray()  # of the tokens so far, without special ones
+        self.decoder = getincrementaldecoder("utf-8")("replace")  # of the tokens so far, without special ones
+        self.offset = 0  # characters that it has decoded
         self.stripped: int | None = None  # spaces that the tokenizer strips from the beginning of a text
         self.waiting: Delta | None = None  # tokens that do not fill an event yet
         self.drafted: list[int] = []  # by step in which something was drafted
@@ -75,12 +77,13 @@ class Choice:
 
     def offset_of(self, token: int) -> int:
         """Return the number of characters of the text before the next token, which is this one."""
-        offset = max(0, len(self.shown.decode(errors="ignore")) - (self.stripped or 0))
+        offset = max(0, self.offset - (self.stripped or 0))
         if token not in self.vocabulary.special:
-            self.shown += self.vocabulary.bytes_of(token)
+            data = self.vocabulary.bytes_of(token)
+            self.offset += len(self.decoder.decode(data))
             if self.stripped is None:
                 alone = self.tokenizer.decode([token], skip_special_tokens=True)
-                self.stripped = int(self.shown.startswith(b" ") and not alone.startswith(" "))
+                self.stripped = int(data.startswith(b" ") and not alone.startswith(" "))
         return offset
 
 

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.drafters.block_forward import BlockForward
-from specdec.drafters.layers import Attend, DraftAttention, DraftShape
-from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.drafters.layers import Attend, DraftAttention, DraftLayer, DraftShape
+from specdec.model.layers import Linear
 from specdec.model.rope import rotate
 
 
@@ -57,26 +57,20 @@ def _mixed(x: Tensor, shares: Tensor, moving: Tensor, rows: int) -> Tensor:
     return ((own + own_moving) * x.unflatten(-1, (groups, -1)) + (previous + previous_moving) * before).flatten(2)
 
 
-class BlockLayer(nn.Module):
-    """A pre-norm decoder layer as Qwen3 has it, with norms of each query and key head."""
+class BlockLayer(DraftLayer):
+    """A decoder layer as Qwen3 has it, with norms of each query and key head, and DFlash2's convolutions."""
 
     def __init__(self, shape: DraftShape, how: BlockForward):
-        super().__init__()
-        self.input_norm = RMSNorm(shape.hidden, shape.eps)
-        self.attention = BlockAttention(shape)
-        self.post_norm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+        super().__init__(shape, BlockAttention(shape))
         self.rows = how.rows
         self.convolutions = None
         if how.convolution:
             self.convolutions = nn.ModuleList(SlotConvolution(shape.hidden, how.convolution) for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        normed = self.input_norm(x)
         if self.convolutions is None:
-            x, normed = self.attention.add(x, normed, self.post_norm, rope, attend)
-            return x + self.mlp(normed)
+            return super().forward(x, rope, attend)
         attention, mlp = self.convolutions
-        mixed = attention.around(lambda y: self.attention(y, rope, attend), normed, self.rows)
+        mixed = attention.around(lambda y: self.attention(y, rope, attend), self.input_norm(x), self.rows)
         x, normed = self.post_norm.add(x, mixed)
         return x + mlp.around(self.mlp, normed, self.rows)

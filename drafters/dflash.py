@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, DraftState
-from specdec.drafters.block_forward import BlockForward
-from specdec.drafters.block_layers import BlockLayer, SlotConvolution
+from specdec.drafters.block_layers import BlockForward, BlockLayer, SlotConvolution
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
 from specdec.drafters.layers import CachedAttention, CachedDrafter, DraftShape, SharedHead, split_sizes, start

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
 from specdec.model.attention import document_positions

@@ -8,6 +8,7 @@ number can be drafted, but only so many were learnt. `mask_hidden` lies in the o
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.places import Place, layer_parameters, rows_of
+from specdec.drafters.formats.parts import Place, layer_parameters, rows_of
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -52,7 +53,7 @@ class PEagleFamily(Eagle3Family):
     drafter = PEagle
     saved_as = "specdec"
     sign = MASK
-    for_vllm, for_sglang = "speculators", ""
+    servers = MappingProxyType({"vllm": "speculators"})
     algorithm = None
     parameters = staticmethod(parameters)
     aside = ("d2t", "t2d")

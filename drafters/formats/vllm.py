@@ -17,7 +17,7 @@ import dataclasses
 import torch
 
 from specdec.drafters.formats import eagle, medusa, speculators
-from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, write_only
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.eagle import EMBEDDING, EagleMeaning
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
 from specdec.drafters.formats.medusa import MedusaMeaning
@@ -113,13 +113,6 @@ def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeanin
     if not config["medusa_fc_bias"]:
         raise ValueError(f"{name}: medusa_fc_bias is false, and Medusa heads without biases are not supported")
     return medusa.read(config, {key: tensor for key, tensor in tensors.items() if key != SHARED_HEAD}, name)
-
-
-def needed(target: TargetFacts | None) -> TargetFacts:
-    """Raises ValueError without a target, of which a layout of vLLM's holds parts."""
-    if target is None:
-        raise ValueError("an export for vLLM holds parts of its target: give --target")
-    return target
 
 
 def notes(config: dict) -> list[str]:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from specdec.drafters.dflash import create
 from specdec.drafters.formats import (
-    block_servers,
     dflash,
     dflash_layout,
     load_drafter,
@@ -121,7 +120,7 @@ def test_servers_get_what_they_read(name, server, target, tmp_path):
 def test_a_part_of_the_vocabulary_in_vllm(target):
     """In the layout of speculators, of which vLLM would make all layers causal unless windows are said not to be."""
     drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=DraftVocab(320, torch.arange(96) * 3))
-    config, tensors = block_servers.write_vllm(*dflash.FAMILY.dismantle(drafter, target), facts_of(target))
+    config, tensors = dflash_layout.write_vllm(*dflash.FAMILY.dismantle(drafter, target), facts_of(target))
     assert config["speculators_model_type"] == "dflash"
     assert config["sliding_window_non_causal"]
     assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)

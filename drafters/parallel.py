@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.contracts import DraftState
 from specdec.drafters.layers import Attend, CachedDrafter
-from specdec.drafters.unroll_chains import chains_behind
+from specdec.drafters.unroll_block import chains_behind
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap

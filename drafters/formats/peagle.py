@@ -7,6 +7,7 @@ Traps: SpecForge's config states neither the mask token nor how many tokens are 
 number can be drafted, but only so many were learnt. `mask_hidden` lies in the order of the taps, as columns of `fc` do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -156,23 +157,20 @@ def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block:
 
 
 def write(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    meaning, tensors = ascending(meaning, tensors)
-    config, tensors = eagle3_layout.write(meaning, tensors, target)
-    return config | _flat(meaning), to_file(tensors)
+    return write_own(*ascending(meaning, tensors), target, eagle3_layout.write)
 
 
-def write_own(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    config, tensors = eagle3_layout.write_own(meaning, tensors, target)
-    return config | _flat(meaning), to_file(tensors)
-
-
-def _flat(meaning: PEagleMeaning) -> dict:
-    return {
+def write_own(
+    meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None, as_eagle3: Callable = eagle3_layout.write_own
+) -> tuple[dict, Tensors]:
+    config, tensors = as_eagle3(meaning, tensors, target)
+    config |= {
         "architectures": ["PEagleDraftModel"],
         "num_hidden_layers": meaning.layers,
         "mask_token_id": meaning.mask_token,
         "block_size": meaning.block,
     }
+    return config, to_file(tensors)
 
 
 def doubts(config: dict) -> list[str]:

@@ -61,11 +61,7 @@ def read_eagle3(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meanin
 
 
 def write_eagle(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    if "draft_ids" in tensors:
-        raise ValueError(
-            "vLLM's EAGLE-1/2 heads propose all tokens of the target, and this one only some (train with "
-            "drafter.draft_vocab_size=null)"
-        )
+    check_all_tokens(tensors, "EAGLE-1/2", "this one")
     tensors = dict(tensors)
     if meaning.fc_bias:
         embedding = tensors[EMBEDDING] if meaning.own_embedding else needed(target).part("embedding")
@@ -86,16 +82,21 @@ def without_bias(fc: torch.Tensor, bias: torch.Tensor, embedding: torch.Tensor) 
     return {"fc.weight": torch.cat([eye, hidden.to(fc.dtype)], dim=1), EMBEDDING: made}
 
 
+def check_all_tokens(tensors: Tensors, kind: str, this: str) -> None:
+    """Raise ValueError for a head that proposes a part of the target's tokens."""
+    if "draft_ids" in tensors:
+        raise ValueError(
+            f"vLLM's {kind} heads propose all tokens of the target, and {this} only some (train with "
+            "drafter.draft_vocab_size=null)"
+        )
+
+
 # Medusa
 
 
 def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     target, shape = needed(target), meaning.shape
-    if "draft_ids" in tensors:
-        raise ValueError(
-            "vLLM's Medusa heads propose all tokens of the target, and these only some (train with "
-            "drafter.draft_vocab_size=null)"
-        )
+    check_all_tokens(tensors, "Medusa", "these")
     config, tensors = medusa.write(meaning, tensors, target)
     config |= {"num_heads": shape.heads, "num_hidden_layers": shape.blocks, "medusa_fc_bias": True}
     if shape.own_heads:

@@ -58,18 +58,6 @@ def test_a_part_of_the_vocabulary(target, tmp_path):
             layout.write(meaning, tensors, facts_of(target))
 
 
-def test_misreadings_are_those_of_the_field(target):
-    """The doctor tries the other alignment and what slots see, beside other taps."""
-    family = dflash.FAMILY
-    meaning, tensors = family.dismantle(drafter_of("dflash"), target)
-    names = [reading.name for reading in family.readings(meaning, tensors, target)]
-    assert {"slot k tells token p+k+1", "a slot sees no later one"} <= set(names)
-    assert family.retap(meaning, (1, 5, 9)).taps == (1, 5, 9)
-    for reading in family.readings(meaning, tensors, target):
-        assert reading.meaning != meaning
-        family.construct(reading.meaning, reading.tensors, target, "it")
-
-
 # What is changed in a drafter, and what each server says of it; None: it is exported.
 SERVED = {
     "dflash": ({}, None, None),

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from golden_blocks import GOLDEN, golden_parallel, golden_target
+from golden_blocks import GOLDEN, golden_drafter, golden_target
 from helpers import assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
@@ -28,14 +28,14 @@ def target():
 @pytest.mark.parametrize(("source", "block"), [("peagle", 8), ("peagle_speculators", 4)])
 def test_peagle_is_read(source, block):
     """SpecForge's config states no number of tokens, and no taps."""
-    drafter = golden_parallel(source, "peagle")
+    drafter = golden_drafter(source, "peagle")
     assert family_of(drafter) is peagle.FAMILY
     assert (drafter.block, drafter.taps, len(drafter.upper)) == (block, (2, 6, 9), 2)
 
 
 def test_taps_in_another_order_take_mask_hidden_with_them(target):
     """Servers gather taps in ascending order: `fc` and `mask_hidden` follow, and the drafts stay what they are."""
-    drafter = golden_parallel("peagle_speculators", "peagle")
+    drafter = golden_drafter("peagle_speculators", "peagle")
     drafter.taps = (9, 2, 6)
     config, spelled = peagle.SPECULATORS.write(*peagle.FAMILY.dismantle(drafter, target), facts_of(target))
     again = peagle.FAMILY.construct(*peagle.SPECULATORS.read(config, spelled, "it"), target, "it")
@@ -49,7 +49,7 @@ def test_taps_in_another_order_take_mask_hidden_with_them(target):
 
 
 def test_an_embedding_that_is_not_there_is_the_targets(target):
-    drafter = golden_parallel("peagle", "peagle")
+    drafter = golden_drafter("peagle", "peagle")
     meaning, tensors = peagle.FAMILY.dismantle(drafter, target)
     del tensors["embed_tokens.weight"]
     shared = peagle.FAMILY.construct(dataclasses.replace(meaning, embeds=False), tensors, target, "it")
@@ -124,7 +124,7 @@ def test_servers_that_cannot(kind, server, message, tmp_path):
 )
 def test_what_cannot_be_read(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        golden_parallel(name, name, **changes)
+        golden_drafter(name, name, **changes)
 
 
 def test_a_part_of_the_vocabulary_has_no_layout_of_pard():
@@ -132,12 +132,3 @@ def test_a_part_of_the_vocabulary_has_no_layout_of_pard():
     drafter = pard_drafter.create(target, vocab=tiny_parallel(target, "peagle").vocab, layers=1)
     with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size=null"):
         pard.FAMILY.dismantle(drafter, target)
-
-
-def test_misreadings_of_peagle(target):
-    meaning, tensors = peagle.FAMILY.dismantle(golden_parallel("peagle", "peagle"), target)
-    readings = peagle.FAMILY.readings(meaning, tensors, target)
-    assert not any("feedback" in reading.name for reading in readings)
-    for reading in readings:
-        peagle.FAMILY.construct(reading.meaning, reading.tensors, target, "it")
-    assert len(readings) >= 5

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, Drafter, DraftState
-from specdec.drafters.block_forward import BlockForward
-from specdec.drafters.block_layers import BlockLayer, SlotConvolution
+from specdec.contracts import Children, DraftState
+from specdec.drafters.block_layers import BlockForward, BlockLayer, SlotConvolution
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
-from specdec.drafters.layers import CachedAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.layers import CachedAttention, CachedDrafter, DraftShape, SharedHead, split_sizes, start
 from specdec.drafters.unroll_block import Blocks, blocks_behind
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
@@ -29,11 +28,10 @@ from specdec.model.rope import RopeTable
 from specdec.model.target import check_taps
 
 
-class BlockDrafter(Drafter):
+class BlockDrafter(CachedDrafter):
     """The backbone. Embeddings and head are the target's. Behind the head there may be a conditional one, which changes
     the logits of a slot by the tokens drafted before it."""
 
-    learns = True
     recompute = False
 
     def __init__(
@@ -106,13 +104,9 @@ class BlockDrafter(Drafter):
         shape = self.shape
         return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
 
-    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
-        return self._absorb(self.cache.admit(row, len(first), tokens.shape[1]), feats, tokens, n, tokens.shape[1])
-
-    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
-        return self._absorb(self.cache, feats, tokens, n, max_len)
-
-    def _absorb(self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+    def absorb(
+        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+    ) -> DraftState:
         places = cache.places[: tokens.shape[1]]
         rope, slots = self.rope(cache.lens[:, None] + places), cache.slots_of(places)
         features = self.fuse(feats)
@@ -227,23 +221,20 @@ def create(
     block_size: int = 16,
     mask_token: int | None = None,
     sliding_layers: int = 0,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    rope_theta: float | None = None,
     conditional: str | None = None,
     rank: int = 256,
     head: Mapping[str, int] | None = None,
     confidence: bool = False,
     init: str = "target",
-    **forward,
+    **settings,
 ) -> BlockDrafter:
-    """A fresh block drafter for a target; sizes that are not given are the target's.
+    """A fresh block drafter for a target.
 
     taps: indices, or how many to spread over the layers. mask_token: None is the last row of the target's embedding.
     sliding_layers: so many of the first layers have windows. conditional: a name of `conditional.HEADS`, of rank
     `rank`; head: its own settings. confidence: with a confidence head, which sees the token before a slot if there is a
-    conditional one. forward: further fields of `BlockForward`. init: see `layers.start`.
+    conditional one. init: see `layers.start`. settings: sizes as in `layers.shape_like`, and further fields of
+    `BlockForward`.
     """
     config = target.config
     if layers < 1 or not 0 <= sliding_layers <= layers:
@@ -252,13 +243,7 @@ def create(
         )
     taps = default_taps(config.layers, taps) if isinstance(taps, int) else tuple(taps)
     check_taps(taps, config.layers)
-    shape = shape_like(
-        target,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        rope_theta=rope_theta,
-    )
+    shape, forward = split_sizes(target, settings)
     embedding, vocab = target.embed.weight, vocab or DraftVocab(target.vocab)
     mask = len(embedding) - 1 if mask_token is None else mask_token
     if not 0 <= mask < len(embedding):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, side_by_side, start
+from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, side_by_side, split_sizes, start
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.ends import state_sizes
@@ -164,30 +164,21 @@ def create(
     *,
     vocab: DraftVocab | None = None,
     taps: tuple[int, ...] | int | str | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
     init: str = "target",
     train_head: bool = True,
     scale_taps: bool = False,
-    **forward,
+    **settings,
 ) -> Eagle3:
-    """A fresh EAGLE-3 drafter for a target; sizes that are not given are the target's.
+    """A fresh EAGLE-3 drafter for a target.
 
     taps: indices; how many to spread over the layers; 'last' or 'before_last' for the default with that hidden state in
     the place of the third. train_head: if false, the head keeps the rows of the target's. scale_taps: with init
     'target', features are divided by their size before `fc`, which is saved as an `fc` of features as they are: what a
     norm for each tap gives, as far as a forward without norms can have it.
-    init: see `layers.start`. forward: fields of `Eagle3Forward`.
+    init: see `layers.start`. settings: sizes as in `layers.shape_like`, and fields of `Eagle3Forward`.
     """
-    shape = shape_like(
-        target,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        rope_theta=rope_theta,
-    )
+    shape, forward = split_sizes(target, settings, rope_theta=rope_theta)
     layers = target.config.layers
     taps = choose_taps(layers, taps)
     check_taps(taps, layers)

@@ -1,19 +1,23 @@
 """What drafters are made of: the shape of a draft layer, its attention, a head that is shared, fresh weights."""
 
-from collections.abc import Callable
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.contracts import Drafter
+from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
 from specdec.kernels import kernel_for
 from specdec.model import native
 from specdec.model.attention import CacheView, bind_add, bind_write
-from specdec.model.layers import Freezable, Linear, LinearMap, RMSNorm, check_heads
+from specdec.model.cache import KVCache
+from specdec.model.layers import Freezable, GatedMLP, Linear, LinearMap, RMSNorm, check_heads
 from specdec.model.rope import Rope, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
@@ -57,6 +61,13 @@ def shape_like(
         rope=config.rope if rope_theta is None else Rope(rope_theta),
         context=config.context,
     )
+
+
+def split_sizes(target, settings: Mapping[str, Any], **sizes) -> tuple[DraftShape, dict[str, Any]]:
+    """Split the settings of a `create` function into the shape that `shape_like` makes of its sizes, and the rest."""
+    names = inspect.signature(shape_like).parameters
+    given = {name: value for name, value in settings.items() if name in names}
+    return shape_like(target, **sizes, **given), {k: v for k, v in settings.items() if k not in given}
 
 
 def start(drafter: nn.Module, target, init: str) -> None:
@@ -187,6 +198,21 @@ class DraftAttention(Freezable):
         return out.flatten(0, 1) if x.ndim == 2 else out
 
 
+class DraftLayer(nn.Module):
+    """A pre-norm decoder layer."""
+
+    def __init__(self, shape: DraftShape, attention: DraftAttention):
+        super().__init__()
+        self.input_norm = RMSNorm(shape.hidden, shape.eps)
+        self.attention = attention
+        self.post_norm = RMSNorm(shape.hidden, shape.eps)
+        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
+        return x + self.mlp(normed)
+
+
 class SharedHead(LinearMap):
     """Rows of a head that is not the drafter's to train: logits over its draft vocabulary."""
 
@@ -219,6 +245,33 @@ class SumHead:
         """[...,H1+H2+...] -> what is added, [...,U] each."""
         parts = x.split([head.weight.shape[1] for head in self.heads], -1)
         return [F.linear(part, head.weight) for head, part in zip(self.heads, parts, strict=True)]
+
+
+class CachedDrafter(Drafter):
+    """A drafter with a head and a cache. A subclass says how it absorbs committed positions (`absorb`)."""
+
+    head: LinearMap
+    capturable = True
+    learns = True
+
+    @abstractmethod
+    def absorb(
+        self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+    ) -> DraftState:
+        """Do what `extend` says, in `cache`, which `prefill` says holds nothing yet."""
+
+    def heads_in_use(self) -> list[LinearMap]:
+        return [self.head]
+
+    def set_heads(self, heads: list[LinearMap]) -> None:
+        (self.head,) = heads
+
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1])
+        return self.absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
+
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        return self.absorb(self.cache, feats, tokens, n, max_len)
 
 
 def restrict(drafter: Drafter, ids: Tensor) -> None:

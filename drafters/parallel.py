@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
-from specdec.drafters.layers import Attend
-from specdec.drafters.unroll_chains import chains_behind
+from specdec.contracts import DraftState
+from specdec.drafters.layers import Attend, CachedDrafter
+from specdec.drafters.unroll_block import chains_behind
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
@@ -30,14 +30,11 @@ class MaskedBlocks:
     head: LinearMap
 
 
-class ParallelDrafter(Drafter):
+class ParallelDrafter(CachedDrafter):
     """A subclass says what its layers take of a row (`real`, `masked`), and what they make of it (`run`)."""
 
-    capturable = True
-    learns = True
     recompute = False
     earliest = 1  # a block is learnt behind tokens from this place of a document on: the first with a feature before it
-    head: LinearMap
 
     def set_block(self, block: int) -> None:
         """Let it draft so many tokens. Raises ValueError for fewer than two, which need no mask row."""
@@ -61,22 +58,9 @@ class ParallelDrafter(Drafter):
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
         """How `count` new causal positions see a cache."""
 
-    def heads_in_use(self) -> list[LinearMap]:
-        return [self.head]
-
-    def set_heads(self, heads: list[LinearMap]) -> None:
-        (self.head,) = heads
-
     # Decoding
 
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
-        part = self.cache.admit(row, len(first), tokens.shape[1])
-        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
-
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
-        return self._absorb(self.cache, feats, tokens, n, max_len)
-
-    def _absorb(
+    def absorb(
         self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         """The first n [B] of P positions, and at once behind them the mask rows: one causal forward of P + block - 1

@@ -4,28 +4,20 @@ import torch
 from torch import Tensor, nn
 
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
-from specdec.drafters.layers import Attend, CachedAttention, DraftAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.layers import (
+    CachedAttention,
+    DraftAttention,
+    DraftLayer,
+    DraftShape,
+    SharedHead,
+    split_sizes,
+    start,
+)
 from specdec.drafters.parallel import ParallelDrafter, attend_by
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
-from specdec.model.layers import GatedMLP, RMSNorm
 from specdec.model.target import check_taps
-
-
-class UpperLayer(nn.Module):
-    """A pre-norm decoder layer as Llama has it."""
-
-    def __init__(self, shape: DraftShape, bias: bool, qk_norm: bool):
-        super().__init__()
-        self.input_norm = RMSNorm(shape.hidden, shape.eps)
-        self.attention = DraftAttention(shape, shape.hidden, bias=bias, qk_norm=qk_norm)
-        self.post_norm = RMSNorm(shape.hidden, shape.eps)
-        self.mlp = GatedMLP(shape.hidden, shape.intermediate)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
-        return x + self.mlp(normed)
 
 
 class PEagle(ParallelDrafter, Eagle3):
@@ -53,7 +45,8 @@ class PEagle(ParallelDrafter, Eagle3):
         self.set_block(block)
         self.mask_token, self.layers = mask_token, layers
         how = self.switches
-        self.upper = nn.ModuleList(UpperLayer(shape, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
+        attentions = (DraftAttention(shape, shape.hidden, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
+        self.upper = nn.ModuleList(DraftLayer(shape, attention) for attention in attentions)
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
 
@@ -99,28 +92,19 @@ def create(
     taps: tuple[int, ...] | int | str | None = None,
     block_size: int = 8,
     mask_token: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
     rope_theta: float = 10000.0,
     init: str = "target",
     train_head: bool = True,
-    **forward,
+    **settings,
 ) -> PEagle:
-    """A fresh P-EAGLE drafter for a target; sizes that are not given are the target's.
+    """A fresh P-EAGLE drafter for a target.
 
-    block_size: how many tokens it drafts. mask_token: None is the last row of the target's embedding. taps, train_head
-    and init as in `eagle3.create`; forward: fields of `Eagle3Forward`.
+    block_size: how many tokens it drafts. mask_token: None is the last row of the target's embedding. taps, train_head,
+    init and settings as in `eagle3.create`.
     """
     if layers < 1:
         raise ValueError(f"layers must be at least 1, got {layers}")
-    shape = shape_like(
-        target,
-        intermediate_size=intermediate_size,
-        num_attention_heads=num_attention_heads,
-        num_key_value_heads=num_key_value_heads,
-        rope_theta=rope_theta,
-    )
+    shape, forward = split_sizes(target, settings, rope_theta=rope_theta)
     depth, embedding, vocab = target.config.layers, target.embed.weight, vocab or DraftVocab(target.vocab)
     taps = choose_taps(depth, taps)
     check_taps(taps, depth)

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import Children, Drafter, DraftState
-from specdec.drafters.layers import Attend, CachedAttention, DraftShape
+from specdec.contracts import Children, DraftState
+from specdec.drafters.layers import Attend, CachedAttention, CachedDrafter, DraftShape
 from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import LinearMap, freeze, unfreeze
+from specdec.model.layers import freeze, unfreeze
 from specdec.model.rope import RopeTable
 
 
@@ -34,7 +34,7 @@ class Place(NamedTuple):
     rope: tuple[Tensor, Tensor]  # cos, sin [B,1,1,Dh]
 
 
-class RecurrentDrafter(Drafter):
+class RecurrentDrafter(CachedDrafter):
     """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
     (`layer`), and has a `head`, which makes logits of what `readout` makes of the layer's output; cache, positions and
     training unroll live here.
@@ -42,10 +42,6 @@ class RecurrentDrafter(Drafter):
     `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
     positions as the first does, and sees of the drafted ones those that went through itself.
     """
-
-    head: LinearMap
-    capturable = True
-    learns = True
 
     def __init__(
         self,
@@ -79,12 +75,6 @@ class RecurrentDrafter(Drafter):
         """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
         return hidden
 
-    def heads_in_use(self) -> list[LinearMap]:
-        return [self.head]
-
-    def set_heads(self, heads: list[LinearMap]) -> None:
-        (self.head,) = heads
-
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Embeddings [...,H] of tokens at draft positions [...]."""
         return torch.embedding(self.embedding, tokens)
@@ -101,14 +91,7 @@ class RecurrentDrafter(Drafter):
     def cache_bytes(self, rows: int, slots: int) -> int:
         return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
 
-    def admit(self, row: int, first: Tensor, feats: Tensor, tokens: Tensor, n: Tensor) -> DraftState:
-        part = self.cache.admit(row, len(first), tokens.shape[1])
-        return self._absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
-
-    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
-        return self._absorb(self.cache, feats, tokens, n, max_len)
-
-    def _absorb(
+    def absorb(
         self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         count = tokens.shape[1]

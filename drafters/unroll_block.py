@@ -1,9 +1,13 @@
-"""The blocks behind many positions of a text in one forward: what training and the doctor ask of a block drafter.
+"""The blocks behind many rows of a text at once: what training and the doctor ask of a drafter of blocks.
 
-Row t of a text has the target's features of token t and, beside them, token t+1. The block behind row t has token t+1
-as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.
+Row t of a text has the target's features of token t and, beside them, token t+1. The block of a `BlockDrafter` behind
+row t has token t+1 as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.
+
+The committed rows of a `ParallelDrafter` go through the layers once, causally. The chain of mask rows behind one of
+them sees the keys and values of the rows up to that one, of its own document, and the chain's own earlier rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
-from specdec.model.attention import document_positions
-from specdec.model.layers import LinearMap
+from specdec.model.attention import NoCache, document_mask, document_positions
+from specdec.model.layers import LinearMap, unfreeze
 
 PIECE = 64  # anchors at once
 
@@ -108,7 +112,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
     keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
     context = BlockContext(keys, documents, positions)
-    piece = partial(_piece, drafter, context, tokens)
+    piece = partial(_block_piece, drafter, context, tokens)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     visible = torch.ones_like(anchors) if visible is None else visible
@@ -116,7 +120,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     return torch.cat([piece(*part) for part in parts], 1)
 
 
-def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
+def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
     how, a = drafter.switches, anchors.shape[1]
     rows = torch.arange(how.rows, device=anchors.device)
     own = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1)).view(
@@ -130,3 +134,70 @@ def _piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visi
     for layer, kept, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
         hidden = layer(hidden, rope, BlockAttend(kept, seen[sliding], own[sliding]))
     return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]
+
+
+class TextView(NoCache):
+    """Causal attention over the rows of texts, whose keys and values are kept for the chains behind them."""
+
+    def __init__(self, documents: Tensor):
+        """documents [B,T]"""
+        super().__init__(mask=document_mask(documents))
+        self.kept: list[tuple[Tensor, Tensor]] = []  # of each layer
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.kept.append((k, v))
+        return super().attend(layer, q, k, v)
+
+
+class ChainView:
+    """Attention of chains [B,A] of `length` mask rows each over the rows kept by a `TextView`, and over themselves."""
+
+    def __init__(self, kept: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
+        """seen [B,A,T]: which rows of its text each chain sees."""
+        own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+        self.layers = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in kept]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.layers[layer](q, k, v)
+
+
+def chains_behind(
+    drafter, feats: Tensor | None, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None
+) -> Tensor:
+    """What the head reads of the slots of the blocks behind rows anchors [B,A], [B,A,W,H]: slot 0 is the row itself,
+    the others its chain. See `ParallelDrafter.blocks`."""
+    unfreeze(drafter)
+    documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
+    feats, tokens, documents, anchors = drafter.texts(feats, tokens, documents, anchors)
+    positions = document_positions(documents)
+    drafter.reserve(tokens.shape[1] + drafter.block)
+    text = TextView(documents)
+    first = drafter.run(drafter.real(feats, tokens), positions, text)
+    first = first.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, first.shape[-1]))[:, :, None]
+    masked = drafter.masked(feats, anchors)
+    piece = partial(_chain_piece, drafter, text.kept, documents, positions)
+    if drafter.recompute:
+        piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
+    chains = []
+    for start in range(0, anchors.shape[1], PIECE):
+        columns = slice(start, start + PIECE)
+        length = (drafter.block if lengths is None else max(lengths[columns])) - 1
+        part = first[:, columns]
+        if length > 0:
+            part = torch.cat([part, piece(masked[:, columns], anchors[:, columns], length)], 2)
+        chains.append(F.pad(part, (0, 0, 0, drafter.block - part.shape[2])))
+    return torch.cat(chains, 1)
+
+
+def _chain_piece(
+    drafter, kept: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
+) -> Tensor:
+    """masked [B,A,E], anchors [B,A] -> [B,A,length,H]"""
+    here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
+    same = documents.gather(1, here)[..., None] == documents[:, None]
+    seen = same & (rows <= anchors[..., None])
+    ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
+    places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
+    rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
+    out = drafter.run(rows, places.flatten(1), ChainView(kept, seen, length))
+    return out.unflatten(1, (-1, length))

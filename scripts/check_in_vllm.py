@@ -37,8 +37,7 @@ if not IN_VLLM:
     from specdec.api import DEMO_TARGET, load_drafter, load_target
     from specdec.cli.errors import one_sentence_errors
     from specdec.drafters.formats import find_layout, open_checkpoint
-    from specdec.drafters.formats.convert import convert, export
-    from specdec.drafters.formats.starting import vllm_config
+    from specdec.drafters.formats.convert import convert, export, vllm_config
     from specdec.engine.engine import Engine
     from specdec.lab.machine import provenance
     from specdec.lab.models import check_counts, read_encoded

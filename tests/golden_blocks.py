@@ -28,25 +28,20 @@ def golden_target(tensors: dict, layers: int = 12) -> Target:
     return target
 
 
-def golden_drafter(name: str, model: str = "dflash", keeps: bool = False, extra=None, **changes) -> BlockDrafter:
-    """The golden weights, read by the config of this name with other fields. keeps: the file also holds the copies of
-    the target's."""
+def golden_drafter(
+    name: str, model: str = "dflash", keeps: bool = False, extra: dict | None = None, **changes
+) -> BlockDrafter | ParallelDrafter:
+    """The golden weights of a model, read by the config of this name with other fields. keeps: the file of a block
+    drafter also holds its copies of the target's."""
     held = load_file(GOLDEN / f"{model}_model.safetensors")
-    target = golden_target(held)
-    tensors = {k: v for k, v in held.items() if keeps or k not in ("embed_tokens.weight", "lm_head.weight")}
-    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
-    family, layout = recognise(config, tensors | (extra or {}), name)
-    return family.construct(*layout.read(config, tensors | (extra or {}), name), target, name).eval()
-
-
-def golden_parallel(name: str, model: str, extra: dict | None = None, **changes) -> ParallelDrafter:
-    """The golden weights of P-EAGLE or PARD, read by the config of this name with other fields."""
-    tensors = load_file(GOLDEN / f"{model}_model.safetensors") | (extra or {})
-    embedding = next(tensor for key, tensor in tensors.items() if key.endswith("embed_tokens.weight"))
-    target = golden_target({"embed_tokens.weight": embedding, "lm_head.weight": torch.zeros(320, 64)})
-    config = json.loads((GOLDEN / f"{name}.json").read_text()) | changes
+    embedding = next(tensor for key, tensor in held.items() if key.endswith("embed_tokens.weight"))
+    ends = {"embed_tokens.weight": embedding, "lm_head.weight": torch.zeros(320, 64)}
+    if model not in ("peagle", "pard"):
+        ends["lm_head.weight"] = held["lm_head.weight"]
+        held = held if keeps else {key: tensor for key, tensor in held.items() if key not in ends}
+    tensors, config = held | (extra or {}), json.loads((GOLDEN / f"{name}.json").read_text()) | changes
     family, layout = recognise(config, tensors, name)
-    return family.construct(*layout.read(config, tensors, name), target, name).eval()
+    return family.construct(*layout.read(config, tensors, name), golden_target(ends), name).eval()
 
 
 def golden_heads(reference: dict, kind: str) -> dict:

@@ -17,7 +17,6 @@ from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters import draft_model, ngram
 from specdec.drafters.formats import (
-    block_servers,
     dflash,
     dflash_layout,
     eagle,
@@ -59,8 +58,8 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
         dflash_layout.ZLAB,
         dflash_layout.DEEPSPEC,
         dflash_layout.SPECULATORS,
-        block_servers.VLLM,
-        block_servers.SGLANG,
+        dflash_layout.VLLM,
+        dflash_layout.SGLANG,
     ),
     pard.FAMILY: (pard.LAYOUT,),
     peagle.FAMILY: (peagle.OWN, peagle.FLAT, peagle.SPECULATORS),

@@ -13,9 +13,8 @@ from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_flags
 from specdec.drafters.formats import FAMILIES, Checkpoint, check, description, verdict, vllm
-from specdec.drafters.formats.convert import SERVERS, convert, export
+from specdec.drafters.formats.convert import SERVERS, convert, export, start_command
 from specdec.drafters.formats.prompts import PROMPTS
-from specdec.drafters.formats.starting import command
 from specdec.model.checkpoint import read_json
 from specdec.model.names import bundled
 from specdec.text import read_prompts
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         done = export(args.source, args.destination, args.server, args.target)
         _warn(done)
         print(f"for {args.server}: {args.destination}")
-        if start := command(args.server, done, args.destination, bundled(args.target or "TARGET")):
+        if start := start_command(args.server, done, args.destination, bundled(args.target or "TARGET")):
             print(f"try it: {start}")
         for note in vllm.notes(read_json(args.destination / "config.json")):
             print(f"note: {note}")

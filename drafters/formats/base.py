@@ -7,8 +7,9 @@ so every convention is interpreted in one place.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.contracts import Drafter
-from specdec.drafters.formats.fields import describe_rope, shape_faults
-from specdec.drafters.formats.places import Place, fill, read_ids, rows_of
+from specdec.drafters.formats.parts import Place, describe_rope, fill, read_ids, rows_of, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
 from specdec.model.rope import Rope
@@ -94,6 +94,13 @@ def write_only(name: str, title: str, write: Callable, **switches) -> Layout:
     return Layout(name, title, lambda *given: False, lambda *given: None, write, **switches)
 
 
+def needed(target: TargetFacts | None) -> TargetFacts:
+    """Raises ValueError without a target, of which a layout of vLLM's holds parts."""
+    if target is None:
+        raise ValueError("an export for vLLM holds parts of its target: give --target")
+    return target
+
+
 @dataclass(frozen=True)
 class Reading:
     """Another way to read a checkpoint: its meaning and its tensors in that reading."""
@@ -115,18 +122,12 @@ class Family:
     drafter: type[Drafter] | None = None  # the class of drafters that are saved as this family
     saved_as: str = ""  # the name of the layout that they are saved in
     sign: str = ""  # the tensors that show the family, for users
-    for_vllm: str = ""  # the name of the layout that vLLM loads
-    for_sglang: str = ""  # the name of the layout that SGLang loads
+    servers: Mapping[str, str] = MappingProxyType({})  # server -> the name of the layout that it loads
     aside: tuple[str, ...] = ()  # tensors that may be there beside those of `parameters`
     reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
     method: str = ""  # vLLM's name of the method
     algorithm: str | None = None  # SGLang's name of the algorithm
-
-    @property
-    def servers(self) -> dict[str, str]:
-        """Server -> name of the layout that it loads."""
-        return {name: layout for name, layout in (("sglang", self.for_sglang), ("vllm", self.for_vllm)) if layout}
 
     def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor) -> Drafter:
         """The drafter without its weights, on the device that torch is set to. embedding, head [V,H]: the target's."""

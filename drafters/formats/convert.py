@@ -1,7 +1,12 @@
-"""Convert a checkpoint to another layout, or for a server: the same weights and the same meaning."""
+"""Convert a checkpoint to another layout, or for a server, and start the server with it.
+
+The weights and the meaning stay the same.
+"""
 
 import dataclasses
+import json
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +16,9 @@ from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
 from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
+from specdec.drafters.formats.eagle import TOKEN_MAP
 from specdec.drafters.formats.maps import read_vocab
+from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
 from specdec.drafters.layers import SharedHead
 from specdec.model.archs import read_config
 from specdec.model.archs.wrapped import inner_name, text_config
@@ -147,3 +154,30 @@ def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
         raise ValueError(f"{target} holds no tensor {' or '.join(PARTS[name])}")
     offset = name == "final_norm" and read_config(config, str(target)).norm_offset
     return 1 + held[0].float() if offset else held[0]
+
+
+def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:
+    """vLLM's `--speculative-config` for an export in `folder`. asked: what `Family.vllm` says. steps: tokens of a
+    draft, where that is open."""
+    return {"model": str(folder), "num_speculative_tokens": steps} | asked
+
+
+def start_command(server: str, checkpoint: Checkpoint, folder: Path, target: str) -> str | None:
+    """The command that serves `target`, a folder or hub name, with an export of the checkpoint in `folder`. None where
+    nothing is known of it."""
+    family = checkpoint.family
+    if server == "vllm":
+        config = vllm_config(family.vllm(checkpoint.meaning), folder)
+        return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(config)])
+    algorithm = family.sglang(checkpoint.meaning)
+    if algorithm is None:
+        return None
+    flags = {"model-path": target, "speculative-algorithm": algorithm, "speculative-draft-model-path": folder}
+    if algorithm.startswith("EAGLE"):  # a block says itself how many tokens it drafts
+        flags["speculative-num-steps"] = SPECULATIVE_TOKENS
+        flags["speculative-eagle-topk"] = 1
+        flags["speculative-num-draft-tokens"] = SPECULATIVE_TOKENS + 1
+    if (folder / TOKEN_MAP).exists():
+        flags["speculative-token-map"] = folder / TOKEN_MAP
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return shlex.join(["python", "-m", "sglang.launch_server", *words])

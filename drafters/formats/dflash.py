@@ -9,18 +9,18 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, head_of
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors
 from specdec.drafters.formats.dflash_names import CONVOLUTIONS, parameters
-from specdec.drafters.formats.fields import describe_shape, read_shape, shape_faults, shape_fields
 from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
-from specdec.drafters.formats.places import rows_of
+from specdec.drafters.formats.parts import describe_shape, read_shape, rows_of, shape_faults, shape_fields
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 
@@ -147,7 +147,7 @@ class BlockFamily(Family):
     drafter = BlockDrafter
     saved_as = "dflash"
     sign = "fc.* and hidden_norm.*"
-    for_vllm, for_sglang, method = "vllm", "sglang", "dflash"
+    servers, method = MappingProxyType({"vllm": "vllm", "sglang": "sglang"}), "dflash"
     parameters = staticmethod(parameters)
     aside = ("d2t", "t2d", "embed_tokens.weight")
 

@@ -3,14 +3,24 @@
 Traps: a window ends at the slot that looks in z-lab's and SpecForge's code, and before the anchor in the library's
 (`BlockForward.window_from`). The library's `aux_hidden_state_layer_ids` are indices into hidden_states. SpecForge's
 DSpark drafter is trained with slot k for token p+k+1, though SpecForge's own loop reads its last slots.
+
+Servers get these layouts. They share their target's embedding.
+
+vLLM 0.32: DFlash in z-lab's layout, or, for a part of the vocabulary, in that of `speculators`; DSpark in DeepSpec's.
+Traps: a `speculators` config whose `sliding_window_non_causal` is false makes every layer causal there, those without a
+window too. z-lab's `is_causal` speaks of all layers as well. The last hidden state is the one before the final norm.
+
+SGLang 0.5.23: DSpark in DeepSpec's layout, the others in z-lab's. Traps: the class is chosen by `architectures` alone,
+and DSpark's reads `markov_rank` at the top of the config. A target gives the inputs of its layers, so it has no last
+hidden state; that is an error at the first prompt.
 """
 
-from specdec.drafters.block_forward import BlockForward
-from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
+from specdec.drafters.block_layers import BlockForward
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, head_fields, layer_fields, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
-from specdec.drafters.formats.fields import dtype_name
 from specdec.drafters.formats.maps import membership
+from specdec.drafters.formats.parts import dtype_name
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
@@ -166,3 +176,39 @@ SPECULATORS = Layout(
     write_speculators,
     shares_head=True,
 )
+
+
+# Servers
+
+
+def write_vllm(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how, target = meaning.forward, needed(target)
+    _check_last(meaning, target, "which vLLM has only as it is before the final norm")
+    if meaning.conditional or meaning.confidence is not None:
+        return write_deepspec(meaning, tensors, target)
+    if not meaning.own_head:
+        config, tensors = write(meaning, tensors, target)
+        return config | ({"is_causal": True} if how.causal else {}), tensors
+    if how.causal or any(how.sliding):
+        raise ValueError(
+            "vLLM has no form for a part of the vocabulary with windows or causal slots (train with "
+            "drafter.draft_vocab_size=null)"
+        )
+    config, tensors = write_speculators(meaning, tensors, target)
+    return config | {"sliding_window_non_causal": True}, tensors
+
+
+def write_sglang(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    if target is not None:
+        _check_last(meaning, target, "which SGLang does not give")
+    one = write_deepspec if meaning.conditional == "markov" else write
+    return one(meaning, tensors, target)
+
+
+def _check_last(meaning: BlockMeaning, target: TargetFacts, why: str) -> None:
+    if target.layers in meaning.taps:
+        raise ValueError(f"the drafter reads hidden state {target.layers}, {why} (train with lower drafter.taps)")
+
+
+VLLM = write_only("vllm", "block drafters as vLLM reads them", write_vllm, shares_head=True)
+SGLANG = write_only("sglang", "block drafters as SGLang reads them", write_sglang, shares_head=True)

@@ -2,7 +2,7 @@
 
 from specdec.drafters.conditional import HEADS
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.places import Place, layer_parameters
+from specdec.drafters.formats.parts import Place, layer_parameters
 from specdec.model.checkpoint import whole
 
 PARTS = {  # of a conditional head

@@ -12,14 +12,23 @@ target's.
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
-from specdec.drafters.formats.fields import describe_shape, dtype_name, read_shape, shape_fields
-from specdec.drafters.formats.places import Place, describe_ids, held, layer_parameters
+from specdec.drafters.formats.parts import (
+    Place,
+    describe_ids,
+    describe_shape,
+    dtype_name,
+    held,
+    layer_parameters,
+    read_shape,
+    shape_fields,
+)
 from specdec.drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
@@ -46,7 +55,7 @@ class EagleFamily(Family):
     drafter = Eagle
     saved_as = "eagle"
     sign = "layers.0.* with fc"
-    for_vllm, for_sglang = "vllm", "sglang"
+    servers = MappingProxyType({"vllm": "vllm", "sglang": "sglang"})
     method, algorithm = "eagle", "EAGLE"
     aside = (EMBEDDING, "draft_ids")
 

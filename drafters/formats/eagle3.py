@@ -8,15 +8,15 @@ config states no draft_vocab_size and the file holds no lm_head, the head is the
 import dataclasses
 import itertools
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors, check_target
-from specdec.drafters.formats.fields import describe_shape, shape_faults
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
-from specdec.drafters.formats.places import Place, layer_parameters, rows_of
+from specdec.drafters.formats.parts import Place, describe_shape, layer_parameters, rows_of, shape_faults
 from specdec.drafters.layers import DraftShape, SharedHead
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -90,7 +90,7 @@ class Eagle3Family(Family):
     drafter = Eagle3
     saved_as = "specdec"
     sign = "midlayer.* with fc"
-    for_vllm, for_sglang = "vllm", "eagle3"
+    servers = MappingProxyType({"vllm": "vllm", "sglang": "eagle3"})
     method, algorithm = "eagle3", "EAGLE3"
     parameters = staticmethod(parameters)
     aside = ("d2t", "t2d", EMBEDDING)

@@ -11,8 +11,8 @@ import dataclasses
 from specdec.drafters.eagle3 import Eagle3Forward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
-from specdec.drafters.formats.fields import dtype_name, read_shape, shape_fields
 from specdec.drafters.formats.maps import membership
+from specdec.drafters.formats.parts import dtype_name, read_shape, shape_fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -4,6 +4,7 @@ If the matrices are absent, all heads use the target's (`original_lm_head`, as v
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from specdec.drafters.formats.base import (
     Tensors,
     ids_faults,
 )
-from specdec.drafters.formats.fields import dtype_name
-from specdec.drafters.formats.places import held, read_ids
+from specdec.drafters.formats.parts import dtype_name, held, read_ids
 from specdec.drafters.medusa import Medusa, MedusaShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -38,7 +38,7 @@ class MedusaFamily(Family):
     drafter = Medusa
     saved_as = "medusa"
     sign = "0.0.linear"
-    for_vllm, method = "vllm", "medusa"
+    servers, method = MappingProxyType({"vllm": "vllm"}), "medusa"
     aside = ("draft_ids",)
 
     def make(self, meaning: MedusaMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):

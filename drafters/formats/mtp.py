@@ -10,8 +10,16 @@ from dataclasses import asdict, dataclass
 from torch import Tensor
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors
-from specdec.drafters.formats.fields import describe_shape, dtype_name, read_shape, shape_fields
-from specdec.drafters.formats.places import Place, describe_ids, held, layer_parameters
+from specdec.drafters.formats.parts import (
+    Place,
+    describe_ids,
+    describe_shape,
+    dtype_name,
+    held,
+    layer_parameters,
+    read_shape,
+    shape_fields,
+)
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import Mtp, MtpForward, MtpLayer
 from specdec.drafters.vocab import DraftVocab

@@ -22,9 +22,8 @@ from specdec.drafters.formats.base import (
     check_faults,
     check_target,
 )
-from specdec.drafters.formats.fields import describe_shape, read_shape, shape_faults
 from specdec.drafters.formats.mtp import NAMES, WORDS, head_parameters
-from specdec.drafters.formats.places import Place, fill, rows_of
+from specdec.drafters.formats.parts import Place, describe_shape, fill, read_shape, rows_of, shape_faults
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.moe import Experts, MoE
 from specdec.drafters.mtp import Mtp, MtpForward

@@ -8,13 +8,13 @@ the drafter is a weak one, and no error is seen.
 """
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
-from specdec.drafters.formats.fields import describe_rope, dtype_name
-from specdec.drafters.formats.places import Place, rows_of
+from specdec.drafters.formats.parts import Place, describe_rope, dtype_name, rows_of
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
@@ -54,7 +54,7 @@ class PardFamily(Family):
     drafter = Pard
     saved_as = "pard"
     sign = "spd_type in the config"
-    for_vllm, method = "pard", "draft_model"
+    servers, method = MappingProxyType({"vllm": "pard"}), "draft_model"
     reads = 0
     parameters = staticmethod(parameters)
 

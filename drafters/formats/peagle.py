@@ -7,7 +7,9 @@ Traps: SpecForge's config states neither the mask token nor how many tokens are 
 number can be drafted, but only so many were learnt. `mask_hidden` lies in the order of the taps, as columns of `fc` do.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from torch import Tensor
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.places import Place, layer_parameters, rows_of
+from specdec.drafters.formats.parts import Place, layer_parameters, rows_of
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -52,7 +54,7 @@ class PEagleFamily(Eagle3Family):
     drafter = PEagle
     saved_as = "specdec"
     sign = MASK
-    for_vllm, for_sglang = "speculators", ""
+    servers = MappingProxyType({"vllm": "speculators"})
     algorithm = None
     parameters = staticmethod(parameters)
     aside = ("d2t", "t2d")
@@ -155,23 +157,20 @@ def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block:
 
 
 def write(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    meaning, tensors = ascending(meaning, tensors)
-    config, tensors = eagle3_layout.write(meaning, tensors, target)
-    return config | _flat(meaning), to_file(tensors)
+    return write_own(*ascending(meaning, tensors), target, eagle3_layout.write)
 
 
-def write_own(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    config, tensors = eagle3_layout.write_own(meaning, tensors, target)
-    return config | _flat(meaning), to_file(tensors)
-
-
-def _flat(meaning: PEagleMeaning) -> dict:
-    return {
+def write_own(
+    meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None, as_eagle3: Callable = eagle3_layout.write_own
+) -> tuple[dict, Tensors]:
+    config, tensors = as_eagle3(meaning, tensors, target)
+    config |= {
         "architectures": ["PEagleDraftModel"],
         "num_hidden_layers": meaning.layers,
         "mask_token_id": meaning.mask_token,
         "block_size": meaning.block,
     }
+    return config, to_file(tensors)
 
 
 def doubts(config: dict) -> list[str]:

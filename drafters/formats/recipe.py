@@ -13,7 +13,7 @@ import torch
 from specdec import registry
 from specdec.contracts import Drafter
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors, check_target
-from specdec.drafters.formats.places import fill, read_ids
+from specdec.drafters.formats.parts import fill, read_ids
 from specdec.drafters.vocab import DraftVocab
 
 IDS = "draft_ids"

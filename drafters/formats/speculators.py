@@ -16,7 +16,7 @@ import torch
 from specdec.drafters.formats import eagle3, eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
-from specdec.drafters.formats.fields import dtype_name, shape_fields
+from specdec.drafters.formats.parts import dtype_name, shape_fields
 from specdec.model.names import bundled
 
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"

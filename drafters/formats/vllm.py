@@ -17,7 +17,7 @@ import dataclasses
 import torch
 
 from specdec.drafters.formats import eagle, medusa, speculators
-from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, write_only
+from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.eagle import EMBEDDING, EagleMeaning
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
 from specdec.drafters.formats.medusa import MedusaMeaning
@@ -61,11 +61,7 @@ def read_eagle3(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meanin
 
 
 def write_eagle(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    if "draft_ids" in tensors:
-        raise ValueError(
-            "vLLM's EAGLE-1/2 heads propose all tokens of the target, and this one only some (train with "
-            "drafter.draft_vocab_size=null)"
-        )
+    check_all_tokens(tensors, "EAGLE-1/2", "this one")
     tensors = dict(tensors)
     if meaning.fc_bias:
         embedding = tensors[EMBEDDING] if meaning.own_embedding else needed(target).part("embedding")
@@ -86,16 +82,21 @@ def without_bias(fc: torch.Tensor, bias: torch.Tensor, embedding: torch.Tensor) 
     return {"fc.weight": torch.cat([eye, hidden.to(fc.dtype)], dim=1), EMBEDDING: made}
 
 
+def check_all_tokens(tensors: Tensors, kind: str, this: str) -> None:
+    """Raise ValueError for a head that proposes a part of the target's tokens."""
+    if "draft_ids" in tensors:
+        raise ValueError(
+            f"vLLM's {kind} heads propose all tokens of the target, and {this} only some (train with "
+            "drafter.draft_vocab_size=null)"
+        )
+
+
 # Medusa
 
 
 def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     target, shape = needed(target), meaning.shape
-    if "draft_ids" in tensors:
-        raise ValueError(
-            "vLLM's Medusa heads propose all tokens of the target, and these only some (train with "
-            "drafter.draft_vocab_size=null)"
-        )
+    check_all_tokens(tensors, "Medusa", "these")
     config, tensors = medusa.write(meaning, tensors, target)
     config |= {"num_heads": shape.heads, "num_hidden_layers": shape.blocks, "medusa_fc_bias": True}
     if shape.own_heads:
@@ -113,13 +114,6 @@ def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeanin
     if not config["medusa_fc_bias"]:
         raise ValueError(f"{name}: medusa_fc_bias is false, and Medusa heads without biases are not supported")
     return medusa.read(config, {key: tensor for key, tensor in tensors.items() if key != SHARED_HEAD}, name)
-
-
-def needed(target: TargetFacts | None) -> TargetFacts:
-    """Raises ValueError without a target, of which a layout of vLLM's holds parts."""
-    if target is None:
-        raise ValueError("an export for vLLM holds parts of its target: give --target")
-    return target
 
 
 def notes(config: dict) -> list[str]:

@@ -9,7 +9,7 @@ from helpers import assert_close_in_fp32
 from safetensors.torch import load_file
 
 from specdec.contracts import DraftState
-from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, Domino
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.dflash import MARKOV

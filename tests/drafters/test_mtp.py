@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import save_hf
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -31,6 +30,9 @@ CONFIG = {
 }  # fmt: skip
 
 
+MIMO_PROJECTION = "model.mtp_layers.0.input_proj.weight"
+
+
 def stand_in(embed: torch.Tensor, head: torch.Tensor):
     """Of the target an MTP head needs its size, its embedding and its head only."""
     config = SimpleNamespace(layers=LAYERS, hidden=H, vocab=V, rope=Rope())
@@ -52,57 +54,6 @@ def block_tensors(prefix: str, scale: float = 0.3) -> dict[str, torch.Tensor]:
         "mlp.down_proj.weight": (H, width), "input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,),
     }  # fmt: skip
     return {f"{prefix}.{name}": torch.randn(shape) * scale + (len(shape) == 1) for name, shape in shapes.items()}
-
-
-def restated_mimo(w: dict[str, torch.Tensor], embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """MiMo's head over a whole text [T,H], straight from its formula: nothing shared, nothing fused, no cache."""
-
-    def norm(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[name]
-
-    def linear(x, name):
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
-
-    def rotate(x):  # [T,heads,Dh]
-        angle = torch.arange(len(x))[:, None] / 10000.0 ** (torch.arange(0, 8, 2) / 8)
-        a, b = x[..., :4], x[..., 4:]
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    x = torch.cat([norm(hidden, "hidden_layernorm.weight"), norm(embeds, "token_layernorm.weight")], -1)
-    x = x @ w["input_proj.weight"].T
-    y = norm(x, "input_layernorm.weight")
-    q, k = (rotate(linear(y, f"self_attn.{n}_proj").view(len(y), -1, 8)) for n in "qk")
-    v = linear(y, "self_attn.v_proj").view(len(y), -1, 8)
-    k, v = k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
-    scores = torch.einsum("thd,shd->hts", q, k) / 8**0.5
-    scores = scores.masked_fill(torch.ones(len(y), len(y)).triu(1).bool(), -torch.inf)
-    x = x + linear(torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1), "self_attn.o_proj")
-    y = norm(x, "post_attention_layernorm.weight")
-    x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
-    return norm(x, "final_layernorm.weight")
-
-
-@torch.no_grad()
-def test_mimo_head_equals_its_formula():
-    torch.manual_seed(0)
-    extra = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
-    tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in extra.items()}
-    tensors["model.mtp_layers.0.input_proj.weight"] = torch.randn(H, 2 * H) * 0.2
-    embed, head = torch.randn(V, H), torch.randn(V, H)
-    drafter = build(CONFIG, tensors, stand_in(embed, head))
-    feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
-    weights = {name.removeprefix("model.mtp_layers.0."): w for name, w in tensors.items()}
-    expected = restated_mimo(weights, embed[tokens[0]], feats[0])
-    drafter.reset(1, 32)
-    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
-    torch.testing.assert_close(state.hidden[0, 0], expected[-1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state.logits[0, 0], expected[-1] @ head.T, rtol=1e-4, atol=1e-4)
-    swapped = build(CONFIG | {}, tensors, stand_in(embed, head))
-    swapped.blocks[0].hidden_first = False  # the order of everybody else
-    swapped.reset(1, 32)
-    wrong = swapped.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
-    assert (wrong.hidden - state.hidden).abs().max() > 0.1
 
 
 def glm():
@@ -175,6 +126,28 @@ def test_drafts_equal_those_of_transformers(make):
         done += count
         torch.testing.assert_close(state.logits, logits, rtol=1e-4, atol=1e-4)
         assert Chain(2).grow(drafter, tokens[:, done - 1], state).tokens[0, 1] == drafted[0, 0]
+
+
+@torch.no_grad()
+def test_mimo_puts_the_hidden_state_first():
+    """The head that transformers' drafts are compared with, under MiMo's names and with the projection's halves
+    exchanged, computes the same. In the order of everybody else it does not."""
+    torch.manual_seed(0)
+    main = qwen2().eval()
+    target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
+    theirs = {name.removeprefix(f"model.layers.{LAYERS}."): w for name, w in published(mtp_head(main)).items()}
+    names = {mtp_inside.PARTS["deepseek"][part]: name for part, name in mtp_inside.PARTS["mimo"].items()}
+    mimo = {f"model.mtp_layers.0.{names.get(n.removesuffix('.weight'), n)}": w for n, w in theirs.items()}
+    mimo = {n if n.endswith((".weight", ".bias")) else f"{n}.weight": w for n, w in mimo.items()}
+    swapped = mimo | {MIMO_PROJECTION: torch.cat(mimo[MIMO_PROJECTION].chunk(2, 1)[::-1], 1)}
+    feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
+    states = []
+    for tensors in ({f"model.layers.{LAYERS}.{name}": w for name, w in theirs.items()}, swapped, mimo):
+        drafter = build(main.config.to_dict(), tensors, target)
+        drafter.reset(1, 32)
+        states.append(drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9])).hidden)
+    torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-4)
+    assert (states[2] - states[0]).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from golden_blocks import GOLDEN, golden_parallel
+from golden_blocks import GOLDEN, golden_drafter
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
-from specdec.drafters import pard, peagle, unroll_chains
+from specdec.drafters import pard, peagle, unroll_block
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.trees import BlockTree, Chain
@@ -16,7 +16,7 @@ from specdec.trees import BlockTree, Chain
 @torch.inference_mode()
 def test_rounds_of_peagle_match(layout):
     """Logits of all slots and drafted tokens, before and after two drafts were accepted."""
-    reference, drafter = load_file(GOLDEN / "peagle.safetensors"), golden_parallel(layout, "peagle")
+    reference, drafter = load_file(GOLDEN / "peagle.safetensors"), golden_drafter(layout, "peagle")
     drafter.set_block(4)
     taps, seen = reference["rounds.taps"], 0
     drafter.reset(1, 64)
@@ -41,7 +41,7 @@ def test_rounds_of_pard_match(kind):
         extra["target_proj.weight"] = reference["rounds_pard2.target_proj.weight"]
         changes = {"spd_type": "pard2", "pard2_target_layers": [-1, -4, -8], "pard2_scale": 0.02}
         assert reference["rounds_pard2.scale"] == pytest.approx(0.02)
-    drafter = golden_parallel("pard", "pard", extra, block_size=5, **changes)
+    drafter = golden_drafter("pard", "pard", extra=extra, block_size=5, **changes)
     assert drafter.taps == ((12, 9, 5) if kind else ())
     drafter.reset(1, 64)
     seen = 0
@@ -65,7 +65,7 @@ def test_rounds_of_pard_match(kind):
 @torch.no_grad()
 def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
     """Behind prefixes of two documents in a row, in rows of different lengths, at every row or at sampled ones."""
-    monkeypatch.setattr(unroll_chains, "PIECE", piece)
+    monkeypatch.setattr(unroll_block, "PIECE", piece)
     length, target = 16, tiny_target()
     drafter = tiny_parallel(target, kind)
     feats, texts = torch.randn(2, length, len(drafter.taps) * 32), torch.randint(17, (2, length + 1))

@@ -1,4 +1,4 @@
-"""The doctor tells a checkpoint that is declared wrongly from one that is not, on the demo pair, which was trained."""
+"""The doctor tells a checkpoint that is declared wrongly from one that is not, on small heads that were trained."""
 
 import json
 import re
@@ -8,59 +8,81 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LEARNERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, LEARNERS, save_hf, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 import specdec
 from specdec.drafters import eagle3
 from specdec.drafters.formats import __main__ as command
-from specdec.drafters.formats import check, open_checkpoint, save_drafter, verdict
+from specdec.drafters.formats import check, load_drafter, open_checkpoint, save_drafter, verdict
 from specdec.drafters.formats.eagle3 import PROJECTIONS
 from specdec.drafters.formats.evidence import Followed
-from specdec.drafters.formats.prompts import PROMPTS
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
+from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.text import encode_prompt
 from specdec.trees import Chain
 
 EAGLE3 = specdec.DEMO_TARGET.parent / "eagle3"
+PROMPTS = ["The fox", "What", "42", "Ein Café", "over", "It is", "lazy dog", "quick"]
+ANSWER = 28  # tokens
+KINDS = {"EAGLE-3": {}, "EAGLE-3.1": {"tap_norms": True, "feedback": "post"}}
 
 
 @pytest.fixture(scope="module")
-def demo():
-    """The demo target and its own answers, on which all readings are compared."""
-    target = specdec.load_target(specdec.DEMO_TARGET)
-    answers = check.answer(target, PROMPTS[:4], 32)
-    report = check.compare(target, open_checkpoint(EAGLE3), answers, steps=5)
-    folder, tau = EAGLE3, report.declared.tau
-    return SimpleNamespace(target=target, answers=answers, folder=folder, report=report, tau=tau)
+def target(target_path, tmp_path_factory):
+    """A random target of eight layers that answers at length."""
+    folder, tokenizer = tmp_path_factory.mktemp("pair") / "target", AutoTokenizer.from_pretrained(target_path)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 36, "num_hidden_layers": 8}
+    save_hf(folder, "llama", **sizes, eos_token_id=None, head=15.0)
+    tokenizer.save_pretrained(folder)
+    return load_target(folder)
 
 
 @pytest.fixture(scope="module")
-def plain(demo, tmp_path_factory):
-    """A head of the EAGLE repository's kind, which has learnt the demo target's answers by heart."""
-    folder = tmp_path_factory.mktemp("plain") / "eagle3"
-    save_drafter(learn(demo.target, demo.answers, rounds=70), folder, demo.target)
-    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return SimpleNamespace(**vars(demo) | {"folder": folder, "report": report, "tau": report.declared.tau})
+def answers(target):
+    """Greedy answers, as the command takes them, and sampled ones to half of the prompts, which repeat less."""
+    prompts = [encode_prompt(target, prompt, True) for prompt in PROMPTS[4:]]
+    hot = Engine(target).generate(prompts, max_new_tokens=ANSWER, sampling=Sampling(temperature=2.0), seed=1).rows
+    sampled = [check.Answer(torch.tensor(row.prompt + row.tokens), len(row.prompt)) for row in hot]
+    return [*check.answer(target, PROMPTS, ANSWER, raw=True), *sampled]
 
 
-def learn(target, answers, rounds):
+@pytest.fixture(scope="module")
+def heads(target, answers, tmp_path_factory):
+    """heads(kind) -> a head that has learnt the target's answers by heart: its folder, and how it does as declared."""
+    made = {}
+
+    def head(kind):
+        if kind not in made:
+            folder = tmp_path_factory.mktemp("head") / "it"
+            save_drafter(learn(target, answers, **KINDS[kind]), folder, target)
+            report = check.compare(target, open_checkpoint(folder), answers, steps=5)
+            made[kind] = SimpleNamespace(folder=folder, report=report, tau=report.declared.tau)
+        return made[kind]
+
+    return head
+
+
+def learn(target, answers, **forward):
     torch.manual_seed(0)
-    said = torch.cat([torch.arange(500), *(answer.tokens for answer in answers)]).unique()
-    vocab = DraftVocab(target.config.vocab, said)
-    drafter = eagle3.create(target, vocab=vocab, taps=(2, 5, 8), intermediate_size=256)
-    for norm, gain in ((drafter.embed_norm, 3.0), (drafter.hidden_norm, 0.3)):
-        norm.requires_grad_(False).weight.fill_(gain)  # as those of heads that have learnt for long, they are not alike
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
+    tokens = torch.nn.utils.rnn.pad_sequence([answer.tokens for answer in answers], batch_first=True)
+    some = DraftVocab(target.vocab, torch.cat([torch.arange(50), tokens.flatten()]).unique())
+    drafter = eagle3.create(target, vocab=some, taps=(2, 5, 8), intermediate_size=128, **forward)
+    h = target.config.hidden  # the norms differ, as those of heads that were trained for long
+    norms = {drafter.embed_norm: torch.full((h,), 3.0), drafter.hidden_norm: torch.full((h,), 0.3)}
+    for norm, gain in (norms | {drafter.norm: torch.rand(h) * 2 + 0.2}).items():
+        norm.requires_grad_(False).weight.copy_(gain)
+    optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
     with torch.no_grad():
-        known = [(a.tokens, target(a.tokens[None, :-1], None, taps=drafter.taps, logits=False)[1]) for a in answers]
-    for tokens, feats in known * rounds:
-        following, loss = tokens[1:], 0.0
-        for j, state in enumerate(drafter.unroll(feats, following[None], 5)):
-            true = drafter.vocab.from_target(following[1 + j :])
-            loss = loss + F.cross_entropy(state.logits[0, : len(true)], true)
+        feats = target(tokens[:, :-1], None, taps=drafter.taps, logits=False)[1]
+    for _ in range(90):
+        loss = 0.0
+        for j, state in enumerate(drafter.unroll(feats, tokens[:, 1:], 5)):
+            true = drafter.vocab.from_target(tokens[:, 2 + j :])
+            loss = loss + F.cross_entropy(state.logits[:, : true.shape[1]].flatten(0, 1), true.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -69,26 +91,22 @@ def learn(target, answers, rounds):
 
 @pytest.fixture
 def falsified(tmp_path):
-    """falsified(change of tensors, folder, config fields) -> the drafter's folder with lies in it.
+    """falsified(folder, change of tensors, config fields) -> the drafter's folder with lies in it.
 
     A field of None is left out."""
 
-    def make(tensors=None, folder=EAGLE3, **fields):
-        config = json.loads((folder / "config.json").read_text())
+    def make(folder, tensors=None, **fields):
+        config = json.loads((folder / "config.json").read_text()) | fields
         found = load_file(folder / "model.safetensors")
         if tensors:
             tensors(found)
-        lies = {name: value for name, value in (config | fields).items() if value is not None or name not in fields}
-        (tmp_path / "config.json").write_text(json.dumps(lies))
+        (tmp_path / "config.json").write_text(
+            json.dumps({name: value for name, value in config.items() if fields.get(name, value) is not None})
+        )
         save_file(found, tmp_path / "model.safetensors")
         return tmp_path
 
     return make
-
-
-def best(demo, folder):
-    report = check.compare(demo.target, open_checkpoint(folder), demo.answers, steps=5)
-    return report.better_reading, report
 
 
 def swap_halves(tensors):
@@ -118,87 +136,93 @@ def permute(offsets):
 HARMFUL = {
     "concat order": ({}, swap_halves, "layer input [hidden, embedding]"),
     "no rope": ({"rope_theta": 0}, None, "the target's rope, theta 10000"),
+    "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
+    "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
 }
 DO_NOT_LOAD = ("absolute ids", "offsets permuted", "no rope")
-# Of an EAGLE-3.1 head, whose taps have norms of their own and which feeds back a normed state, other lies do no harm:
-# neighbouring taps, norm_before_residual and exchanged norms leave tau within chance of what it was (docs/log.md).
+# An EAGLE-3.1 head has a norm for each tap: neighbouring taps leave its tau within chance of what it was.
 LIES = {
-    "demo": HARMFUL | {
-        "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
-    },
-    "plain": HARMFUL | {  # its draft vocabulary is a part of the target's
+    "EAGLE-3": HARMFUL | {
         "absolute ids": ({}, absolute_ids, "d2t as target ids"),
         "offsets permuted": ({}, permute(True), "the offsets of d2t in ascending order"),
         "tokens permuted": ({}, permute(False), "the tokens of d2t in ascending order"),
         "taps dropped": ({"taps": None}, None, "taps [2, 5, 8]"),
-        "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"),
+        "taps one too low": ({"taps": [1, 4, 7]}, None, "taps +1, [2, 5, 8]: outputs of the layers listed"),
         "the list read as inputs": (
-            {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None, "taps +1, [2, 5, 8]"
+            {"taps": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}, None,
+            "taps +1, [2, 5, 8]: outputs of the layers listed",
         ),
         "post-norm feedback": (
             {"norm_output": True, "norm_output_means": "feedback"}, None, "feedback before the final norm"
         ),
-        "norm_before_residual": ({"norm_before_residual": True}, None, "norm_before_residual False"),
-        "exchanged norms": ({}, exchange_norms, "norms of embedding and hidden exchanged"),
+        "two lies": (
+            {"taps": None, "norm_before_residual": True}, None, "taps [2, 5, 8]; norm_before_residual False"
+        ),
+    },
+    "EAGLE-3.1": HARMFUL | {
+        "a rope that it was not trained with": ({"rope_theta": 100.0}, None, "the target's rope, theta 10000"),
+        "a normed state fed back as it is": ({"norm_output": False}, None, "feedback after the final norm"),
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("head", "lie"), [(head, lie) for head in LIES for lie in LIES[head]])
-def test_a_mis_declared_checkpoint_is_caught(request, falsified, head, lie):
-    (fields, change, expected), truth = LIES[head][lie], request.getfixturevalue(head)
-    reading, report = best(truth, falsified(change, truth.folder, **fields))
-    assert reading is not None
-    assert reading.startswith(expected)
-    assert report.chosen[0].tau == truth.tau
-    assert len(report.chosen) == 1
+@pytest.mark.parametrize(("kind", "lie"), [(kind, lie) for kind in LIES for lie in LIES[kind]])
+def test_a_mis_declared_checkpoint_is_caught(target, answers, heads, falsified, kind, lie):
+    (fields, change, expected), truth = LIES[kind][lie], heads(kind)
+    report = check.compare(target, open_checkpoint(falsified(truth.folder, change, **fields)), answers, steps=5)
+    assert sorted(report.better_reading.split("; ")) == sorted(expected.split("; "))
+    assert report.chosen[-1].tau == truth.tau
     assert report.declared.refused if lie in DO_NOT_LOAD else report.declared.tau < truth.tau
+    if "taps [" in expected:  # all triples were tried, and once they are found they are not searched again
+        assert max(report.searched) >= comb(9, 3)
+        assert report.searched[-1] == 0 or lie == "two lies"
 
 
-def test_a_state_fed_back_as_it_is_but_trained_normed_is_caught(demo, falsified):
-    """Two readings normalise the state again: after the layer, or where the residual starts."""
-    reading, report = best(demo, falsified(norm_output=False))
-    assert reading in ("norm_before_residual True", "feedback after the final norm")
-    assert report.declared.tau < demo.tau
-
-
-def test_the_true_taps_of_the_demo_head_are_found_among_all_triples(demo, falsified):
-    """With other things declared wrongly too: without `norm_output` its state is fed back as it is."""
-    answers = check.answer(demo.target, PROMPTS[:16], 64)
-    folder = falsified(taps=None, norm_output=None)
-    report = check.compare(demo.target, open_checkpoint(folder), answers, steps=5)
-    assert report.better_reading == "feedback after the final norm; taps [2, 5, 8]"
-    assert min(report.searched[:2]) >= comb(9, 3)
-    assert report.searched[2] == 0
-    taps = {o.name: o for o in report.rounds[1] if o.name.startswith("taps")}
-    assert (
-        taps["taps +1, [3, 5, 6]: outputs of the layers listed"].verdict == "better"
-    )  # than the default, and yet wrong
-    said = verdict.verdict(report)
-    assert "Not told apart from it" in said
-    assert all(f"'{o.name}'" in said for o in report.rounds[2] if o.verdict == "noise")
-
-
-def test_several_streams_in_another_order_are_found(demo, falsified):
+def test_several_streams_in_another_order_are_found(target, answers, heads, falsified):
     def last_first(tensors):
-        tensors["fc.weight"] = torch.cat(
-            tensors["fc.weight"].chunk(3, dim=1)[-1:] + tensors["fc.weight"].chunk(3, dim=1)[:2], 1
-        )
-        norms = [tensors[f"fc_norm.{i}.weight"] for i in (2, 0, 1)]
-        tensors |= {f"fc_norm.{i}.weight": norm for i, norm in enumerate(norms)}
+        streams = tensors["fc.weight"].chunk(3, dim=1)
+        tensors["fc.weight"] = torch.cat([streams[-1], *streams[:2]], 1)
 
-    reading, report = best(demo, falsified(last_first))
-    assert reading.startswith("taps [8, ")
-    assert report.chosen[0].tau > 0.9 * demo.tau
+    truth = heads("EAGLE-3")
+    report = check.compare(target, open_checkpoint(falsified(truth.folder, last_first)), answers, steps=5)
+    assert report.better_reading == "taps [8, 2, 5]"
+    assert report.chosen[0].tau == truth.tau
 
 
-def test_a_head_that_drafts_nothing_is_not_called_sound(plain, falsified):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_declared_as_it_was_trained_is_left_alone(heads, kind):
+    truth = heads(kind)
+    assert truth.report.better_reading is None
+    assert truth.tau > 2
+    assert {o.refused for o in truth.report.rounds[0]} == {None}
+
+
+def test_what_answers_do_not_tell_apart_is_said(target, answers, heads):
+    report = check.compare(target, open_checkpoint(heads("EAGLE-3.1").folder), answers[:1], steps=5)
+    noise = [o.name for o in report.rounds[-1] if o.verdict == "noise"]
+    said = verdict.verdict(report)
+    assert noise
+    assert "Not told apart from it" in said
+    assert all(f"'{name}'" in said for name in noise)
+
+
+def test_a_head_that_drafts_nothing_is_not_called_sound(target, answers, heads, falsified):
     def scramble(tensors):
         tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(7, 0)
 
-    reading, report = best(plain, falsified(scramble, plain.folder))
-    assert reading is None
+    folder = falsified(heads("EAGLE-3").folder, scramble)
+    report = check.compare(target, open_checkpoint(folder), answers, steps=5)
+    assert report.better_reading is None
     assert "drafts next to nothing" in verdict.verdict(report)
+
+
+def test_tau_is_that_of_decoding_with_a_chain(target, answers, heads):
+    folder = heads("EAGLE-3").folder
+    outcome = check.compare(target, open_checkpoint(folder), answers[: len(PROMPTS)], steps=4).declared
+    engine = Engine(target, load_drafter(folder, target), Chain(4))
+    prompts = [encode_prompt(target, prompt, True) for prompt in PROMPTS]
+    rows = [engine.generate([prompt], max_new_tokens=ANSWER).rows[0] for prompt in prompts]
+    assert outcome.tau == sum(sum(row.trace.emitted) for row in rows) / sum(row.trace.rounds for row in rows)
 
 
 def test_intervals_are_over_answers():
@@ -232,36 +256,24 @@ def test_a_reading_is_better_if_it_drafts_further_beyond_chance(gain, taus, expe
     assert other.margin == pytest.approx(1.96 * (noise.sum(1).std() / 400**0.5 * 5**0.5 / 5).item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("which", ["demo", "plain"])
-def test_what_is_declared_as_it_was_trained_is_left_alone(request, which):
-    truth = request.getfixturevalue(which)
-    assert truth.report.better_reading is None
-    assert truth.tau > 2
-    assert {o.refused for o in truth.report.rounds[0]} == {None}
-
-
-def test_tau_is_that_of_decoding_with_a_chain(demo):
-    drafter = specdec.load_drafter(EAGLE3, demo.target)
-    outcome = check.compare(demo.target, open_checkpoint(EAGLE3), demo.answers, steps=4).declared
-    ids = [encode_prompt(demo.target, prompt, False) for prompt in PROMPTS[:4]]
-    rows = [Engine(demo.target, drafter, Chain(4)).generate([i], max_new_tokens=32).rows[0] for i in ids]
-    rounds = sum(row.trace.rounds for row in rows)
-    assert outcome.tau == sum(sum(row.trace.emitted) for row in rows) / rounds
-
-
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", [*LEARNERS, "dflash", "peagle"])
 def test_every_family_has_readings_that_load(kind, tmp_path):
-    target = tiny_target(layers=8, vocab=40)
-    drafter = tiny_drafter(target, kind=kind)
+    target = tiny_target(layers=5, vocab=40)
+    drafter = DRAFTERS[kind](target) if kind not in LEARNERS else tiny_drafter(target, kind=kind)
     save_drafter(drafter, tmp_path / "it", target)
-    rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=12, sampling=Sampling()).rows
-    answers = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
-    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), answers, steps=3).rounds[0]
+    rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=8).rows
+    texts = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
+    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), texts, steps=3).rounds[0]
     assert len(outcomes) > 1
     assert all(outcome.tau >= 1 for outcome in outcomes)
+    names = {outcome.name for outcome in outcomes}
+    if kind == "dflash":
+        assert {"slot k tells token p+k+1", "a slot sees no later one"} <= names
+    assert kind != "peagle" or not any("feedback" in name for name in names)  # it feeds nothing back
     report = command.description.inspect(tmp_path / "it")
     assert report["problems"] == []
-    assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
+    if kind in LEARNERS:  # of the others the file holds a head, or an embedding that counts by itself
+        assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
 
 
 # The command
@@ -269,123 +281,105 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    """run(*arguments) -> exit code, standard output, standard error."""
+    """run(*arguments) -> exit code, standard output with single spaces, standard error."""
 
     def call(*arguments):
+        code = 0
         try:
             command.main([str(a) for a in arguments])
-            code = 0
         except SystemExit as stop:
             code = stop.code
-        return (code, *capsys.readouterr())
+        out, err = capsys.readouterr()
+        return code, " ".join(out.split()), err
 
     return call
 
 
-def test_inspect_tells_conventions_and_problems(run, falsified, plain):
+def test_inspect_tells_conventions_problems_and_parameters(run, falsified, heads):
     code, out, _ = run("inspect", EAGLE3, "--json")
     report = json.loads(out)
     assert code == 0
     assert report["taps"] == "hidden_states[2], hidden_states[5], hidden_states[8]"
     assert report["rope"] == "theta 10000"
     assert report["vocabulary"] == "all 8192 target tokens, no map"
-    report = json.loads(run("inspect", plain.folder, "--json")[1])
-    assert re.match(r"\d+ of 8192 target tokens \(\d+\.\d%\); d2t holds offsets", report["vocabulary"])
+    held = load_file(EAGLE3 / "model.safetensors")
+    assert f"{sum(tensor.numel() for tensor in held.values()) / 1e6:.2f} M" in run("inspect", EAGLE3)[1]
+    folder = heads("EAGLE-3").folder
+    report = json.loads(run("inspect", folder, "--json")[1])
+    assert re.match(r"\d+ of \d+ target tokens \(\d+\.\d%\); d2t holds offsets", report["vocabulary"])
 
     def spoil(tensors):
         tensors.pop("norm.weight")
         tensors["extra"] = torch.ones(1)
         absolute_ids(tensors)
 
-    folder = falsified(spoil, plain.folder)
-    code, out, _ = run("inspect", folder)
+    code, out, _ = run("inspect", falsified(folder, spoil))
     assert code == 0
     assert "norm.weight is missing; extra is left over" in out
     assert "BROKEN" in out
 
 
-def test_inspect_counts_parameters(run):
-    code, out, _ = run("inspect", EAGLE3)
-    assert code == 0
-    held = load_file(EAGLE3 / "model.safetensors")
-    assert f"{sum(tensor.numel() for tensor in held.values()) / 1e6:.2f} M" in out
+@pytest.fixture
+def arguments(target, tmp_path_factory):
+    """Those of `check` but for the drafter."""
+    prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    return ["check", "--target", target.name, "--prompt-file", prompts, "--raw", "--max-new-tokens", ANSWER, "--draft"]
 
 
-def test_check_prints_a_verdict(run, falsified, plain, tmp_path):
-    prompts = tmp_path.parent / "prompts.txt"
-    prompts.write_text(PROMPTS[0] + "\n" + PROMPTS[2] + "\n")
-    arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 24]
-    code, out, _ = run("check", "--draft", falsified(None, plain.folder, norm_before_residual=True), *arguments)
+def test_check_prints_a_verdict(run, falsified, heads, arguments, tmp_path):
+    folder = heads("EAGLE-3").folder
+    code, out, _ = run(*arguments, falsified(folder, norm_before_residual=True))
     assert code == 0
     assert "Another reading does better: 'norm_before_residual False'" in out
     assert "95 % interval" in out
-    assert "'noise' is a gain that chance explains" in " ".join(out.split())
-    code, out, _ = run("check", "--draft", EAGLE3, *arguments, "--json")
+    assert "'noise' is a gain that chance explains" in out
+    code, out, _ = run(*arguments, folder, "--json")
     found = json.loads(out)
     assert found["better_reading"] is None
     low, high = found["readings"][0]["tau_interval"]
     assert low < found["readings"][0]["tau"] < high
-    code, _, err = run("check", "--draft", tmp_path / "nowhere", *arguments)
+    code, _, err = run(*arguments, tmp_path / "nowhere")
     assert code == 2
     assert err.count("\n") == 1
-
-
-def test_a_flag_that_is_none_is_looked_for_among_those_of_the_sub_command(run):
-    pair = ["--target", "x", "--draft", "y"]
     for flag, told in (("--qqq", "specdec doctor check --help lists all"), ("--stepz", "there is --steps and --help")):
-        assert run("check", *pair, flag, 3) == (2, "", f"error: there is no flag {flag}; {told}\n")
+        assert run(*arguments, "x", flag, 3) == (2, "", f"error: there is no flag {flag}; {told}\n")
 
 
-def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, tmp_path):
-    prompts = tmp_path.parent / "prompts.txt"
-    prompts.write_text(PROMPTS[0] + "\n")
-    arguments = ["--target", specdec.DEMO_TARGET, "--prompt-file", prompts, "--max-new-tokens", 8, "--draft"]
-    code, out, _ = run("check", *arguments, falsified(rope_theta=0))  # another reading helps
+def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, heads, arguments):
+    folder = heads("EAGLE-3").folder
+    code, out, _ = run(*arguments, falsified(folder, rope_theta=0))  # another reading helps
     assert code == 2
-    assert "as declared the drafter does not load" in " ".join(out.split())
-    code, _, err = run("check", *arguments, falsified(lambda t: t.pop("norm.weight")))  # none does
+    assert "as declared the drafter does not load" in out
+    code, _, err = run(*arguments, falsified(folder, lambda t: t.pop("norm.weight")))  # none does
     assert code == 2
     assert "lacks the tensor norm.weight" in err
-    spoilt = falsified(lambda t: t["fc.weight"].fill_(float("nan")))
-    code, _, err = run("check", *arguments, spoilt)
+    spoilt = falsified(folder, lambda t: t["fc.weight"].fill_(float("nan")))
+    code, _, err = run(*arguments, spoilt)
     assert code == 2
     assert re.search(r"fc\.weight holds (\d+) NaN among \1 values", err)
-    code, out, _ = run("check", *arguments, spoilt, "--allow-nonfinite")
+    code, out, _ = run(*arguments, spoilt, "--allow-nonfinite")
     assert code == 0
     assert "computes NaN or Inf" in out
 
 
-def test_convert_and_export(run, falsified, tmp_path_factory):
-    tmp_path = tmp_path_factory.mktemp("converted")
+def test_convert_and_export(run, falsified, heads, tmp_path_factory):
+    there = tmp_path_factory.mktemp("converted")
     source = specdec.DEMO_TARGET.parent / "eagle2"
-    code, out, _ = run("convert", "--to", "speculators", source, tmp_path / "there")
+    code, out, _ = run("convert", "--to", "speculators", source, there / "speculators")
     assert code == 0
     assert "-> speculators" in out
-    assert run("convert", "--to", "eagle", tmp_path / "there", tmp_path / "back")[0] == 0
-    before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "back"))
-    assert set(before) == set(after)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    to_speculators = "convert", "--to", "speculators", EAGLE3, tmp_path / "x"
-    code, _, err = run(*to_speculators)
-    assert code == 2
-    assert "give --target" in err
-    code, _, err = run(*to_speculators, "--target", specdec.DEMO_TARGET)
-    assert code == 2
-    assert "hidden state 8, after the final norm" in err
-    code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, EAGLE3, tmp_path / "x")
+    to_speculators = "convert", "--to", "speculators", EAGLE3, there / "x"
+    for more, message in ((), "give --target"), (("--target", specdec.DEMO_TARGET), "state 8, after the final norm"):
+        code, _, err = run(*to_speculators, *more)
+        assert code == 2
+        assert message in err
+    code, out, _ = run("export", "--for", "vllm", "--target", specdec.DEMO_TARGET, EAGLE3, there / "x")
     assert code == 0
     assert "note: the last tap is read before the target's final norm" in out
     assert f"try it: vllm serve {specdec.DEMO_TARGET} --speculative-config " in out
-    assert run("convert", "--to", "specdec", tmp_path / "x", tmp_path / "again")[0] == 0
-    before, after = (load_file(f / "model.safetensors") for f in (EAGLE3, tmp_path / "again"))
-    assert set(after) - set(before) == {"embed_tokens.weight", "lm_head.weight"}  # the target's, which vLLM wants
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    folder = falsified(None, norm_output=True, norm_output_means="head")
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({k: v for k, v in fields.items() if k not in ("norm_output_means", "taps")})
-    )
-    code, _, err = run("convert", "--to", "modelopt", folder, tmp_path / "there")
+    folder = falsified(heads("EAGLE-3").folder, norm_output=True, norm_output_means=None, taps=None)
+    code, _, err = run("convert", "--to", "modelopt", folder, there / "modelopt")
     assert code == 0
     assert err.startswith("warning: ")
     assert "norm_output is read as SpecForge's" in err

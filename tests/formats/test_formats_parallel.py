@@ -2,17 +2,16 @@
 
 import dataclasses
 import json
-import warnings
 
 import pytest
 import torch
-from golden_blocks import GOLDEN, golden_parallel, golden_target
-from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
+from golden_blocks import GOLDEN, golden_drafter, golden_target
+from helpers import assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
 from specdec.drafters import pard as pard_drafter
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.formats import FAMILIES, family_of, load_drafter, pard, peagle, save_drafter
+from specdec.drafters.formats import family_of, load_drafter, pard, peagle, save_drafter
 from specdec.drafters.formats.base import facts_of
 from specdec.drafters.formats.convert import convert, export
 from specdec.drafters.formats.description import inspect
@@ -26,29 +25,17 @@ def target():
     return golden_target(held | {"lm_head.weight": torch.zeros(320, 64)})
 
 
-@pytest.mark.parametrize("source", ["peagle", "peagle_speculators"])
-@pytest.mark.parametrize("layout", FAMILIES[peagle.FAMILY], ids=lambda layout: layout.name)
-def test_peagle_is_written_and_read_again(source, layout, target):
-    """To the last bit, from either published layout. SpecForge's config states no number of tokens, and no taps."""
-    drafter = golden_parallel(source, "peagle")
-    assert (drafter.block, len(drafter.upper)) == (4 if source == "peagle_speculators" else 8, 2)
-    meaning, tensors = peagle.FAMILY.dismantle(drafter, target)
+@pytest.mark.parametrize(("source", "block"), [("peagle", 8), ("peagle_speculators", 4)])
+def test_peagle_is_read(source, block):
+    """SpecForge's config states no number of tokens, and no taps."""
+    drafter = golden_drafter(source, "peagle")
     assert family_of(drafter) is peagle.FAMILY
-    assert meaning.taps == (2, 6, 9)
-    config, spelled = layout.write(meaning, tensors, facts_of(target))
-    config = json.loads(json.dumps(config))
-    assert next(one for one in FAMILIES[peagle.FAMILY] if one.recognise(config, spelled)) is layout
-    again, back = layout.read(config, spelled, "it")
-    assert again == meaning
-    assert set(back) - {"t2d"} == set(peagle.FAMILY.expected(again, back))
-    published = load_file(GOLDEN / "peagle_model.safetensors")
-    assert set(spelled) == set(published)
-    assert all(torch.equal(spelled[name], tensor) for name, tensor in published.items())
+    assert (drafter.block, drafter.taps, len(drafter.upper)) == (block, (2, 6, 9), 2)
 
 
 def test_taps_in_another_order_take_mask_hidden_with_them(target):
     """Servers gather taps in ascending order: `fc` and `mask_hidden` follow, and the drafts stay what they are."""
-    drafter = golden_parallel("peagle_speculators", "peagle")
+    drafter = golden_drafter("peagle_speculators", "peagle")
     drafter.taps = (9, 2, 6)
     config, spelled = peagle.SPECULATORS.write(*peagle.FAMILY.dismantle(drafter, target), facts_of(target))
     again = peagle.FAMILY.construct(*peagle.SPECULATORS.read(config, spelled, "it"), target, "it")
@@ -62,38 +49,29 @@ def test_taps_in_another_order_take_mask_hidden_with_them(target):
 
 
 def test_an_embedding_that_is_not_there_is_the_targets(target):
-    drafter = golden_parallel("peagle", "peagle")
+    drafter = golden_drafter("peagle", "peagle")
     meaning, tensors = peagle.FAMILY.dismantle(drafter, target)
     del tensors["embed_tokens.weight"]
     shared = peagle.FAMILY.construct(dataclasses.replace(meaning, embeds=False), tensors, target, "it")
     assert torch.equal(shared.embedding, target.embed.weight)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_folders_are_saved_loaded_and_converted(kind, tmp_path):
+def test_pard2_keeps_its_projection_in_a_pickle(tmp_path):
+    """Where the authors' loop looks for it, and nowhere else."""
     target = tiny_target()
-    drafter = tiny_parallel(target, kind)
+    drafter = tiny_parallel(target, "pard2")
     save_drafter(drafter, tmp_path / "it", target)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = load_drafter(tmp_path / "it", target)
-    assert (loaded.block, loaded.switches, loaded.taps) == (6, drafter.switches, drafter.taps)
-    assert "6 tokens, by mask token 16" in loaded.conventions["block"]
-    for (name, ours), theirs in zip(drafter.named_parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-    assert inspect(tmp_path / "it")["problems"] == []
+    assert "6 tokens, by mask token 16" in load_drafter(tmp_path / "it", target).conventions["block"]
     pickled = tmp_path / "it" / "warp_model.bin"
-    assert pickled.exists() == (kind == "pard2")
-    if kind == "pard2":  # where the authors' loop looks for it, and nowhere else
-        assert torch.equal(torch.load(pickled)["target_proj.weight"], drafter.target_proj.weight)
-        assert "target_proj.weight" not in load_file(tmp_path / "it" / "model.safetensors")
-        torch.save({"target_proj.weight": torch.full((32, 64), torch.nan)}, pickled)
-        with pytest.raises(ValueError, match=r"target_proj\.weight holds 2048 NaN"):
-            load_drafter(tmp_path / "it", target)
-        assert any("target_proj" in problem for problem in inspect(tmp_path / "it")["problems"])
-        pickled.unlink()
-        with pytest.raises(ValueError, match=r"lacks the tensor target_proj\.weight"):
-            load_drafter(tmp_path / "it", target)
+    assert torch.equal(torch.load(pickled)["target_proj.weight"], drafter.target_proj.weight)
+    assert "target_proj.weight" not in load_file(tmp_path / "it" / "model.safetensors")
+    torch.save({"target_proj.weight": torch.full((32, 64), torch.nan)}, pickled)
+    with pytest.raises(ValueError, match=r"target_proj\.weight holds 2048 NaN"):
+        load_drafter(tmp_path / "it", target)
+    assert any("target_proj" in problem for problem in inspect(tmp_path / "it")["problems"])
+    pickled.unlink()
+    with pytest.raises(ValueError, match=r"lacks the tensor target_proj\.weight"):
+        load_drafter(tmp_path / "it", target)
 
 
 def test_a_pard_folder_is_a_language_model_for_others(tmp_path):
@@ -146,7 +124,7 @@ def test_servers_that_cannot(kind, server, message, tmp_path):
 )
 def test_what_cannot_be_read(name, changes, message):
     with pytest.raises(ValueError, match=message):
-        golden_parallel(name, name, **changes)
+        golden_drafter(name, name, **changes)
 
 
 def test_a_part_of_the_vocabulary_has_no_layout_of_pard():
@@ -154,12 +132,3 @@ def test_a_part_of_the_vocabulary_has_no_layout_of_pard():
     drafter = pard_drafter.create(target, vocab=tiny_parallel(target, "peagle").vocab, layers=1)
     with pytest.raises(ValueError, match=r"drafter\.draft_vocab_size=null"):
         pard.FAMILY.dismantle(drafter, target)
-
-
-def test_misreadings_of_peagle(target):
-    meaning, tensors = peagle.FAMILY.dismantle(golden_parallel("peagle", "peagle"), target)
-    readings = peagle.FAMILY.readings(meaning, tensors, target)
-    assert not any("feedback" in reading.name for reading in readings)
-    for reading in readings:
-        peagle.FAMILY.construct(reading.meaning, reading.tensors, target, "it")
-    assert len(readings) >= 5

@@ -11,8 +11,7 @@ from helpers import tiny_target
 import specdec
 from specdec.drafters import eagle
 from specdec.drafters.formats import FAMILIES, open_checkpoint, save_drafter
-from specdec.drafters.formats.convert import export
-from specdec.drafters.formats.starting import command
+from specdec.drafters.formats.convert import export, start_command
 from specdec.drafters.vocab import DraftVocab
 
 # A bundled drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
@@ -29,10 +28,10 @@ STARTED = {
 def test_bundled_drafters(name, tmp_path):
     (method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
     checkpoint = open_checkpoint(specdec.DEMO_TARGET.parent / name)
-    words = shlex.split(command("vllm", checkpoint, folder, "some/target"))
+    words = shlex.split(start_command("vllm", checkpoint, folder, "some/target"))
     assert words[:4] == ["vllm", "serve", "some/target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": method, "num_speculative_tokens": count, "model": str(folder)}
-    said = command("sglang", checkpoint, folder, "T")
+    said = start_command("sglang", checkpoint, folder, "T")
     if algorithm is None:
         assert said is None
         return
@@ -47,7 +46,9 @@ def test_bundled_drafters(name, tmp_path):
 @pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
 def test_vllm_is_told_of_mask_rows(title, method, tmp_path):
     (family,) = (family for family in FAMILIES if family.title == title)
-    config = json.loads(shlex.split(command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4])
+    config = json.loads(
+        shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]
+    )
     assert (config["method"], config["parallel_drafting"]) == (method, True)
     assert all(bool(family.method) == ("vllm" in family.servers) for family in FAMILIES)
 
@@ -58,7 +59,7 @@ def test_sglang_is_told_which_tokens_a_head_proposes(tmp_path):
     for ids in ([5, 2, 9, 11], None):
         some = DraftVocab(target.vocab, ids and torch.tensor(ids))
         save_drafter(eagle.create(target, vocab=some), tmp_path / "saved", target)
-        words = shlex.split(command("sglang", export(tmp_path / "saved", there, "sglang"), there, "some/target"))
+        words = shlex.split(start_command("sglang", export(tmp_path / "saved", there, "sglang"), there, "some/target"))
         assert ("--speculative-token-map" in words) == (there / "token_map.pt").exists() == (ids is not None)
         if ids is not None:
             assert words[-2:] == ["--speculative-token-map", str(there / "token_map.pt")]

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from short_runs import compare_gradients
 
 from specdec.drafters import unroll_block
-from specdec.drafters.block_forward import BlockForward
+from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import Domino
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.dflash_names import parameters

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from golden_blocks import GOLDEN, golden_parallel
+from golden_blocks import GOLDEN, golden_drafter
 from safetensors.torch import load_file
 from short_runs import compare_gradients
 
@@ -49,7 +49,7 @@ PEAGLE = {
 def test_peagle(name):
     """Their rows are those of documents that were shifted by one token each: row s of document d is ours s + d."""
     golden, (rows, terms, known, changes, loss_name) = load_file(GOLDEN / "peagle.safetensors"), PEAGLE[name]
-    drafter = golden_parallel("peagle_speculators", "peagle", **changes)
+    drafter = golden_drafter("peagle_speculators", "peagle", **changes)
     drafter.documents = golden["train.document_ids"]
     tokens, shifted = golden["train.input_ids"], golden["train.shifted.document_ids"][0]
     anchors = golden[f"{rows}.anchor_pos"]
@@ -82,7 +82,7 @@ def in_order(copies, positions, width: int):
 @pytest.mark.parametrize("name", ["full", "cod"])
 def test_pard(name):
     golden = load_file(GOLDEN / "pard.safetensors")
-    drafter = golden_parallel("pard", "pard", block_size=4)
+    drafter = golden_drafter("pard", "pard", block_size=4)
     tokens, labels = golden["train.input_ids"], golden["train.labels"]
     copies, positions = torch.arange(4).repeat_interleave(24), torch.arange(24).repeat(4)
     if name == "cod":
@@ -104,8 +104,8 @@ def test_pard2(weights, name, monkeypatch):
     golden = load_file(GOLDEN / "pard.safetensors")
     inputs = {key.removeprefix("train2."): v for key, v in golden.items() if key.startswith("train2.")}
     changes = {"spd_type": "pard2", "pard2_target_layers": [-1, -4, -8]}
-    drafter = golden_parallel(
-        "pard", "pard", {"target_proj.weight": inputs["target_proj.weight"]}, block_size=4, **changes
+    drafter = golden_drafter(
+        "pard", "pard", extra={"target_proj.weight": inputs["target_proj.weight"]}, block_size=4, **changes
     )
     texts, features = drafter.texts, F.pad(inputs["target_feat"], (0, 0, 0, 1))
     monkeypatch.setattr(drafter, "texts", lambda *given: (features, *texts(*given)[1:]))

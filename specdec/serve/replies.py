@@ -77,9 +77,10 @@ class Choice:
 
     def offset_of(self, token: int) -> int:
         """Return the number of characters of the text before the next token, which is this one."""
-        offset = max(0, self.offset - (self.stripped or 0))
-        if token not in self.vocabulary.special:
-            data = self.vocabulary.bytes_of(token)
+        data = b"" if token in self.vocabulary.special else self.vocabulary.bytes_of(token)
+        broken = self.decoder.getstate()[0] and data and data[0] & 0xC0 != 0x80  # a character that never gets whole
+        offset = max(0, self.offset + bool(broken) - (self.stripped or 0))
+        if data:
             self.offset += len(self.decoder.decode(data))
             if self.stripped is None:
                 alone = self.tokenizer.decode([token], skip_special_tokens=True)

@@ -30,6 +30,7 @@ class DraftModel(Drafter):
     keeps_first = True
 
     def __init__(self, model: Target, vocab: DraftVocab | None = None):
+        """vocab: the tokens of the target that are proposed; those of ids that the model does not have are never."""
         super().__init__()
         self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
 
@@ -61,18 +62,22 @@ class DraftModel(Drafter):
         # A position alone says what it sees: without that a row's length would be taken to be `cache.max_len`.
         alone = tokens.shape[1] == 1 and not prefill
         itself = tokens.new_ones(len(tokens), 1, 1, dtype=torch.bool) if alone else None
-        logits, _ = self.model(tokens, cache, ancestors=itself, last=last, prefill=prefill)
+        logits, _ = self.model(self._known(tokens), cache, ancestors=itself, last=last, prefill=prefill)
         cache.advance(n, max_len)
         return self._state(logits)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         depth, behind = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
-        logits, _ = self.model(tokens, self.cache, depth=depth, ancestors=ancestors, offset=behind)
+        logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=behind)
         return self._state(logits)
 
     def _state(self, logits: Tensor) -> DraftState:
         nothing = logits.new_empty(*logits.shape[:2], 0)  # all that is remembered lies in the cache
-        return DraftState(nothing, self.vocab.select(logits))
+        return DraftState(nothing, self.vocab.select(logits[..., : self.vocab.target_size]))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens with an embedding here: a target with more padding may emit an id that no text has."""
+        return tokens.clamp(max=self.model.vocab - 1) if self.model.vocab < self.vocab.target_size else tokens
 
 
 def create(
@@ -84,7 +89,10 @@ def create(
     """
     if path is None:
         raise ValueError("a draft model is a checkpoint of its own: give its folder or hub name as `path`")
-    return DraftModel(load_model(target, path, allow_nonfinite).to(target.dtype), vocab).eval()
+    model = load_model(target, path, allow_nonfinite).to(target.dtype)
+    if vocab is None and model.vocab != target.vocab:
+        vocab = DraftVocab(target.vocab, torch.arange(model.vocab) if model.vocab < target.vocab else None)
+    return DraftModel(model, vocab).eval()
 
 
 def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> Target:
@@ -93,10 +101,12 @@ def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -
     tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)
     model = load_target(folder, device=str(target.device), tokenizer=compare, allow_nonfinite=allow_nonfinite)
-    if model.vocab != target.vocab:
+    # Models of one family pad their vocabularies differently (Qwen2.5: 151,936 of 0.5B, 152,064 of 7B).
+    padded = compare and len(tokenizer) <= min(model.vocab, target.vocab)
+    if model.vocab != target.vocab and not padded:
         raise ValueError(
-            f"{path}: the draft model has a vocabulary of {model.vocab}, the target one of "
-            f"{target.vocab}; they must be the same"
+            f"{path}: the draft model has a vocabulary of {model.vocab}, the target one of {target.vocab}; they may "
+            "differ only by padding, with the same tokenizer in both folders"
         )
     if compare and model.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ValueError(

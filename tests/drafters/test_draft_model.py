@@ -12,6 +12,7 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
+from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, StaticTree
 
 NONE = frozenset()
@@ -115,8 +116,28 @@ def test_no_checkpoint_is_refused(target):
 
 def test_another_vocabulary_is_refused(target, tmp_path):
     save_hf(tmp_path / "other", "llama", vocab_size=target.config.vocab + 1)
-    with pytest.raises(ValueError, match=r"a vocabulary of \d+, the target one of \d+; they must be the same"):
+    with pytest.raises(
+        ValueError, match=r"vocabulary of \d+, the target one of \d+; they may differ"
+    ):
         load_drafter(tmp_path / "other", target)
+
+
+@pytest.mark.parametrize(("own", "drafts"), [(0, 8), (8, 0), (24, 8)])
+@pytest.mark.parametrize("temperature", [0, 1.3])
+def test_vocabularies_that_are_padded_differently_work(target_path, tmp_path, own, drafts, temperature):
+    """The models share the ids of the tokenizer: text is the target's, and no draft is one of the padding."""
+    tokens = len(load_target(target_path).tokenizer)
+    for name, more, seed in (("target", own, 0), ("draft", drafts, 1)):
+        save_hf(tmp_path / name, "llama", vocab_size=tokens + more, seed=seed)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(target_path / file, tmp_path / name)
+    target = load_target(tmp_path / "target")
+    drafter = load_drafter(tmp_path / "draft", target)
+    assert drafter.vocab.size == min(tokens + own, tokens + drafts)
+    how = {"max_new_tokens": 30, "seed": 4, "sampling": Sampling(temperature)}
+    prompts = [target.tokenizer("The quick brown")["input_ids"], [tokens + own - 1, 5]]  # an id of the padding too
+    fast = Engine(target, drafter, DynamicTree()).generate(prompts, **how).rows
+    assert [row.tokens for row in fast] == [row.tokens for row in Engine(target).generate(prompts, **how).rows]
 
 
 def test_another_tokenizer_is_refused(target, target_path, tmp_path):

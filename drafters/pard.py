@@ -23,10 +23,10 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config, rope_fields
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
-from specdec.model.checkpoint import read_json
 from specdec.model.layers import Linear
 from specdec.model.names import resolve
 from specdec.model.target import Target, check_taps
+from specdec.model.weight_files import read_json
 
 
 @dataclass(frozen=True)

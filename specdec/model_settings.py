@@ -59,7 +59,7 @@ class ModelSettings:
         metadata={"choices": ("auto",), "help": "auto: the processes of torchrun share the target (docs/scale.md)"},
     )
     device_map: str | None = field(
-        default=None, metadata={"help": "auto: spread the target over GPUs, memory and disk; or a .json file of it"}
+        default=None, metadata={"help": "auto: spread the target over GPUs, memory and disk; or a .json file"}
     )
 
     def __post_init__(self) -> None:

@@ -27,8 +27,8 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
-from specdec.model.checkpoint import read_json
 from specdec.model.target import Target
+from specdec.model.weight_files import read_json
 from specdec.remote import Remote
 from specdec.training.data import Batches, Sample, hold_out, load_samples
 from specdec.training.features.feature_cache import (

@@ -38,18 +38,11 @@ from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import (
-    DRAFT_DTYPES,
-    named_tensors,
-    read_headers,
-    read_json,
-    read_pickle,
-    read_tensors,
-    write_folder,
-)
+from specdec.model.checkpoint import DRAFT_DTYPES, named_tensors, read_headers, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
 from specdec.model.names import bundled, resolve
+from specdec.model.weight_files import read_json
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {

@@ -15,8 +15,8 @@ from specdec.cli.flags import HelpFormatter, add_flags, command_parser, read_fla
 from specdec.drafters.formats import FAMILIES, Checkpoint, check, description, verdict, vllm
 from specdec.drafters.formats.convert import SERVERS, convert, export, start_command
 from specdec.drafters.formats.prompts import PROMPTS
-from specdec.model.checkpoint import read_json
 from specdec.model.names import bundled
+from specdec.model.weight_files import read_json
 from specdec.text import read_prompts
 
 

@@ -22,8 +22,9 @@ from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
 from specdec.drafters.layers import SharedHead
 from specdec.model.archs import read_config
 from specdec.model.archs.wrapped import inner_name, text_config
-from specdec.model.checkpoint import read_headers, read_json, read_tensors, write_folder
+from specdec.model.checkpoint import read_headers, read_tensors, write_folder
 from specdec.model.names import resolve
+from specdec.model.weight_files import read_json
 
 # A tied target has no head but its embedding.
 PARTS = {

@@ -20,6 +20,7 @@ HYDRA_FLAGS = (  # of which argparse takes the beginning too
 )
 GROUPS = sorted(folder.name for folder in registry.CONF.iterdir() if folder.is_dir())
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
+WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
 # Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
@@ -162,7 +163,8 @@ def _walk(path: str, value: Any, default: Any) -> None:
         _check_type(path, value, default)
     if path.startswith("trainer."):  # its steps are of another kind, and `TrainerConfig` has their range
         return
-    if isinstance(value, int | float | str) and name in LIMITS and "${" not in str(value):
+    worded = isinstance(value, str) and (name in WORDED or "${" in value)
+    if isinstance(value, int | float | str) and name in LIMITS and not worded:
         check_value(LIMITS[name], value, path)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from specdec.cli.files import check_makeable, check_replaceable, replace_folder
 from specdec.cli.reading import parse_json
 from specdec.engine.recorder import NODE_FIELDS, Trace, TracedRound, TracedRow, TracedTree
-from specdec.model.checkpoint import read_json
+from specdec.model.weight_files import read_json
 from specdec.structs import Sampling
 
 FORMAT, VERSION = "specdec trace", 1

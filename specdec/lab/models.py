@@ -13,6 +13,8 @@ from specdec.schema import shown
 from specdec.structs import Sampling
 from specdec.text import encode_prompt, read_prompts
 
+TEXTS = ("draft", "name", "token_map", "feedback")  # of an entry
+
 
 def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
     """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
@@ -53,7 +55,7 @@ def read_entry(entry: object, known: Sequence[str], where: str) -> dict:
         wrong = f"has the unknown field {min(unknown)}" if unknown else "lacks the field draft"
         raise ValueError(f"{where} {wrong}; known are {', '.join(known)}")
     for name, value in given.items():
-        if name != "tree" and isinstance(value, Mapping | list | bool):
+        if name in TEXTS and not isinstance(value, str | Path | None):
             raise ValueError(f"{where}: {name} must be a text, got {shown(value)}")
     return given
 

@@ -12,19 +12,12 @@ from torch import Tensor, nn
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import text_name
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import (
-    StrictFill,
-    check_device,
-    check_shapes,
-    choose_dtype,
-    read_headers,
-    read_json,
-    read_tensors,
-)
+from specdec.model.checkpoint import StrictFill, check_device, check_shapes, choose_dtype, read_headers, read_tensors
 from specdec.model.loader import load_tokenizer, read_eos, target_parameters
 from specdec.model.names import resolve
 from specdec.model.rope import Rope
 from specdec.model.target import Target
+from specdec.model.weight_files import read_json
 
 # Families whose layers are not native and whose ends are Llama's, and those whose final norm stores its weight less 1.
 PLAIN = ("deepseek_v3", "glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

@@ -21,13 +21,13 @@ from specdec.model.checkpoint import (
     choose_dtype,
     fused,
     read_headers,
-    read_json,
     read_tensors,
     whole,
 )
 from specdec.model.config_fields import ConfigFields, check_config
 from specdec.model.names import resolve
 from specdec.model.target import Target
+from specdec.model.weight_files import read_json
 from specdec.schema import check, shown
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

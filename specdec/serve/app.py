@@ -125,7 +125,7 @@ def _add_callers(app: FastAPI, hosts: Sequence[str], origins: Sequence[str]) -> 
         response.headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
         return response
 
-    if origins:
+    if any(origins):
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
 
 

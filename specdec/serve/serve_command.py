@@ -46,10 +46,8 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
     server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
     server.add_argument("--api-key", metavar="KEY", help=f"what clients must send (default: ${KEY}, else nothing)")
-    server.add_argument("--allowed-hosts", nargs="+", metavar="NAME",
-                        help="names under which clients may call it; * is any (default: this machine's, or any with "
-                        "a --host that others can reach)")  # fmt: skip
-    server.add_argument("--cors-origins", nargs="+", metavar="ORIGIN", help="web pages that may call it; * is any")
+    server.add_argument("--allowed-hosts", metavar="NAMES", help="its names, commas between, or * (default: by --host)")
+    server.add_argument("--cors-origins", metavar="URLS", help="web pages that may call, commas between, or *")
     server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
     server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
     told = p.add_argument_group("what is told")
@@ -64,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
     limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
     limits.add_argument("--prefill-chunk", type=int, metavar="TOKENS",
-                        help="of prompts that are read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
+                        help="of prompts read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
     limits.add_argument("--prefix-cache", type=int, default=256, metavar="MIB",
                         help="memory for prompts that others begin like (default 256)")  # fmt: skip
     limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
@@ -98,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     with listener:
         service, recorder = apart(make_models, args)
         hosts = hosts_of(args)
-        app = make_app(service, key, hosts, args.cors_origins or ())
+        app = make_app(service, key, hosts, (args.cors_origins or "").split(","))
         listener.listen()  # whoever reads the next line may connect
         host, port = listener.getsockname()[:2]
         print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
@@ -112,7 +110,7 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
     page has had its own name resolved to this machine (DNS rebinding)."""
     local = ["localhost", "127.0.0.1", "::1", "[::1]"]
     if args.allowed_hosts:
-        return args.allowed_hosts
+        return args.allowed_hosts.split(",")
     return local if args.host in local else ["*"]
 
 

@@ -67,7 +67,8 @@ def test_the_page(recipe, tmp_path):
 def test_a_checkpoint_does_not_choose_what_code_runs(recipe, tmp_path):
     target = tiny_target()
     drafter = instantiate({k: v for k, v in recipe.items() if k != "draft_vocab_size"}, target=target)
-    drafter.recipe = {"_target_": "os.system", "command": "true"}
-    save_drafter(drafter, tmp_path / "draft", target)
-    with pytest.raises(ValueError, match=r"must be a function under `specdec\.drafters`"):
-        load_drafter(tmp_path / "draft", target)
+    for named in ("os.system", "specdec.drafters.formats.load_drafter", "specdec.drafters.ngram.os.system", "create"):
+        drafter.recipe = {"_target_": named, "command": "true"}
+        save_drafter(drafter, tmp_path / "draft", target)
+        with pytest.raises(ValueError, match=r"must be the function `create` of a file in drafters/"):
+            load_drafter(tmp_path / "draft", target)

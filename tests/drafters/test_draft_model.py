@@ -116,9 +116,7 @@ def test_no_checkpoint_is_refused(target):
 
 def test_another_vocabulary_is_refused(target, tmp_path):
     save_hf(tmp_path / "other", "llama", vocab_size=target.config.vocab + 1)
-    with pytest.raises(
-        ValueError, match=r"vocabulary of \d+, the target one of \d+; they may differ"
-    ):
+    with pytest.raises(ValueError, match=r"vocabulary of \d+, the target one of \d+; they may differ"):
         load_drafter(tmp_path / "other", target)
 
 

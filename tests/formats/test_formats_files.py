@@ -58,6 +58,7 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
 
 
 def test_a_shard_that_is_missing_is_named(folder, target):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"fc.weight": "part-2.safetensors"}})
     )
@@ -67,12 +68,14 @@ def test_a_shard_that_is_missing_is_named(folder, target):
 
 @pytest.mark.parametrize("name", ["", "../part-2.safetensors"])
 def test_a_shard_that_is_no_file_beside_the_index_is_refused(name, folder, target):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(ValueError, match=f"weight_map must name files beside it, got '{name}'"):
         load_drafter(folder, target)
 
 
 def test_a_tensor_that_two_files_hold_is_an_error(folder, target):
+    (folder / "model.safetensors").rename(folder / "head.safetensors")
     save_file({"norm.weight": torch.ones(32)}, folder / "old.safetensors")
     with pytest.raises(ValueError, match=r"norm.weight is there twice"):
         load_drafter(folder, target)

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from specdec.api import generate
 from specdec.engine.engine import Engine
-from specdec.model.checkpoint import check_device, read_pickle, weight_files
+from specdec.model.checkpoint import check_device, read_pickle
 from specdec.model.loader import load_target
+from specdec.model.weight_files import weight_files
 
 PROMPT = [5, 9, 30, 7]
 FORMS = {

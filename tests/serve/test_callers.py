@@ -65,7 +65,7 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
     [
         ([], ["localhost", "127.0.0.1", "::1", "[::1]"]),
         (["--host", "0.0.0.0"], ["*"]),
-        (["--host", "0.0.0.0", "--allowed-hosts", "a.example", "b"], ["a.example", "b"]),
+        (["--host", "0.0.0.0", "--allowed-hosts", "a.example,b"], ["a.example", "b"]),
     ],
 )
 def test_a_server_for_this_machine_answers_to_its_names_only(words, hosts):

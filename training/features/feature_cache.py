@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec.model.checkpoint import read_json
+from specdec.model.weight_files import read_json
 from specdec.training.data import Batch, Sample
 from specdec.training.features.online import Features, arguments, deferred_logits, online_features
 from specdec.training.features.signature import (

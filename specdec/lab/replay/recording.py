@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.cli.files import replace_folder
-from specdec.model.checkpoint import read_json
+from specdec.model.weight_files import read_json
 from specdec.structs import Sampling
 from specdec.trees.dynamic import Pool
 

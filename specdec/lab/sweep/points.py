@@ -12,9 +12,9 @@ from specdec.api import load_drafter
 from specdec.cli.revision import code_digest
 from specdec.contracts import Drafter
 from specdec.lab.models import read_entry, short_name
-from specdec.model.checkpoint import weight_files
 from specdec.model.names import SMALL_FILES, bundled, resolve
 from specdec.model.target import Target
+from specdec.model.weight_files import weight_files
 from specdec.trees.spec import TreeSpec
 
 # The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.

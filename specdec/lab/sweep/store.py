@@ -15,7 +15,7 @@ from specdec.cli.lock import only_writer
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.lab.sweep.points import SweepPoint, code_version
-from specdec.model.checkpoint import read_json
+from specdec.model.weight_files import read_json
 from specdec.verify import sample_and_match
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"

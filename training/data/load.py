@@ -144,7 +144,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
             "no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz), the name of "
             "a data set on the hub, or a preset as data=ultrachat"
         )
-    if config.day is None and target.tokenizer is not None and writes_date(target.tokenizer):
+    if config.get("day") is None and target.tokenizer is not None and writes_date(target.tokenizer):
         config.day = date.today().isoformat()
         print(f"note: the chat template writes today's date: data.day={config.day} repeats it", file=sys.stderr)
     names = [config.path] if isinstance(config.path, str) else config.path
@@ -156,7 +156,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
         max_length=min(config.max_length, target.config.context),
         too_long=config.too_long,
         tally=tally,
-        day=config.day,
+        day=config.get("day"),
     )
     samples = list(itertools.islice(samples, config.limit))
     tally.report()

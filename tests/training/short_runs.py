@@ -156,6 +156,17 @@ def kept_bytes(drafter, objective, shape: tuple[int, int]) -> int:
     return real + sum(readout.untyped_storage().nbytes() for readout in readouts)
 
 
+# Rows of 12 tokens: which are to be learnt, and of which text they are
+LEARNT = [[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1], [1] * 12]
+TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
+
+
+def packed_batch(target, drafter) -> dict:
+    data = batch(target, drafter, rows=2)
+    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), data["tokens"][:, 0]
+    return data | {"loss_mask": torch.tensor(LEARNT).float()}
+
+
 def batch(target, drafter, rows: int = 4, length: int = 12) -> dict:
     """What the target gives for random texts, whose first three tokens are not to be learnt."""
     torch.manual_seed(3)

@@ -1,12 +1,13 @@
 """Which slots of blocks are learnt, the loss against plain restatements, and runs of block drafters."""
 
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import BLOCKS, tiny_block, tiny_target
-from short_runs import LEARNT, TEXTS, packed_batch
+from short_runs import LEARNT, TEXTS, check_resumed, packed_batch
 
-from specdec.drafters import unroll_block
+from specdec.drafters import dflash, unroll_block
 from specdec.training.objectives import losses
 from specdec.training.objectives.anchors import draw, draw_visible, slots
 from specdec.training.objectives.block import BlockObjective, pace
@@ -114,7 +115,7 @@ def plainly(drafter, data, gamma: float) -> torch.Tensor:
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_loss_by_hand(monkeypatch, kind, pieces):
-    """DSpark's terms, confidence and selector together, in one piece or block by block, with and without recomputing."""
+    """DSpark's terms, confidence and selector together, in one piece or by block, with and without recomputing."""
     monkeypatch.setattr(losses, "PIECE", pieces)
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
     monkeypatch.setattr(unroll_block, "PIECE", min(pieces, 2))
@@ -146,3 +147,15 @@ def test_objectives_that_unroll_teach_blocks_too(kind):
     _, unrolled = Eagle3Objective(steps=3, terms={"kl": 1.0}, known_only=False)(drafter, **data | {"loss_mask": mask})
     for name in ("losses", "accuracy"):
         torch.testing.assert_close(unrolled[name], blocks[name][:3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
+    """Anchors depend on the seed and the batch's number only."""
+
+    def drafter(target):
+        torch.manual_seed(1)
+        return dflash.create(target, **{"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind])
+
+    objective = BlockObjective(anchors=4)
+    check_resumed(lambda out: short_runs.trainer(out, objective=objective, drafter=drafter, pack=pack), tmp_path)

@@ -1,10 +1,13 @@
 """Which rows of mask tokens are learnt, the loss against a plain restatement, and whole runs of P-EAGLE and PARD."""
 
+from functools import partial
+
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import PARALLEL, tiny_parallel, tiny_target
-from short_runs import TEXTS, packed_batch
+from short_runs import TEXTS, check_resumed, packed_batch
 
 from specdec.training.objectives import losses
 from specdec.training.objectives.cod import by_anchor, sample
@@ -116,3 +119,10 @@ def test_features_are_dropped():
     assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / 4000) ** 0.5
     with torch.no_grad():
         assert objective.noisy(feats) is feats
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("peagle", None), ("pard2", 20)])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
+    how = {"drafter": partial(tiny_parallel, kind=kind), "objective": ParallelObjective(drop=0.5), "pack": pack}
+    report = check_resumed(lambda out: short_runs.trainer(out, **how), tmp_path)
+    assert report["heldout_expected_tau"] >= 1

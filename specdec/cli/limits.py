@@ -51,7 +51,7 @@ class Limits:
     num_key_value_heads: int | None = ranged(1, 4096, None)
     heads: int = ranged(1, 64, 1)
     blocks: int = ranged(1, 64, 1)
-    taps: int | None = ranged(0, 1024, None)
+    taps: int | str | None = ranged(0, 1024, None)
     layers: int = ranged(1, 1024, 5)
     sliding_layers: int = ranged(0, 1024, 0)
     block_size: int = ranged(1, 1024, 16)

@@ -140,20 +140,15 @@ def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> dict:
     return report
 
 
-def kept_bytes(drafter, objective, shape: tuple[int, int]) -> int:
-    """Bytes that a forward of a batch [B,T] of a tiny target keeps for the backward, what heads read included."""
-    kept = {}
-    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+# Rows of 12 tokens: which are to be learnt, and of which text they are
+LEARNT = [[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1], [1] * 12]
+TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        feats = torch.zeros(*shape, len(drafter.taps) * 32)
-        readouts = objective.readouts(drafter, feats, torch.zeros(shape, dtype=torch.int64))
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
-    return real + sum(readout.untyped_storage().nbytes() for readout in readouts)
+def packed_batch(target, drafter) -> dict:
+    data = batch(target, drafter, rows=2)
+    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), data["tokens"][:, 0]
+    return data | {"loss_mask": torch.tensor(LEARNT).float()}
 
 
 def batch(target, drafter, rows: int = 4, length: int = 12) -> dict:

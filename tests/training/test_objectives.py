@@ -5,9 +5,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BLOCKS, LEARNERS, tiny_block, tiny_drafter, tiny_parallel, tiny_target
+from helpers import BLOCKS, DRAFTERS, LEARNERS, PARALLEL, tiny_block, tiny_drafter, tiny_parallel, tiny_target
 from short_runs import batch
 
+from specdec.training.loop.footprint import saved_bytes
 from specdec.training.objectives.block import BlockObjective
 from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective
@@ -90,21 +91,17 @@ def test_a_batch_with_nothing_to_learn_is_harmless(make, objective):
         assert objective(drafter, **data)[0] == 0
 
 
-@pytest.mark.parametrize(("length", "width"), [(None, 0.1), (6, 0.05)])
-def test_width_of_the_noise(length, width):
-    feats = torch.zeros(50, 12, 100)
-    noisy = Eagle3Objective(noise=0.1, noise_length=length).noisy(feats)
-    assert width / 2 * 0.99 < noisy.max() <= width / 2
-    assert -width / 2 <= noisy.min() < -width / 2 * 0.99
-
-
-def test_noise_only_while_learning():
+@pytest.mark.parametrize("objective", [EagleObjective, BlockObjective])
+def test_noise_only_while_learning(objective):
     target = tiny_target()
-    drafter = tiny_drafter(target, kind="eagle")
-    data, objective = batch(target, drafter), EagleObjective(noise=0.5)
-    assert objective(drafter, **data)[0] != objective(drafter, **data)[0]
+    drafter = tiny_block(target) if objective is BlockObjective else tiny_drafter(target, kind="eagle")
+    data, learn = batch(target, drafter), objective(noise=0.5)
+    assert learn(drafter, **data)[0] != learn(drafter, **data)[0]
     with torch.no_grad():
-        assert objective(drafter, **data)[0] == objective(drafter, **data)[0]
+        assert learn(drafter, **data)[0] == learn(drafter, **data)[0]
+    for length, width in ((None, 0.1), (6, 0.05)):
+        noise = objective(noise=0.1, noise_length=length).noisy(torch.zeros(50, 12, 100))
+        assert width / 2 * 0.99 < min(noise.max(), -noise.min()) <= max(noise.max(), -noise.min()) <= width / 2
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
@@ -156,6 +153,27 @@ def test_every_drafter_learns(kind):
     if kind.startswith("medusa"):  # heads beyond the steps that are trained
         idle = tuple(f"{part}.{i}." for part in ("blocks", "heads") for i in (3, 4))
     assert all(n.startswith(idle) for n in unused), unused
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", *BLOCKS, *PARALLEL])
+def test_bytes_counted_on_shapes_are_those_that_a_forward_keeps(kind):
+    target, kept = tiny_target(), {}
+    drafter = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
+    objective = Eagle3Objective(steps=3)
+    if drafter.block is not None:
+        objective = ParallelObjective() if kind in PARALLEL else BlockObjective(anchors=6)
+    counted = saved_bytes(drafter, (3, 20), objective)
+    own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        readouts = objective.readouts(drafter, torch.zeros(3, 20, len(drafter.taps) * 32), torch.zeros(3, 20).long())
+    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    assert counted == pytest.approx(real + sum(x.untyped_storage().nbytes() for x in readouts), rel=0.05)
 
 
 def test_drafters_that_do_not_fit_are_refused():

@@ -7,16 +7,11 @@ import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import PARALLEL, tiny_parallel, tiny_target
-from short_runs import check_resumed, kept_bytes
+from short_runs import TEXTS, check_resumed, packed_batch
 
-from specdec.training.loop.footprint import saved_bytes
 from specdec.training.objectives import losses
 from specdec.training.objectives.cod import by_anchor, sample
 from specdec.training.objectives.parallel import ParallelObjective, sampled
-
-#            0  1  2  3  4  5  6  7  8  9 10 11
-LEARNT = [[0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
-TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
 
 def test_so_many_rows_of_each_depth():
@@ -68,12 +63,6 @@ def test_rows_by_their_anchor(earliest):
     assert got[rows.row, rows.column - rows.depth + 1, rows.depth].all()
 
 
-def batch(target, drafter) -> dict:
-    data = short_runs.batch(target, drafter, rows=2)
-    drafter.documents, drafter.first_tokens = torch.tensor(TEXTS), data["tokens"][:, 0]
-    return data | {"loss_mask": torch.tensor(LEARNT).float()}
-
-
 @pytest.mark.matrix
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
@@ -84,7 +73,7 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
     target = tiny_target()
     drafter = tiny_parallel(target, kind)
-    data = batch(target, drafter)
+    data = packed_batch(target, drafter)
     weights = torch.rand(2, 12) + 0.5
     objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
     with torch.no_grad():  # the rows that it draws then, every time
@@ -137,10 +126,3 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
     how = {"drafter": partial(tiny_parallel, kind=kind), "objective": ParallelObjective(drop=0.5), "pack": pack}
     report = check_resumed(lambda out: short_runs.trainer(out, **how), tmp_path)
     assert report["heldout_expected_tau"] >= 1
-
-
-@pytest.mark.parametrize("kind", PARALLEL)
-def test_activations_counted_on_shapes_are_those_of_real_chains(kind):
-    """About as many bytes as a real step keeps."""
-    drafter, objective = tiny_parallel(tiny_target(), kind), ParallelObjective()
-    assert saved_bytes(drafter, (3, 20), objective) == pytest.approx(kept_bytes(drafter, objective, (3, 20)), rel=0.05)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
+FUSION = ", fusion='shared'"  # in what version 0.1 says of block drafters: a setting that is gone, at its default
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -136,7 +137,7 @@ def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
     weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), run.drafter.vocab.ids
     same_shapes = {k: v.shape for k, v in run.parameters.items()} == {k: v.shape for k, v in weights.items()}
     same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
-    if not same_shapes or not same_vocab or state["meaning"] != run.meaning:
+    if not same_shapes or not same_vocab or state["meaning"].replace(FUSION, "") != run.meaning:
         raise ValueError(
             f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
         )

@@ -22,6 +22,7 @@ FREE = {
     )
 }  # fmt: skip
 SILENT = {"out", "resume"}
+REMOVED = {"drafter.fusion": "shared"}  # settings of version 0.1, at the value that is built in now
 
 
 def check_same_run(config: DictConfig, out: Path) -> list[str]:
@@ -33,7 +34,8 @@ def check_same_run(config: DictConfig, out: Path) -> list[str]:
         return []
     before = dict(_flat(read_yaml(out / "config.yaml", "settings")))
     now = dict(_flat(OmegaConf.to_container(config, resolve=True)))
-    gone = {name for name, value in before.items() if name not in now and not value}  # by another version, and off
+    # Settings of another version that were off, or had the value that is built in now
+    gone = {name for name, value in before.items() if name not in now and (not value or REMOVED.get(name) == value)}
     names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
     names = [name for name in names if name not in gone]
     said = {name: f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in names}

@@ -1,12 +1,14 @@
 """Small models made on the spot."""
 
 import io
+import json
 import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from unittest import mock
 
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,6 +54,21 @@ def save_hf(folder, family: str, dtype=torch.float32, shard: str = "5GB", seed: 
                 parameter.mul_(head)  # a larger head makes the next token less of a lottery
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+def edit_config(folder, *dropped: str, **fields) -> dict:
+    """Change config.json of a saved model; returns its new content."""
+    file = folder / "config.json"
+    config = {key: value for key, value in (json.loads(file.read_text()) | fields).items() if key not in dropped}
+    file.write_text(json.dumps(config))
+    return config
+
+
+def edit_tensors(folder, *dropped: str, **added: torch.Tensor) -> None:
+    """Change the tensors of a saved model."""
+    file = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in (load_file(file) | added).items() if name not in dropped}
+    save_file(tensors, file, {"format": "pt"})
 
 
 def run_here(main, *words: str) -> subprocess.CompletedProcess:

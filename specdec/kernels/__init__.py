@@ -3,7 +3,7 @@
 Code that can use a kernel asks `kernel_for` for it, once per decoding where that is possible. Without one it calls
 torch. Triton is not imported before a kernel is chosen.
 
-A new kernel is its file, with the formula, `reference` and `launch`; its name in `KERNELS`; its test, with its case in
+A new kernel is its file, with the formula and `launch`; its name in `KERNELS`; its test against torch, with its case in
 `launches`, in tests/kernels; and its case in specdec/lab/bench/formulas.py.
 
     name                 computes                                          in place of

@@ -13,14 +13,6 @@ from torch import Tensor
 TILE = 8192  # entries that a program holds; more do not fit its registers
 
 
-def reference(layers: list[Tensor], lens: Tensor, path: Tensor, n: Tensor) -> None:
-    """The formula, on layers [2,B,S,K,Dh] in place."""
-    for b in range(len(path)):
-        for k in range(1, int(n[b])):  # in increasing order no source has been overwritten
-            for kv in layers:
-                kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
-
-
 @triton.jit(do_not_specialize=["rows", "slots", "steps"])
 def _commit(addresses, like, lens, path, n, rows, slots, width, steps, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     side, row = tl.program_id(0) % 2, tl.program_id(1)

@@ -42,21 +42,6 @@ MOST_PARTS = 64
 RESIDENT = 4  # programs on a multiprocessor; their registers fit, and their loads together keep its memory busy
 
 
-def reference(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """The tokens that survive, [R,V] bool, found by sorting in the dtype of the logits."""
-    x = logits / temperature
-    kept = torch.ones_like(x, dtype=torch.bool)
-    if 0 < top_k < x.shape[-1]:
-        kept = x >= x.topk(top_k).values[:, -1:]
-    if top_p < 1:
-        p = x.masked_fill(~kept, -torch.inf).softmax(-1)
-        ranked = p.sort(descending=True)
-        above = ranked.values.cumsum(-1) - ranked.values  # the mass of more likely tokens
-        last = ranked.values.masked_fill(above >= top_p, torch.inf).amin(-1, keepdim=True)
-        kept &= p >= last
-    return kept & (x >= x.amax(-1, keepdim=True) + math.log(min_p)) if min_p > 0 else kept
-
-
 @triton.jit
 def _order(x):
     """An int32 for an fp32, in the same order."""

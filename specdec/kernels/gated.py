@@ -8,18 +8,11 @@ rounded.
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # as in `layers.ACTIVATIONS`
-
-
-def reference(gate_up: Tensor, activation: str) -> Tensor:
-    """The formula in the dtype of its input."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 @triton.jit

@@ -19,12 +19,6 @@ from specdec.kernels.product import product
 BLOCK = 128  # tokens of a program
 
 
-def reference(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The formula in the dtype of its inputs."""
-    best, ids = (hidden @ weight.T).log_softmax(-1).topk(k)
-    return best, ids
-
-
 @triton.jit(do_not_specialize=["rows", "vocab", "blocks"])
 def _blocks(
     hidden, weight, best, ids, lse, rows, size, vocab, blocks, hidden_row, weight_row,

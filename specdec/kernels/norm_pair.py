@@ -13,12 +13,6 @@ from torch import Tensor
 from specdec.kernels.rms_norm import scaled
 
 
-def reference(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]) -> Tensor:
-    """The formula in the dtype of its inputs; give it fp64."""
-    sides = zip((first, second), weights, eps, strict=True)
-    return torch.cat([x * (x.square().mean(-1, keepdim=True) + e).rsqrt() * w for x, w, e in sides], dim=-1)
-
-
 @triton.jit
 def _norm_pair(
     first, second, weight1, weight2, y, stride1, stride2, eps1, eps2, SIZE: tl.constexpr, BLOCK: tl.constexpr

@@ -13,11 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 
-def reference(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
-    """The formula in the dtype of its inputs; give it fp64."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight if offset else weight)
-
-
 @triton.jit
 def scaled(x, inverse_rms, weight, dtype: tl.constexpr, OFFSET: tl.constexpr):
     """The norm of fp32 values x that were read as `dtype`, rounded at the places where the model families round."""

@@ -17,18 +17,6 @@ from torch import Tensor
 from specdec.kernels.rms_norm import scaled
 
 
-def reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, gains: Tensor | None = None, eps: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The formula in the dtype of its inputs: q [R,heads,Dh], k and v [R,K,Dh]. gains [2,Dh]: what a normalised q, and
-    a normalised k, is multiplied by."""
-    q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    if gains is not None:
-        q, k = (x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * g for x, g in zip((q, k), gains, strict=True))
-    turned = (x * cos[:, None] + x.roll(x.shape[-1] // 2, -1) * sin[:, None] for x in (q, k))
-    return *turned, v
-
-
 @triton.jit
 def _rope_write(
     qkv, cos, sin, gains, slots, q_out, keys, values, qkv_row, table_row, eps,

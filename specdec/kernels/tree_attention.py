@@ -1,9 +1,8 @@
 """Attention of the nodes of a tree over the committed slots of a cache and over each other.
 
-    out[b,i,h] = sum_s softmax_s(cap(scale * q[b,i,h] . k[b,s])) v[b,s]    over the slots s that node i sees:
+    out[b,i,h] = sum_s softmax_s(scale * q[b,i,h] . k[b,s]) v[b,s]    over the slots s that node i sees:
     s < lens[b]                 committed; with a window only those fewer than `window` positions behind the node
     s = lens[b] + j             node j of the tree if it is an ancestor of i, or i itself
-    cap(x) = softcap * tanh(x / softcap), or x
 
 Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device
 finds the lengths from lens[b], so ragged rows are balanced and the host reads no length. The program of the last part
@@ -28,45 +27,10 @@ RESIDENT = 2  # programs that fit a multiprocessor: three stages of keys and val
 WIDE = 512  # bytes of a key; of wider ones a tile is larger, and one program fits
 
 
-def reference(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lens: Tensor,
-    ancestors: Tensor,
-    depth: Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The formula in the dtype of its inputs, which are those of `launch`; M is its `nodes`."""
-    b, n, heads, dim = q.shape
-    kv_heads, slots = keys.shape[1:3]
-    offset = torch.arange(slots, device=q.device) - lens[:, None]  # [B,S]
-    m = ancestors.shape[2]
-    see = ancestors.gather(2, offset.clamp(0, m - 1)[:, None].expand(-1, n, -1)) & (offset < m)[:, None]
-    see |= (offset < 0)[:, None]
-    if window is not None:
-        causal = depth is None
-        depth = torch.arange(m - n, m, device=q.device).expand(b, n) if causal else depth
-        column = offset if causal else depth.gather(1, offset.clamp(0, n - 1))
-        see &= torch.where(offset < 0, offset, column)[:, None] > depth[..., None] - window
-    q = q.view(b, n, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("bnkgd,bksd->bkgns", q, keys) * (dim**-0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = scores.masked_fill(~see[:, None, None], -torch.inf).softmax(-1)
-    # A slot that no node sees may hold anything. Its weight is 0, which must not be multiplied with an infinity.
-    values = values.masked_fill(~see.any(1)[:, None, :, None], 0)
-    return torch.einsum("bkgns,bksd->bnkgd", weights, values).reshape(b, n, heads * dim)
-
-
 @triton.jit
-def _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP: tl.constexpr):
+def _absorb(q, k, v, visible, acc, peak, total, scale):
     """One step of the online softmax, in base 2, over keys and values [BLOCK,D]; rows see `visible` [ROWS,BLOCK]."""
     scores = product(q, tl.trans(k)) * scale
-    if SOFTCAP:
-        scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
     scores = tl.where(visible, scores * LOG2E, -float("inf"))
     higher = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(higher == -float("inf"), 0.0, higher)  # a row that has seen nothing yet
@@ -87,8 +51,8 @@ def _load(keys, values, slots, held, kv_slot, DIM: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _over_committed(
-    q, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, softcap, window,
-    DIM: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    q, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, window,
+    DIM: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over part `split` of the committed slots."""
     first = 0
@@ -104,15 +68,15 @@ def _over_committed(
         visible = real[:, None] & held[None, :]
         if WINDOW:
             visible = visible & (slots[None, :] > (length + deep - window)[:, None])
-        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale)
     return acc, peak, total
 
 
 @triton.jit
 def _over_tree(
     q, keys, values, acc, peak, total, real, node, deep, length, ancestors, depth, n, nodes, see_node, kv_slot, scale,
-    softcap, window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr,
-    SOFTCAP: tl.constexpr, D: tl.constexpr,
+    window, DIM: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DEPTH: tl.constexpr,
+    D: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the scratch slots, 32 nodes at a time."""
     for first in range(0, nodes, 32):
@@ -129,7 +93,7 @@ def _over_tree(
             if DEPTH:
                 position = tl.load(depth + tl.minimum(other, n - 1), mask=held, other=0).to(tl.int32)
             visible = visible & (position[None, :] > (deep - window)[:, None])
-        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale, softcap, SOFTCAP)
+        acc, peak, total = _absorb(q, k, v, visible, acc, peak, total, scale)
     return acc, peak, total
 
 
@@ -140,9 +104,9 @@ def _over_tree(
 def _tree_attention(
     q, keys, values, lens, ancestors, depth, out, lse,
     q_row, q_node, q_head, kv_row, kv_head, kv_slot, see_row, see_node,
-    n, nodes, kv_heads, scale, softcap, window,
+    n, nodes, kv_heads, scale, window,
     GROUPS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    DEPTH: tl.constexpr, SOFTCAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Strides: q_* of q, kv_* of keys and values, see_* of ancestors. n new nodes, which are the last of `nodes` in the
     scratch slots. PARTS: there are several, so what is written is merged afterwards."""
@@ -166,13 +130,13 @@ def _tree_attention(
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, peak, total = _over_committed(
-        tile, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, softcap, window,
-        DIM, WINDOW, SOFTCAP, BLOCK, D,
+        tile, keys, values, acc, peak, total, real, deep, length, split, splits, kv_slot, scale, window,
+        DIM, WINDOW, BLOCK, D,
     )  # fmt: skip
     if split == splits - 1:
         acc, peak, total = _over_tree(
             tile, keys, values, acc, peak, total, real, node, deep, length, ancestors + row * see_row, depth, n, nodes,
-            see_node, kv_slot, scale, softcap, window, DIM, CAUSAL, WINDOW, DEPTH, SOFTCAP, D,
+            see_node, kv_slot, scale, window, DIM, CAUSAL, WINDOW, DEPTH, D,
         )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     query = (row * n + node) * (kv_heads * GROUPS) + head
@@ -223,7 +187,6 @@ def launch(
     depth: Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
-    softcap: float | None = None,
     slots: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
@@ -255,10 +218,10 @@ def launch(
     see = (lens, 0, 0) if ancestors is None else (ancestors, *ancestors.stride()[:2])
     _tree_attention[(tiles, b * kv_heads, splits)](
         q, keys, values, lens, see[0], depth.contiguous() if by_depth else lens, parts, lse, *q.stride()[:3],
-        *keys.stride()[:3], *see[1:], n, nodes, kv_heads, dim**-0.5 if scale is None else scale, softcap or 0.0,
+        *keys.stride()[:3], *see[1:], n, nodes, kv_heads, dim**-0.5 if scale is None else scale,
         window or 0,
         GROUPS=groups, DIM=dim, PARTS=splits > 1, CAUSAL=ancestors is None, WINDOW=windowed,
-        DEPTH=by_depth, SOFTCAP=softcap is not None, ROWS=rows, BLOCK=block,
+        DEPTH=by_depth, ROWS=rows, BLOCK=block,
         D=wide, num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:

@@ -30,26 +30,6 @@ class Level(NamedTuple):
     ancestors: Tensor  # [B,W,C+W] bool
 
 
-def reference(
-    scores: Tensor, places: Tensor, ancestors: Tensor, gains: Tensor, tokens: Tensor, first: int, count: int
-) -> Level:
-    """The formula; arguments as for `launch`."""
-    every = (scores[..., None] + gains).flatten(1)
-    order = every.sort(dim=1, descending=True, stable=True).indices[:, :count]
-    parent = order // gains.shape[2]
-    itself = torch.eye(count, dtype=torch.bool, device=gains.device).expand(len(order), -1, -1)
-    inherited = ancestors.gather(1, parent[..., None].expand(-1, -1, ancestors.shape[2]))
-    return Level(
-        every,
-        places[..., None].expand(gains.shape).flatten(1),
-        every.gather(1, order),
-        tokens.flatten(1).gather(1, order),
-        parent,
-        first + order,
-        torch.cat([inherited, itself], 2),
-    )
-
-
 @triton.jit
 def ordered(x):
     """An int32 for an fp32, in the same order; both zeros are one."""

@@ -23,25 +23,6 @@ COLUMNS = 32  # of the ancestors, at once
 Tree = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> Tree:
-    """The formula, node by node; arguments and results as for `launch`."""
-    b, n = len(root), nodes
-    found = [torch.zeros(b, n, dtype=torch.int64) for _ in range(3)]
-    logq, ancestors = torch.zeros(b, n), torch.zeros(b, n, n, dtype=torch.bool)
-    for row in range(b):
-        order = scores[row].sort(descending=True, stable=True).indices[: n - 1]
-        kept = sorted(order.tolist())
-        number = {0: 0} | {1 + place: 1 + i for i, place in enumerate(kept)}
-        found[0][row, 0], ancestors[row, 0, 0] = root[row], True
-        for i, place in enumerate(kept, 1):
-            above = number[int(parents[row, place])]
-            found[0][row, i], found[1][row, i], logq[row, i] = tokens[row, place], above, scores[row, place]
-            found[2][row, i] = found[2][row, above] + 1
-            ancestors[row, i] = ancestors[row, above]
-            ancestors[row, i, i] = True
-    return *(x.to(root.device) for x in found), ancestors.to(root.device), logq.to(root.device)
-
-
 @triton.jit
 def _threshold(rank, real, count):
     """The count-th largest of the ranks that are `real`."""

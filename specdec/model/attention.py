@@ -128,7 +128,7 @@ def bind_write(weight: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -
             return kernel
         gains = torch.stack([q_norm.weight, k_norm.weight])
         return partial(kernel, gains=gains, eps=q_norm.eps, offset=q_norm.offset)
-    return native.rope_write(weight, *_gains(q_norm, k_norm))
+    return native.bound("rope_write", weight, *_gains(q_norm, k_norm))
 
 
 def bind_add(

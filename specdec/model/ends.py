@@ -32,14 +32,6 @@ class TargetEnds(Target):
         self.blocks = nn.ModuleList()
         self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, from whoever has run the layers
 
-    @property
-    def query_heads(self) -> int:
-        return self.config.heads
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        return self.config.kv_heads, self.config.head_dim
-
     def forward(self, *_, **__):
         """Raises ValueError: it cannot run."""
         raise ValueError(f"of {self.name} only the ends are loaded, so it cannot run: load the whole target")

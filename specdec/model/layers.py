@@ -100,7 +100,15 @@ class RMSNorm(Freezable):
         if kernel := kernel_for("rms_norm", self.weight):
             weight, eps, offset = self.weight, self.eps, self.offset
             return lambda x, y: kernel(y, weight, eps, offset, residual=x)
-        return self.bind_add_eager()
+        if not self.offset and (own := native.bound("add_norm", self.weight, self.weight, self.eps)):
+            return own
+        norm = self.bind_eager()
+
+        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + y
+            return x, norm(x)
+
+        return add_norm
 
     def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """x + y, and its norm."""
@@ -110,21 +118,10 @@ class RMSNorm(Freezable):
         return x, self(x)
 
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        if own := native.rms_norm(self.weight, self.eps):
+        if own := native.bound("rms_norm", self.weight, self.weight, self.eps):
             return own
         weight, normalise = self.weight, self.bind_normalise()
         return lambda x: normalise(x).to(x.dtype) * weight
-
-    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        if own := native.add_norm(self.weight, self.eps):
-            return own
-        weight, normalise = self.weight, self.bind_normalise()
-
-        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + y
-            return x, normalise(x).to(x.dtype) * weight
-
-        return add_norm
 
     def bind_normalise(self) -> Callable[[Tensor], Tensor]:
         """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
@@ -158,15 +155,6 @@ class OffsetRMSNorm(RMSNorm):
     def bind_eager(self) -> Callable[[Tensor], Tensor]:
         gain, normalise = self.gain(), self.bind_normalise()
         return lambda x: (normalise(x) * gain).to(x.dtype)
-
-    def bind_add_eager(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        gain, normalise = self.gain(), self.bind_normalise()
-
-        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + y
-            return x, (normalise(x) * gain).to(x.dtype)
-
-        return add_norm
 
     def gain(self) -> Tensor:
         return 1 + self.weight.float()

@@ -36,6 +36,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,29 +79,13 @@ def serves(x: Tensor) -> bool:
     )
 
 
-def rms_norm(weight: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
-    """x [...,H] -> its norm, by our own operator; None where that does not serve."""
-    if not serves(weight):
-        return None
-    norm = torch.ops.specdec_rows.rms_norm.default._op
-    return lambda x: norm(x, weight, eps)
-
-
-def add_norm(weight: Tensor, eps: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """(x, y) -> x + y, and its norm; None as for `rms_norm`."""
-    if not serves(weight):
-        return None
-    add = torch.ops.specdec_rows.add_norm.default._op
-    return lambda x, y: add(x, y, weight, eps)
-
-
-def rope_write(like: Tensor, gains: Tensor | None, eps: float) -> Callable[..., Tensor] | None:
-    """Our own operator in the place of the kernel `rope_write`: (rows, cos, sin, slots, keys, values) -> q; None as for
-    `rms_norm`. gains [2,Dh]: what normalised queries, and keys, are multiplied by; None without norms."""
+def bound(name: str, like: Tensor, *last: object) -> Callable[..., Any] | None:
+    """Return an operator of `rows.cpp` as a function of all arguments but the `last`; None if it does not take tensors
+    such as `like`."""
     if not serves(like):
         return None
-    write = torch.ops.specdec_rows.rope_write.default._op
-    return lambda *where: write(*where, gains, eps)
+    operator = getattr(torch.ops.specdec_rows, name).default._op
+    return lambda *first: operator(*first, *last)
 
 
 @functools.cache

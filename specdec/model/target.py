@@ -156,14 +156,13 @@ class Target(nn.Module):
 
     @property
     def query_heads(self) -> int:
-        """Query heads of a layer, as its module has them."""
-        return self.blocks[0].attention.heads
+        """Query heads of a layer."""
+        return self.config.heads
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """(K, Dh) of a layer's keys and values, as its module has them."""
-        attention = self.blocks[0].attention
-        return attention.kv_heads, attention.head_dim
+        """(K, Dh) of a layer's keys and values."""
+        return self.config.kv_heads, self.config.head_dim
 
     def bind(self) -> None:
         """Bind every part to its present weights: see `layers.Freezable`."""

@@ -1,6 +1,7 @@
 """Compile every kernel for compute capability 9.0, without a GPU, at the sizes of an 8B model; one JSON line each.
 
-    python tests/kernels/kernel_compile.py
+    python tests/kernels/kernel_compile.py            # all cases
+    python tests/kernels/kernel_compile.py --few      # each kernel once
 
 Registers and stack (bytes that did not fit into registers) are those of a thread, shared memory is that of a program,
 in bytes. What is launched is named by `launches` in each test file of the kernels. Triton's launcher runs as usual,
@@ -37,8 +38,14 @@ class TargetOnly:
         return GPUTarget("cuda", 90, 32)
 
 
-def compile_only(run, case: list[str]):
+def compile_only(run, case: list[str], few: bool):
+    done = set()
+
     def instead(self, *args, grid, warmup, **options):
+        name = f"{self.fn.__module__.rsplit('.', 1)[1]}.{self.fn.__name__}"
+        if few and name in done:
+            return
+        done.add(name)
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel.asm["cubin"])
@@ -46,15 +53,14 @@ def compile_only(run, case: list[str]):
             tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
             usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-        module, ptx = self.fn.__module__.rsplit(".", 1)[1], kernel.asm["ptx"]
         line = {
-            "kernel": f"{module}.{self.fn.__name__}",
+            "kernel": name,
             "case": case[0],
             "registers": registers,
             "stack": stack,
             "shared": kernel.metadata.shared,
             "warps": kernel.metadata.num_warps,
-            "tensor_cores": "wgmma" in ptx or "mma.sync" in ptx,
+            "tensor_cores": "wgmma" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"],
         }
         print(json.dumps(line), flush=True)
 
@@ -73,7 +79,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE.parent))
     driver.set_active(TargetOnly())
     case = [""]
-    JITFunction.run = compile_only(JITFunction.run, case)
+    JITFunction.run = compile_only(JITFunction.run, case, few="--few" in sys.argv)
     for path in sorted(HERE.glob("test_kernels_*.py")):
         if "def launches(" in path.read_text(encoding="utf-8"):
             for case[0], launch in importlib.import_module(path.stem).launches(bf16, ints).items():

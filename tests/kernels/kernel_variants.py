@@ -1,7 +1,7 @@
-"""Count what decoding compiles, without a GPU: variants of each kernel in texts of 2,000 tokens; one JSON line a case.
+"""Count what decoding compiles, without a GPU: variants of each kernel in long texts; one JSON line a case.
 
-    python tests/kernels/kernel_variants.py            # all cases
-    python tests/kernels/kernel_variants.py "plain"    # those that are named
+    python tests/kernels/kernel_variants.py 2000            # all cases, in texts of 2,000 tokens
+    python tests/kernels/kernel_variants.py 2000 "plain"    # those that are named
 
 Triton compiles a kernel anew for other constants, dtypes and alignments, and for integers that are 1 or divisible by
 16. Its cache hook tells what it is about to compile, and puts an empty kernel in its place. So nothing is computed.
@@ -28,16 +28,15 @@ from specdec import kernels
 from specdec.drafters import eagle3
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
-from specdec.kernels import filtered_sampling, tree_attention, tree_level, tree_select
+from specdec.kernels import filtered_sampling, tree_attention
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
+from specdec.trees.dynamic import best_tree, next_level
 
-TOKENS, PROCESSORS = 2000, 132
-
-
+PROCESSORS = 132
 EMPTY = SimpleNamespace(launch_metadata=lambda *_: None, run=lambda *_: None, function=None, packed_metadata=None)
 
 
@@ -81,8 +80,8 @@ def children(hidden: torch.Tensor, weight: torch.Tensor, k: int) -> tuple[torch.
 
 
 # What is taken for the result of a kernel, if zeros would make no trees.
-RESULTS = {"head_topk": children, "tree_level": tree_level.reference}
-RESULTS["tree_select"] = lambda *given: tree_select.reference(*given[:-1])
+RESULTS = {"head_topk": children, "tree_select": best_tree}
+RESULTS["tree_level"] = lambda scores, *rest: next_level(torch.eye(scores.shape[1]).bool(), scores, *rest)
 
 
 @functools.cache
@@ -133,25 +132,27 @@ CASES = {
 }
 
 
-def decode(compiler: Compiler, drafter: str | None, tree, graphs: bool, rows: int = 1, **how) -> dict:
-    """Variants by kernel after TOKENS, and how many more a second text needs."""
+def decode(compiler: Compiler, drafter: str | None, tree, graphs: bool, tokens: int, rows: int = 1, **how):
+    """Variants by kernel after so many tokens, and how many more a second text needs."""
     compiler.forget()
     model = target()
     made = {"eagle3": lambda: eagle3.create(model).bfloat16().eval(), "model": lambda: DraftModel(target())}
     engine = Engine(model, made[drafter]() if drafter else None, tree, graphs=graphs and Again())
-    limits = [TOKENS - TOKENS * row // 4 for row in range(rows)]
+    limits = [tokens - tokens * row // 4 for row in range(rows)]
     engine.generate([[3, 5, 7]] * rows, max_new_tokens=limits, eos=frozenset(), **how)
     variants = dict(sorted(compiler.calls.items()))
-    engine.generate([[3, 5, 7, 2]] * rows, max_new_tokens=TOKENS // 10, eos=frozenset(), **how)
+    engine.generate([[3, 5, 7, 2]] * rows, max_new_tokens=tokens // 10, eos=frozenset(), **how)
     return {"variants": variants, "more": compiler.calls.total() - sum(variants.values())}
 
 
 def main() -> None:
     compiler = Compiler()
     pretend(compiler)
-    for name in sys.argv[1:] or CASES:
+    for name in sys.argv[2:] or CASES:
         drafter, tree, graphs, rest = CASES[name]
-        print(json.dumps({"case": name, **decode(compiler, drafter, tree, graphs, **rest)}), flush=True)
+        print(
+            json.dumps({"case": name, **decode(compiler, drafter, tree, graphs, int(sys.argv[1]), **rest)}), flush=True
+        )
 
 
 if __name__ == "__main__":

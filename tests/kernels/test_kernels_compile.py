@@ -30,12 +30,12 @@ def lines_of(script: str, folder, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in out.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> list[dict]:
-    return lines_of("kernel_compile.py", tmp_path_factory.mktemp("triton"))
+def test_every_kernel_compiles_and_fits(tmp_path, whole):
+    """Nothing spills, products of bf16 run on the tensor cores, and as many programs are resident as parts are made
+    for. All cases with --whole, otherwise the first ones that launch each kernel."""
+    from specdec.kernels import filtered_sampling, tree_attention
 
-
-def test_every_kernel_compiles(compiled):
+    compiled = lines_of("kernel_compile.py", tmp_path, *(() if whole else ("--few",)))
     defined = set()
     for path in (ROOT / "specdec" / "kernels").glob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -44,26 +44,13 @@ def test_every_kernel_compiles(compiled):
         defined |= {f"{path.stem}.{name}" for name in names if f"{name}[(" in text}  # launched, not called from another
     assert len(defined) >= 11
     assert {line["kernel"] for line in compiled} == defined
-
-
-def test_nothing_spills(compiled):
-    for line in compiled:
-        assert line["stack"] == 0, line
-        assert line["shared"] <= SHARED_MEMORY, line
-
-
-def test_products_of_bf16_run_on_the_tensor_cores(compiled):
     products = [x for x in compiled if x["kernel"] in ("tree_attention._tree_attention", "head_topk._blocks")]
-    assert len(products) >= 6
     assert all(line["tensor_cores"] for line in products if "fp32" not in line["case"])
-
-
-def test_as_many_programs_are_resident_as_parts_are_made_for(compiled):
-    from specdec.kernels import filtered_sampling, tree_attention
-
     resident = {"tree_attention._tree_attention": tree_attention.RESIDENT}
     resident |= dict.fromkeys(("filtered_sampling._scan", "filtered_sampling._list"), filtered_sampling.RESIDENT)
     for line in compiled:
+        assert line["stack"] == 0, line
+        assert line["shared"] <= SHARED_MEMORY, line
         programs = resident.get(line["kernel"], 1)
         assert programs * (line["shared"] + RESERVED) <= SHARED_OF_ALL, line
         assert programs * line["warps"] * 32 * -(-line["registers"] // 8) * 8 <= REGISTERS, line
@@ -71,10 +58,11 @@ def test_as_many_programs_are_resident_as_parts_are_made_for(compiled):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["plain, sampled", "EAGLE-3, tree of 60", "EAGLE-3, tree of 60, graphs"])
-def test_texts_of_any_length_take_the_same_few_variants(case, tmp_path):
-    """2,000 tokens with a window of 512, and a second text. Of each call in a round attention has a few variants: the
-    window hides something or not, the slots are cut or not. The merge has one each for 2, 4 and 8 parts."""
-    (line,) = lines_of("kernel_variants.py", tmp_path, case)
+def test_texts_of_any_length_take_the_same_few_variants(case, tmp_path, whole):
+    """A text that is longer than a window of 512, and a second one. Of each call in a round attention has a few
+    variants: the window hides something or not, the slots are cut or not. The merge has one each for 2, 4 and 8
+    parts."""
+    (line,) = lines_of("kernel_variants.py", tmp_path, "2000" if whole else "700", case)
     most = {"tree_attention._tree_attention": 4 if "plain" in case else 10, "tree_attention._merge": 3}
     most |= {"rms_norm._rms_norm": 2, "tree_level._tree_level": 2}  # with a residual; the last level
     variants = line["variants"]

@@ -1,40 +1,28 @@
-"""The kernels around a tree: its levels, its selection, and the norms that draft heads read."""
+"""The kernels around a tree: its levels and its selection."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
+from kernel_cases import on_devices
 
-from specdec.kernels import norm_pair, tree_level, tree_select
+from specdec.kernels import tree_level, tree_select
 from specdec.trees import DynamicTree
-from specdec.trees.dynamic import Pool, next_level
+from specdec.trees.dynamic import Pool, best_tree, next_level
 
 pytestmark = on_devices
 
 
 def launches(bf16, ints) -> dict[str, Callable]:
     """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    w, x, pool = 10, bf16(10, 4096), DynamicTree.candidates(10, 8)
+    w, pool = 10, DynamicTree.candidates(10, 8)
     gains, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
     candidates = ints(1, pool), bf16(1, pool).float(), ints(1, pool)
     return {
-        "two norms": lambda: norm_pair.launch(x, x, (x[0], x[0]), (1e-5, 1e-5)),
         "10 of 100": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, w),
         "a last level": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, 0),
         "60 of a pool": lambda: tree_select.launch(ints(1), *candidates, 60, 8),
     }
-
-
-@in_dtypes
-@pytest.mark.parametrize("size", [1, 96, 500])
-def test_norm_pair(device, dtype, size):
-    torch.manual_seed(0)
-    x, y = (torch.randn(2, 3, size) * 3).to(dtype), torch.randn(2, 1, size).to(dtype).expand(2, 3, size)
-    weights, eps = tuple(torch.randn(2, size).to(dtype)), (1e-5, 1e-2)
-    got = norm_pair.launch(x.to(device), y.to(device), tuple(w.to(device) for w in weights), eps)
-    wanted = norm_pair.reference(x.double(), y.double(), tuple(w.double() for w in weights), eps)
-    close(got.cpu(), wanted, wanted.abs() * (roundings(dtype, 2) + sums(size) + 4 * FINE))
 
 
 def level(b: int, w: int, columns: int, seed: int, ties: bool):
@@ -52,13 +40,15 @@ def level(b: int, w: int, columns: int, seed: int, ties: bool):
 @pytest.mark.parametrize(("b", "w", "columns"), [(1, 1, 1), (2, 3, 3), (1, 8, 40), (2, 10, 70), (1, 32, 64)])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_tree_level(device, b, w, columns, ties):
-    given = level(b, w, columns, w, ties)
-    made = tree_level.launch(*(x.to(device) for x in given), 17, w)
-    for got, wanted in zip(made, tree_level.reference(*given, 17, w), strict=True):
-        assert torch.equal(got.cpu(), wanted)
-    if not ties:
-        for got, wanted in zip(made, next_level(torch.eye(w).bool(), *given, 17, w), strict=True):
-            assert torch.equal(got.cpu(), wanted)
+    """Of equal scores the first candidates are chosen: for torch they are a little better than those behind them."""
+    scores, places, seen, gains, tokens = given = level(b, w, columns, w, ties)
+    made = [x.cpu() for x in tree_level.launch(*(x.to(device) for x in given), 17, w)]
+    order = torch.arange(w * w).view(w, w) * (1e-4 if ties else 0)
+    wanted = list(next_level(torch.eye(w).bool(), scores, places, seen, gains - order, tokens, 17, w))
+    wanted[0] = (scores[..., None] + gains).flatten(1)
+    wanted[2] = wanted[0].gather(1, wanted[5] - 17)
+    for got, exact in zip(made, wanted, strict=True):
+        assert torch.equal(got, exact)
 
 
 def test_a_last_level_chooses_nothing(device):
@@ -93,13 +83,10 @@ def pool_of(w: int, steps: int, b: int, seed: int, ties: bool) -> Pool:
 @pytest.mark.parametrize(("w", "steps", "n"), [(1, 4, 5), (1, 1, 2), (2, 3, 5), (3, 4, 20), (3, 3, 22), (10, 8, 60)])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_tree_select(device, w, steps, n, ties):
-    policy, pool, root = DynamicTree(w, steps, n), pool_of(w, steps, 2, n, ties), torch.tensor([5, 9])
+    pool, root = pool_of(w, steps, 2, n, ties), torch.tensor([5, 9])
     made = tree_select.launch(root.to(device), *(x.to(device) for x in pool), n, steps)
-    for got, wanted in zip(made, tree_select.reference(root, *pool, n), strict=True):
+    for got, wanted in zip(made, best_tree(root, *pool, n, steps), strict=True):
         assert torch.equal(got.cpu(), wanted)
-    tree = policy.select(root, pool)
-    for got, name in zip(made, ("tokens", "parents", "depth", "ancestors", "logq"), strict=True):
-        assert torch.equal(got.cpu(), getattr(tree, name)), name
 
 
 def test_candidates_that_cannot_be_come_last(device):
@@ -109,6 +96,4 @@ def test_candidates_that_cannot_be_come_last(device):
     made = tree_select.launch(
         *(x.to(device) for x in (torch.tensor([7]), torch.arange(6)[None], scores, parents)), 4, 2
     )
-    assert made[0].tolist() == [[7, 0, 1, 2]]
-    assert made[1].tolist() == [[0, 0, 0, 1]]
-    assert made[2].tolist() == [[0, 1, 1, 2]]
+    assert [x.tolist() for x in made[:3]] == [[[7, 0, 1, 2]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]]

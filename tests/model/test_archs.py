@@ -1,11 +1,8 @@
 """Logits of every family agree with transformers: prefill, step by step, trees, biases, windows, shards, rope."""
 
-import json
-
 import pytest
 import torch
-from config_keys import LLAMA3_ROPE
-from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
+from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
 from test_no_sync import NoHostSync
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,6 +20,14 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "rope_theta": 5e3, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
 }
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 CASES = {
@@ -58,17 +63,10 @@ def test_logits_match_transformers(case, tmp_path):
     target = load_target(tmp_path, tokenizer=False)
     ids = torch.randint(99, (2, 40))
     out = model(ids, output_hidden_states=True)
-    taps = range(4)
-
-    cache = target.new_cache(2, 48)
-    logits, feats = target(ids, cache, taps=taps)
-    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
-
-    logits, feats = target(ids, None, taps=taps)
-    torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
-
+    for cache in (target.new_cache(2, 48), None):
+        logits, feats = target(ids, cache, taps=range(4))
+        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
     for rows in (2, 1):
         cache = target.new_cache(rows, 48)
         pieces = [target(ids[:rows, :20], cache)[0]]
@@ -148,13 +146,13 @@ def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
     tensors[f"{eye_prefix}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
     tensors[f"{eye_prefix}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
     save_file(tensors, file)
-    text = json.loads((tmp_path / "config.json").read_text())
-    del text["tie_word_embeddings"], text["hidden_activation"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    text = edit_config(tmp_path, "tie_word_embeddings", "hidden_activation")
+    edit_config(tmp_path, *text)
+    edit_config(tmp_path, model_type="gemma3", text_config=text)
     ids = torch.randint(99, (1, 20))
     logits, _ = load_target(tmp_path, tokenizer=False)(ids, None)
     torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
-    save_file(tensors | {"model.extra": torch.ones(1)}, file)
+    edit_tensors(tmp_path, **{"model.extra": torch.ones(1)})
     with pytest.raises(ValueError, match=r"holds the tensor model\.extra"):
         load_target(tmp_path, tokenizer=False)
 
@@ -162,12 +160,9 @@ def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
 def test_the_older_spelling_of_gemma3_is_read_like_the_new(tmp_path):
     save_hf(tmp_path, **GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2})
     new = load_target(tmp_path, tokenizer=False).config
-    config = json.loads((tmp_path / "config.json").read_text())
-    for field in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
-        config.pop(field)
-    config |= {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2}
-    config |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    older = {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2}
+    older |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    edit_config(tmp_path, "rope_parameters", "layer_types", "_sliding_window_pattern", **older)
     assert load_target(tmp_path, tokenizer=False).config == new
     # transformers reads the old spelling in the same way
     read = AutoConfig.from_pretrained(tmp_path)
@@ -178,10 +173,8 @@ def test_the_older_spelling_of_gemma3_is_read_like_the_new(tmp_path):
 
 def with_heads(folder, names: list[str], **config) -> None:
     """Add tensors to a saved model, as if it had been released with heads for multi-token prediction."""
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {name: torch.ones(2) for name in names}, folder / "model.safetensors")
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | config))
+    edit_tensors(folder, **{name: torch.ones(2) for name in names})
+    edit_config(folder, **config)
 
 
 def test_mimo_is_qwen2_whose_heads_are_set_aside(tmp_path):
@@ -206,11 +199,6 @@ def test_announced_layers_behind_the_last_are_set_aside_and_no_others(tmp_path):
         load_target(tmp_path, tokenizer=False)
 
 
-def change_config(folder, **fields) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | fields))
-
-
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -223,7 +211,7 @@ def change_config(folder, **fields) -> None:
 )
 def test_what_we_would_approximate_is_refused_by_name(family, change, message, tmp_path):
     save_hf(tmp_path, **(GEMMA3 if family == "gemma3_text" else {"family": family}))
-    change_config(tmp_path, **change)
+    edit_config(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         load_target(tmp_path, tokenizer=False)
 
@@ -240,7 +228,7 @@ def test_what_we_would_approximate_is_refused_by_name(family, change, message, t
 )
 def test_what_our_decoder_cannot_be_runs_through_transformers(change, reason, tmp_path, capsys):
     save_hf(tmp_path, "llama")
-    change_config(tmp_path, **change)
+    edit_config(tmp_path, **change)
     capsys.readouterr()
     target = load_target(tmp_path, tokenizer=False)
     err = capsys.readouterr().err
@@ -252,10 +240,8 @@ def test_what_our_decoder_cannot_be_runs_through_transformers(change, reason, tm
 def test_old_rope_spelling_is_read_like_the_new(tmp_path):
     save_hf(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
     new = load_target(tmp_path, tokenizer=False).config
-    config = json.loads((tmp_path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    edit_config(tmp_path, "rope_parameters", rope_theta=LLAMA3_ROPE["rope_theta"], rope_scaling=rope)
     assert load_target(tmp_path, tokenizer=False).config == new
 
 

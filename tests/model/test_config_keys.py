@@ -1,41 +1,190 @@
-"""Of every key of a family's config each other value gives what transformers makes of it, or is refused."""
+"""Every key of a family's config, changed in turn, gives what transformers makes of it, or is refused."""
 
-import warnings
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from config_keys import FAMILIES, outcomes
+import torch
+from helpers import SMALL, save_hf
+from test_archs import GEMMA3, LLAMA3_ROPE
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
+from specdec.model.archs import FAMILIES as native
+from specdec.model.archs import Architecture
+from specdec.model.loader import load_target
+
+IDS = torch.arange(40)[None]  # more than every window here
 # What transformers does not take, and what means the same as if it were left out: the logits have no part in it, or
 # (head_dim of Qwen2) older versions took it so.
 HARMLESS = {("pad_token_id", "True"), ("pad_token_id", "0.5"), ("return_dict", "False"), ("head_dim", "None")}
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# A small model of each native family, in which as much as possible is not what the family takes by default.
+FAMILIES = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+    "mistral": {"sliding_window": 8, "head_dim": 16},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOWED},
+    "gemma3_text": {key: value for key, value in GEMMA3.items() if key != "family"},
+}
+ROPES = [
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0},
+    {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    LLAMA3_ROPE,
+    {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    {"rope_theta": 77.0},
+    {"full_attention": {"rope_type": "default", "rope_theta": 50.0}},
+]
+TYPES = [["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention", "sliding_attention", "full_attention"]]
+# What a key is changed to, where more can be said than the type of its value does.
+VALUES = {
+    "rope_parameters": ROPES,
+    "rope_scaling": [
+        {"type": "linear", "factor": 2.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"type": "yarn", "factor": 4.0},
+        {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"},
+    ],
+    "rope_theta": [50.0],
+    "rope_local_base_freq": [50.0],
+    "partial_rotary_factor": [0.5],
+    "layer_types": [*TYPES, ["full_attention"], ["chunked_attention"] * 3, None],
+    "sliding_window": [4, 200, None],
+    "max_window_layers": [0, 2, 3],
+    "sliding_window_pattern": [2, 3],
+    "_sliding_window_pattern": [2, 3],
+    "hidden_act": ["gelu", "relu", "gelu_pytorch_tanh", "swish", "none such"],
+    "hidden_activation": ["gelu", "silu", "none such"],
+    "attn_logit_softcapping": [1.0],
+    "final_logit_softcapping": [2.0],
+    "logit_scale": [0.5],
+    "embedding_multiplier": [3.0],
+    "head_dim": [8, 16, 32, None],
+    "eos_token_id": [5, [5, 6], None],
+    "model_type": list(FAMILIES),
+    "architectures": [["MistralForCausalLM"], ["NoneSuch"], None],
+    "dtype": ["float32", "bfloat16"],
+    "quantization_config": [{"quant_method": "none such"}],
+    "attention_chunk_size": [8],
+    "no_rope_layers": [[1, 0, 1]],
+    "num_kv_shared_layers": [1],
+    "mup_enabled": [True],
+}
+
+
+class Outcome(NamedTuple):
+    """What became of one change."""
+
+    key: str
+    value: str
+    refusal: str  # ours; empty if we have decoded
+    gap: float | None  # the largest difference of the logits, where both sides have decoded
+
+    @property
+    def agrees(self) -> bool:
+        return self.gap is not None and self.gap < 1e-4
+
+    @property
+    def wrong(self) -> bool:
+        return not self.agrees and not self.refusal and (self.key, self.value) not in HARMLESS
+
+
+def alternatives(key: str, value) -> Iterator:
+    """Other values of a key."""
+    if key in VALUES:
+        yield from VALUES[key]
+    elif isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        yield from (value + 1, 2 * value, 0)
+    elif isinstance(value, float):
+        yield from (2 * value + 0.5, 0.0)
+    elif value is None:
+        yield from (True, 3, 0.5)
+    elif isinstance(value, str):
+        yield "none such"
+    else:
+        yield None
+
+
+def changes(config: dict, known: dict) -> Iterator[tuple[str, str, dict]]:
+    """Every changed config: key, what it was changed to, config. `known` holds the keys of all families."""
+    for key in sorted({*config, *known, *VALUES}):
+        if key in config:
+            yield key, "left out", {k: v for k, v in config.items() if k != key}
+        for value in alternatives(key, config.get(key, known.get(key))):
+            if key not in config or value != config[key]:
+                yield key, repr(value), config | {key: value}
+
+
+def all_keys() -> dict:
+    """The keys of all families with their default values."""
+    found = {}
+    for family in FAMILIES:
+        found |= AutoConfig.for_model(family, **SMALL).to_dict()
+    return {key: value for key, value in found.items() if not isinstance(value, dict | list)}
+
+
+@torch.inference_mode()
+def outcomes(family: str, folder: Path, every: int = 1, only: str | None = None) -> list[Outcome]:
+    """What became of every change of a family's config, or of every n-th, or of those of one key."""
+    logging.set_verbosity_error()
+    save_hf(folder, family, **FAMILIES[family])
+    file, out = folder / "config.json", []
+    found = [change for change in changes(json.loads(file.read_text()), all_keys()) if only in (None, change[0])]
+    for key, value, changed in found[::every]:
+        file.write_text(json.dumps(changed))
+        theirs, _ = attempt(lambda: theirs_of(folder))
+        ours, refusal = attempt(lambda: load_target(folder, tokenizer=False, dtype="fp32")(IDS, None)[0])
+        gap = None
+        if ours is not None and theirs is not None and ours.shape == theirs.shape:
+            same_nan = torch.equal(ours.isnan(), theirs.isnan())
+            gap = (ours - theirs).abs().nan_to_num(0).max().item() if same_nan else float("inf")
+        out.append(Outcome(key, value, refusal, gap))
+    return out
+
+
+def attempt(decode) -> tuple[torch.Tensor | None, str]:
+    """Logits, and the reason why there are none."""
+    try:
+        return decode(), ""
+    except Exception as error:  # transformers raises errors of any type
+        return None, f"{type(error).__name__}: {error}"
+
+
+def theirs_of(folder: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    if info["missing_keys"] or info["mismatched_keys"]:
+        raise ValueError(f"lacks {sorted(info['missing_keys'])[:1]}")
+    return model(IDS, return_dict=True).logits
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_key_is_read_as_transformers_reads_it_or_refused(family, tmp_path, capfd):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' own, of values that are not meant
-        found = outcomes(family, tmp_path)
+@pytest.mark.filterwarnings("ignore")  # transformers' own, of values that are not meant
+def test_every_key_is_read_as_transformers_reads_it_or_refused(family, tmp_path, capfd, whole):
+    """Every change with --whole, otherwise every fourth."""
+    found = outcomes(family, tmp_path, every=1 if whole else 4)
     capfd.readouterr()  # notes of what transformers' modules decode
-    read = [o for o in found if o.agrees]
-    refused = [o for o in found if o.ours]
-    assert len(read) > 80, "most changes are of keys that do not matter, or are read"
-    assert len({o.key for o in found}) > 50
-    wrong = [o for o in found if not o.agrees and not o.ours and (o.key, o.value) not in HARMLESS]
-    assert wrong == []
-    for outcome in refused:
-        assert outcome.ours.startswith("ValueError: "), outcome
-        assert "\n" not in outcome.ours, outcome
-    decoded_there = {(o.key, o.value) for o in found if o.gap is not None}
-    assert {("rope_theta", "50.0"), ("rms_norm_eps", "0.0")} <= decoded_there, "something was changed that matters"
+    assert [o for o in found if o.wrong] == []
+    for outcome in found:
+        assert not outcome.refusal or outcome.refusal.startswith("ValueError: "), outcome
+        assert "\n" not in outcome.refusal, outcome
+    assert sum(o.agrees for o in found) > (80 if whole else 20), "most changes do not matter, or are read"
+    assert len({o.key for o in found}) > (50 if whole else 25)
+    if whole:
+        decoded = {(o.key, o.value) for o in found if o.gap is not None}
+        assert {("rope_theta", "50.0"), ("rms_norm_eps", "0.0")} <= decoded, "something was changed that matters"
 
 
 def test_what_matters_is_seen_to_matter(tmp_path, monkeypatch, capfd):
     """The test above notices a key that is not read: here `layer_types` of a Mistral, which was so."""
-    from specdec.model.archs import FAMILIES as native
-    from specdec.model.archs import Architecture
-
     read = native["mistral"].read
     monkeypatch.setitem(native, "mistral", Architecture(lambda config: read(config | {"layer_types": None})))
-    wrong = {o.value for o in outcomes("mistral", tmp_path) if o.key == "layer_types" and not o.agrees and not o.ours}
-    assert repr(["full_attention"] * 3) in wrong
+    assert repr(["full_attention"] * 3) in {
+        o.value for o in outcomes("mistral", tmp_path, only="layer_types") if o.wrong
+    }

@@ -1,14 +1,15 @@
 """Our own attention on the CPU: the formula, unseen slots, and bits that do not depend on what is beside a position."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers import tiny_target
 
 from specdec.model import attention, native
-from specdec.model.archs import ModelConfig
 from specdec.model.attention import CacheView, packed_mask, tree_mask
 from specdec.model.cache import KVCache
 from specdec.model.cpu_attention import DIMS, FEW, attend_seen, seen_by
-from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.trees.ancestors import ancestors_of
 
@@ -52,6 +53,7 @@ def by_formula(q, cache, ancestors, scale) -> torch.Tensor:
     return attention.attend(q.double(), keys, values, mask, scale)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (8, 2), (14, 2)])
 @pytest.mark.parametrize(("n", "nodes"), [(1, 1), (3, 7), (16, 16), (33, 33)])
@@ -93,16 +95,16 @@ def test_a_row_that_has_ended_may_lie_behind_all_slots():
 
 
 @pytest.mark.parametrize(
-    ("n", "shape", "dtype", "window"),
+    ("n", "dim", "dtype", "window"),
     [
-        (FEW + 1, (2, 32), torch.float32, None),
-        (1, (2, 24), torch.float32, None),
-        (1, (2, 32), torch.bfloat16, None),
-        (1, (2, 32), torch.float32, 4),
+        (FEW + 1, 32, torch.float32, None),
+        (1, 24, torch.float32, None),
+        (1, 32, torch.bfloat16, None),
+        (1, 32, torch.float32, 4),
     ],
 )
-def test_what_it_does_not_know_goes_to_torch(n, shape, dtype, window):
-    cache = KVCache(1, 1, SLOTS, *shape, like=torch.zeros(0, dtype=dtype))
+def test_what_it_does_not_know_goes_to_torch(n, dim, dtype, window):
+    cache = KVCache(1, 1, SLOTS, 2, dim, like=torch.zeros(0, dtype=dtype))
     cache.lens.fill_(20)
     cache.max_len = 20
     depth = torch.arange(n)[None]
@@ -111,12 +113,9 @@ def test_what_it_does_not_know_goes_to_torch(n, shape, dtype, window):
 
 def random_target(**settings) -> Target:
     """All of whose operators are our own."""
+    sizes = {"layers": 2, "hidden": 128, "intermediate": 512, "heads": 8, "head_dim": 16, "vocab": 200}
     torch.manual_seed(0)
-    config = ModelConfig(
-        layers=2, hidden=128, intermediate=512, heads=8, kv_heads=2, head_dim=16, vocab=200, eps=1e-5, rope=Rope(),
-        context=SLOTS, tied=False, **settings,
-    )  # fmt: skip
-    target = Target(config).eval()
+    target = Target(replace(tiny_target().config, **sizes | settings)).eval()
     for parameter in target.parameters():
         if parameter.ndim == 2:
             parameter.copy_(torch.randn_like(parameter).mul(0.2).bfloat16())

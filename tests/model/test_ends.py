@@ -1,10 +1,8 @@
 """The ends of a target, without its layers: they are the whole target's."""
 
-import json
-
 import pytest
 import torch
-from helpers import save_hf
+from helpers import edit_config, save_hf
 from hybrids import LINEAR, MOE
 from test_wrapped_targets import wrap
 
@@ -66,8 +64,6 @@ def test_what_is_not_known_is_refused(tmp_path):
     save_hf(tmp_path, "olmo2")
     with pytest.raises(ValueError, match="family 'olmo2' is not native, and how its embedding, norm and head work is"):
         load_ends(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mixtral"}
-    del config["num_attention_heads"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, "num_attention_heads", model_type="mixtral")
     with pytest.raises(ValueError, match=r"config\.json lacks the field 'num_attention_heads'"):
         load_ends(tmp_path)

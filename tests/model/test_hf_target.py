@@ -1,12 +1,11 @@
 """Models of transformers that are not native decode exactly through their own modules, or are refused by name."""
 
 import inspect
-import json
 
 import pytest
 import torch
-from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
-from safetensors.torch import load_file, save_file
+from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
+from test_ends import MLA, SMALL_MOE
 from transformers import GPT2LMHeadModel
 
 from specdec.drafters import eagle3
@@ -16,6 +15,8 @@ from specdec.model.loader import load_target
 from specdec.trees import DynamicTree
 
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 CASES = {
     "gpt2": {"family": "gpt2"},  # learned positions
     "gpt_neox": {"family": "gpt_neox", "rotary_pct": 0.5},  # parallel block, rotary part of a head
@@ -24,11 +25,9 @@ CASES = {
     "gemma2": {"family": "gemma2", "head_dim": 16, **MIXED},  # soft-caps, two types of layers
     "mixtral": {"family": "mixtral", "sliding_window": 8, "num_local_experts": 4},  # experts, windows everywhere
     "qwen3_moe": {  # a dense layer among them
+        **SMALL_MOE,
         "family": "qwen3_moe",
         "head_dim": 16,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 16,
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
@@ -43,15 +42,11 @@ CASES = {
     "deepseek_v3": {  # a latent cache: keys and values of different width, not those of the heads
         "family": "deepseek_v3",
         "num_key_value_heads": 6,
-        "q_lora_rank": 16,
+        **MLA,
+        **SMALL_MOE,
         "kv_lora_rank": 20,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
         "first_k_dense_replace": 1,
-        "moe_intermediate_size": 16,
         "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
     },
@@ -123,22 +118,9 @@ def test_learned_positions_to_the_end_of_the_context(tmp_path):
 @pytest.mark.parametrize(
     ("family", "fields", "context"),
     [
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 128),
+        ("llama", {"rope_parameters": DYNAMIC}, 128),
         ("llama4_text", {"attention_chunk_size": 16, "num_local_experts": 2, "head_dim": 16}, 16),
-        (
-            "phi3",
-            {
-                "pad_token_id": 0,
-                "original_max_position_embeddings": 64,
-                "rope_parameters": {
-                    "rope_type": "longrope",
-                    "rope_theta": 1e4,
-                    "short_factor": [1.0] * 4,
-                    "long_factor": [2.0] * 4,
-                },
-            },
-            64,
-        ),
+        ("phi3", {"pad_token_id": 0, "original_max_position_embeddings": 64, "rope_parameters": LONG}, 64),
     ],
 )
 def test_the_context_ends_where_exactness_ends(family, fields, context, tmp_path):
@@ -174,18 +156,15 @@ def test_the_check_on_loading_notices_a_model_that_does_not_listen(ignored, tmp_
 
 def test_files_are_read_strictly(tmp_path):
     save_hf(tmp_path, "olmo2")
-    tensors = load_file(tmp_path / "model.safetensors") | {"mtp.fc.weight": torch.ones(1)}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path, **{"mtp.fc.weight": torch.ones(1)})
     load(tmp_path)  # heads for multi-token prediction are known by name
-    save_file(tensors | {"extra": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path, extra=torch.ones(1))
     with pytest.raises(ValueError, match="holds the tensor extra"):
         load_target(tmp_path, tokenizer=False)
-    del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path, "extra", "model.norm.weight")
     with pytest.raises(ValueError, match=r"lacks the tensor model\.norm\.weight"):
         load_target(tmp_path, tokenizer=False)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "nobody"}))
+    edit_config(tmp_path, model_type="nobody")
     with pytest.raises(ValueError, match="nobody"):
         load_target(tmp_path, tokenizer=False)
 

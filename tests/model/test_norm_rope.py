@@ -75,7 +75,7 @@ def test_heads_are_rotated_and_stored_in_one_call(heads, kv_heads, dim, norm):
     got = bind_write(rows, *norms)(rows, cos, sin, slots, keys, values)
     q, k, v = rows.view(2, 15, -1, dim).split([heads, kv_heads, kv_heads], 2)
     if norm:  # by their gains: Gemma's norm alone is not our own
-        own = [native.rms_norm(each.gain(), each.eps) for each in norms]
+        own = [native.bound("rms_norm", rows, each.gain(), each.eps) for each in norms]
         q, k = own[0](q), own[1](k)
     assert torch.equal(got, rotate(q, cos, sin))
     assert torch.equal(keys[slots], rotate(k, cos, sin).reshape(30, -1))

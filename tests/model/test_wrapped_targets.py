@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import save_hf
+from helpers import edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
 
 from specdec.model.hf_target import TransformersTarget
@@ -19,8 +19,8 @@ NAMINGS = {
 FAMILIES = {"llama": Target, "olmo2": TransformersTarget}
 
 
-def wrap(inner, folder, naming: str, **outer) -> dict:
-    """Write the checkpoint `inner` as the text part of one that sees; returns its tensors."""
+def wrap(inner, folder, naming: str, **outer) -> None:
+    """Write the checkpoint `inner` as the text part of one that sees."""
     model, head = NAMINGS[naming]
     tensors = {
         name.replace("model.", model, 1).replace("lm_head.", head, 1): value
@@ -32,7 +32,6 @@ def wrap(inner, folder, naming: str, **outer) -> dict:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return tensors
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
@@ -40,7 +39,7 @@ def wrap(inner, folder, naming: str, **outer) -> dict:
 @torch.inference_mode()
 def test_the_text_part_equals_the_inner_model(family, naming, tmp_path, capsys):
     model = save_hf(tmp_path / "inner", family)
-    tensors = wrap(tmp_path / "inner", tmp_path / "whole", naming)
+    wrap(tmp_path / "inner", tmp_path / "whole", naming)
     target = load_target(tmp_path / "whole", tokenizer=False)
     assert type(target) is FAMILIES[family]
     assert "it reads and writes text only" in capsys.readouterr().err
@@ -51,7 +50,7 @@ def test_the_text_part_equals_the_inner_model(family, naming, tmp_path, capsys):
     assert torch.equal(logits, alone)
     torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
     extra = f"{NAMINGS[naming][0]}layers.0.extra"
-    save_file(tensors | {extra: torch.ones(1)}, tmp_path / "whole" / "model.safetensors", {"format": "pt"})
+    edit_tensors(tmp_path / "whole", **{extra: torch.ones(1)})
     with pytest.raises(ValueError, match=f"holds the tensor {extra}"):
         load_target(tmp_path / "whole", tokenizer=False)
 

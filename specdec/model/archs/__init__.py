@@ -15,7 +15,7 @@ FAMILIES = {
     "qwen3": Architecture(qwen3.read),
     "mimo": Architecture(mimo.read),
     "gemma3_text": Architecture(gemma3.read),
-    "gemma3": Architecture(gemma3.read_multimodal, gemma3.text_name, gemma3.is_vision),
+    "gemma3": Architecture(gemma3.read_multimodal, gemma3.is_vision),
 }
 
 

@@ -49,10 +49,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model family: how its config is read, and how its files differ from the Llama layout."""
+    """A model family: how its config is read, and what its files hold besides the text model."""
 
     read: Callable[[dict], ModelConfig]
-    text_name: Callable[[str], str] = lambda name: name  # a tensor's name -> its name in the Llama layout
     set_aside: Callable[[str], bool] = lambda name: False  # does a tensor belong to a part that is no text model?
 
 

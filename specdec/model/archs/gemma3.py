@@ -5,8 +5,6 @@ and the MLP is a GeGLU. Most layers slide, with a rope of their own. Every sixth
 longer base that may be scaled.
 """
 
-import re
-
 from specdec.model.archs.base import ModelConfig, read_common, read_rope, read_sliding
 
 # The values that transformers takes for fields that a config leaves out; released configs leave most of them out.
@@ -63,11 +61,6 @@ def _ropes(config: dict) -> tuple[dict, dict]:
     full = {"rope_theta": config.get("rope_theta", 1e6)} | (by_type.get("full_attention") or {})
     sliding = {"rope_theta": config.get("rope_local_base_freq", 1e4)} | (by_type.get("sliding_attention") or {})
     return full | (config.get("rope_scaling") or {}), sliding
-
-
-def text_name(name: str) -> str:
-    """In files of `gemma3` the text model is under `language_model`, before or after `model`."""
-    return re.sub(r"^(language_model\.model|model\.language_model)\.", "model.", name).removeprefix("language_model.")
 
 
 def is_vision(name: str) -> bool:

@@ -8,8 +8,7 @@ from specdec.model.archs.wrapped import inner_name, is_text, is_wrapped, text_co
 
 def text_name(name: str, config: dict) -> str:
     """The name of a tensor in the Llama layout; config is that of a native family, or of one that wraps it."""
-    family = FAMILIES.get(config["model_type"])
-    return inner_name(name) if family is None else family.text_name(name)
+    return name if config["model_type"] in FAMILIES and not is_wrapped(config) else inner_name(name)
 
 
 def set_aside(name: str, config: dict) -> bool:

@@ -16,10 +16,9 @@ from helpers import tiny_target
 
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
-from specdec.lab.bench.agreement import compare_texts, logit_gap
-from specdec.lab.bench.bench import Bench, Configuration, random_prompts
+from specdec.lab.bench.bench import Bench, Configuration, compare_texts, logit_gap, random_prompts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, translated
-from specdec.lab.bench.peer_weights import interleaved, metadata, tensors, write_gguf
+from specdec.lab.bench.peer_weights import tensors, write_gguf
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
 from specdec.lab.cost.memory import read_bytes
 from specdec.model.loader import load_target
@@ -39,58 +38,70 @@ GEMMA3 = {
 # What is written for llama.cpp
 
 
+def metadata(path: Path) -> dict:
+    fields = pytest.importorskip("gguf").GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_gguf_file_holds_the_target_in_llama_cpps_names(tmp_path, dtype):
     gguf = pytest.importorskip("gguf")
     target = tiny_target()  # 4 heads and 2 for keys, of 8 values each
     write_gguf(tmp_path / "a.gguf", target, "llama", dtype)
-    reader = gguf.GGUFReader(tmp_path / "a.gguf")
-    for name, value in metadata(target.config, "llama").items():
-        written = reader.fields[name].contents()
-        assert written == (pytest.approx(value) if isinstance(value, float) else value), name
-    assert reader.fields["general.architecture"].contents() == "llama"
-    assert reader.fields["tokenizer.ggml.tokens"].contents() == [f"<{i}>" for i in range(17)]
+    found = metadata(tmp_path / "a.gguf")
+    assert found["general.architecture"] == "llama"
+    assert found["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(17)]
+    expected = {"vocab_size": 17, "context_length": 256, "embedding_length": 32, "block_count": 3}
+    expected |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
+    expected |= {"feed_forward_length": target.config.intermediate, "rope.dimension_count": 8}
+    expected |= {"attention.value_length": 8, "rope.freq_base": target.config.rope.theta}
+    assert {name: found[f"llama.{name}"] for name in expected} == expected
+    assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(target.config.eps)
     found = {}
-    for x in reader.tensors:
+    for x in gguf.GGUFReader(tmp_path / "a.gguf").tensors:
         raw = torch.tensor(x.data).flatten().view(torch.float32 if len(x.shape) == 1 else dtype)
         found[x.name] = raw.view(*reversed(x.shape.tolist()))  # the innermost dimension comes first
-    block = target.blocks[1]
-    q, k, v = block.attention.qkv.weight.split([32, 16, 16])
-    gate, up = block.mlp.gate_up.weight.chunk(2)
-    expected = {"attn_q": interleaved(q, 4), "attn_k": interleaved(k, 2), "attn_v": v, "ffn_gate": gate, "ffn_up": up}
-    expected = {f"blk.1.{name}.weight": value for name, value in expected.items()}
-    for name, value in (expected | {"output.weight": target.head.weight}).items():
-        assert torch.equal(found[name], value.to(dtype)), name
+    v = target.blocks[1].attention.qkv.weight[48:]
+    gate, up = target.blocks[1].mlp.gate_up.weight.chunk(2)
+    expected = {"blk.1.attn_v": v, "blk.1.ffn_gate": gate, "blk.1.ffn_up": up, "output": target.head.weight}
+    for name, value in expected.items():
+        assert torch.equal(found[f"{name}.weight"], value.to(dtype)), name
     assert torch.equal(found["output_norm.weight"], target.norm.weight)  # in fp32 whatever the matrices are in
     assert sum(x.numel() for x in found.values()) == sum(p.numel() for p in target.parameters())  # all, and once
 
 
-def test_heads_in_the_order_for_neighbours_that_turn():
-    """The product of q and k is the same whether halves turn, or neighbours in the other order."""
-    torch.manual_seed(0)
-    heads, dim, angle = 3, 8, torch.rand(4) * 3
-    q, k = torch.randn(2, heads * dim)
-
-    def halves(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(heads, dim).chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
-
-    def neighbours(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(heads, dim // 2, 2).unbind(-1)
-        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(1)
-
-    ours = (halves(q) * k.view(heads, dim)).sum(-1)
-    theirs = (neighbours(interleaved(q, heads)) * interleaved(k, heads).view(heads, dim)).sum(-1)
-    torch.testing.assert_close(ours, theirs)
-    assert not torch.allclose(ours, (neighbours(q) * k.view(heads, dim)).sum(-1))
-
-
-def test_factors_of_a_rope_that_is_scaled_by_frequency():
+def test_ropes_and_windows_are_written(tmp_path):
+    write_gguf(tmp_path / "a", target_of(rope=Rope(1e4, "linear", factor=4.0)), "llama", torch.float32)
+    found = metadata(tmp_path / "a")
+    assert (found["llama.rope.scaling.type"], found["llama.rope.scaling.factor"]) == ("linear", 4)
+    write_gguf(tmp_path / "b", target_of(**GEMMA3), "gemma3", torch.float32)
+    found = metadata(tmp_path / "b")
+    assert (found["gemma3.attention.sliding_window"], found["gemma3.rope.freq_base_swa"]) == (80, 1000)
     (name, factors), *_ = tensors(target_of(rope=LLAMA3), "llama")
     assert name == "rope_freqs.weight"
     torch.testing.assert_close(Rope().inverse_frequencies(8) / factors, LLAMA3.inverse_frequencies(8))
     assert factors[0] == 1  # the fastest stays
     assert factors[-1] == pytest.approx(8)  # the slowest is divided by the whole factor
+
+
+def test_heads_in_the_order_for_neighbours_that_turn():
+    """The product of q and k is the same whether halves turn, or neighbours in the other order."""
+    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk"]
+    (ours, theirs), angle = (dict(tensors(target_of(kv_heads=4), kind)) for kind in ("qwen2", "llama")), torch.rand(4)
+
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.view(4, 8).chunk(2, dim=-1)
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+    def neighbours(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.view(4, 4, 2).unbind(-1)
+        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(1)
+
+    hidden = torch.randn(32)
+    (q, k), (q2, k2) = ([weights[name] @ hidden for name in names] for weights in (ours, theirs))
+    product = (halves(q) * k.view(4, 8)).sum(-1)
+    torch.testing.assert_close(product, (neighbours(q2) * k2.view(4, 8)).sum(-1))
+    assert not torch.allclose(product, (neighbours(q) * k.view(4, 8)).sum(-1))
 
 
 @pytest.mark.parametrize(
@@ -120,16 +131,15 @@ def test_llama_cpps_architectures_and_what_it_is_not_given(changes, name):
 # Runs
 
 
-def test_chunks_of_text_name_the_tokens():
-    def chunk(text: str) -> dict:
-        return {"choices": [{"text": text, "finish_reason": None}]}
-
-    chunks = [(1.0, chunk("<5>")), (3.0, chunk("<0><128255>")), (4.0, chunk(""))]
-    tokens, marks = peer_sessions.read_chunks(chunks)
-    assert (tokens, marks) == ([5, 0, 128255], [1.0, 3.0, 3.0])
-    assert peer_sessions.timed(tokens, marks, 0.5, 4.5) == (tokens, 4.0, 0.5, [2.0, 0.0])
+def test_chunks_of_text_name_the_tokens(monkeypatch):
+    chunks = [{"choices": [{"text": text}]} for text in ("<5>", "<0><128255>", "")]
+    marks = list(zip((1.0, 3.0, 4.0), map(peer_sessions.tokens_of, chunks), strict=True))
+    ticks = iter((0.5, 4.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(peer_sessions, "_session", lambda request: marks, raising=False)
+    assert peer_sessions.decode({}) == ([5, 0, 128255], 4.0, 0.5, [2.0, 0.0])
     with pytest.raises(RuntimeError, match="too long"):
-        peer_sessions.read_chunks([(1.0, {"code": 400, "message": "too long"})])
+        peer_sessions.tokens_of({"code": 400, "message": "too long"})
 
 
 def test_settings_that_an_engine_does_not_have():
@@ -146,11 +156,10 @@ class Reader:
     def __init__(self, folder: str, name: str):
         self.number = int((Path(folder) / name).read_text())
 
-    def __call__(self, request: dict) -> peer_sessions.Timed:
+    def __call__(self, request: dict) -> peer_sessions.Marks:
         if "exit" in request:
             os._exit(request["exit"])
-        now = time.perf_counter()
-        return peer_sessions.timed([self.number + request["add"]], [now], now - 1, now)
+        return [(time.perf_counter(), [self.number + request["add"]])]
 
 
 class Copycat(Peer):
@@ -188,7 +197,8 @@ def test_an_engine_in_a_process_of_its_own(tmp_path, monkeypatch):
     peer.load(lambda folder: (folder / "a").write_text("7"), Reader, name="a")
     assert list(tmp_path.iterdir()) == []
     run = peer.ask({"add": 2}, 1)  # the session has what it read
-    assert run == TimedRun([9], 1.0, 1.0, [], peer.cache_bytes(1))
+    assert (run.tokens, run.steps, run.cache_bytes) == ([9], [], peer.cache_bytes(1))
+    assert 0 < run.prefill_seconds <= run.seconds
     with pytest.raises(TypeError):
         peer.ask({"add": "text"}, 1)
     assert peer.ask({"add": 1}, 1).tokens == [8]
@@ -361,15 +371,12 @@ def test_an_engine_decodes_the_targets_text(name, model):
 def test_a_run_has_all_tokens_and_times(name, tmp_path, monkeypatch):
     pytest.importorskip(ENGINES[name])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = tiny_target()
-    contender = peers_by_name(target, 100)[name]()
+    contender = peers_by_name(tiny_target(), 100)[name]()
     assert list(tmp_path.iterdir()) == []
     for prompt, new in (([3], 40), ([5, 6, 7], 1), (list(range(17)) * 3, 20)):
-        run = contender(prompt, new, Sampling(), 0)
-        assert len(run.tokens) == new  # none of the 17 tokens is an end
-        assert len(run.steps) == new - 1
+        run, again = (contender(prompt, new, Sampling(), 0) for _ in range(2))
+        assert (len(run.tokens), len(run.steps)) == (new, new - 1)  # none of the 17 tokens is an end
         assert 0 < run.prefill_seconds + sum(run.steps) <= run.seconds
-        again = contender(prompt, new, Sampling(), 0)
         assert again.tokens == run.tokens
     assert run.cache_bytes >= contender.cache_bytes(51 + 19)
     assert "engine" in contender.details()

@@ -42,12 +42,22 @@ def test_a_stage_ends_and_its_result_is_read(tmp_path):
         assert tuple(record[key] for key in ("outcome", "exit_code", "result", "output_tail")) == expected
 
 
+CHILD = """
+import subprocess, sys
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path(sys.argv[1]).write_text(str(child.pid))
+try:
+    child.wait()
+except KeyboardInterrupt:
+    print('{"partial": true}')
+    sys.exit(130)
+"""
+
+
 def test_a_time_limit_interrupts_a_stage_and_its_children(tmp_path, monkeypatch):
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    code = "import subprocess, sys\nfrom pathlib import Path\n"
-    code += f"child = subprocess.Popen({sleep!r})\nPath({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-    code += "try:\n    child.wait()\nexcept KeyboardInterrupt:\n    print('{\"partial\": true}')\n    sys.exit(130)"
-    record = run_stage(program(code, ends_itself=False), 2, tmp_path)
+    stage = Stage("a", [sys.executable, "-c", CHILD, str(tmp_path / "pid")], ends_itself=False)
+    record = run_stage(stage, 2, tmp_path)
     assert (record["outcome"], record["result"]) == ("done", {"partial": True})
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
@@ -225,7 +235,12 @@ def proof(monkeypatch, *words: object) -> None:
     gpu_proof.main()
 
 
-def test_stages_that_cannot_run(monkeypatch, tmp_path):
+def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_told(monkeypatch, tmp_path):
+    by_part = gpu_stages.Proof("cpu", tmp_path, tmp_path, None, gpu_stages.TINY).parts()
+    assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
+    chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]
+    assert chosen == ["tests", "rounds tiny", "bench tiny", "pair"]
+    assert len(gpu_proof.choose(by_part, None)) == sum(map(len, by_part.values()))
     out = tmp_path / "results"
     monkeypatch.setattr(gpu_proof, "set_environment", lambda work: None)
     proof(monkeypatch, "--tiny", "--minutes", 2, "--stages", "train", "--work", tmp_path / "work", "--out", out)
@@ -237,14 +252,6 @@ def test_stages_that_cannot_run(monkeypatch, tmp_path):
     assert {"machine", "versions", "command", "revision", "tiny"} <= set(summary)
     with tarfile.open(out / "results.tar.gz") as file:
         assert "--steps 3" in json.load(file.extractfile("results/stage_tau_of_a_chain.json"))["command"]
-
-
-def test_parts_and_stages_are_chosen_by_name(tmp_path):
-    by_part = gpu_stages.Proof("cpu", tmp_path, tmp_path, None, gpu_stages.TINY).parts()
-    assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
-    chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]
-    assert chosen == ["tests", "rounds tiny", "bench tiny", "pair"]
-    assert len(gpu_proof.choose(by_part, None)) == sum(map(len, by_part.values()))
 
 
 @pytest.mark.parametrize("sizes", [gpu_stages.Sizes(), gpu_stages.TINY], ids=["real", "tiny"])

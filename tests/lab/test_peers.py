@@ -16,7 +16,7 @@ from helpers import tiny_target
 
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
-from specdec.lab.bench.bench import Bench, Configuration, compare_texts, logit_gap, random_prompts
+from specdec.lab.bench.bench import Bench, Configuration, compare_texts, random_prompts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, translated
 from specdec.lab.bench.peer_weights import tensors, write_gguf
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
@@ -49,22 +49,20 @@ def test_a_gguf_file_holds_the_target_in_llama_cpps_names(tmp_path, dtype):
     target = tiny_target()  # 4 heads and 2 for keys, of 8 values each
     write_gguf(tmp_path / "a.gguf", target, "llama", dtype)
     found = metadata(tmp_path / "a.gguf")
-    assert found["general.architecture"] == "llama"
     assert found["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(17)]
+    assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(target.config.eps)
     expected = {"vocab_size": 17, "context_length": 256, "embedding_length": 32, "block_count": 3}
     expected |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
     expected |= {"feed_forward_length": target.config.intermediate, "rope.dimension_count": 8}
     expected |= {"attention.value_length": 8, "rope.freq_base": target.config.rope.theta}
     assert {name: found[f"llama.{name}"] for name in expected} == expected
-    assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(target.config.eps)
     found = {}
     for x in gguf.GGUFReader(tmp_path / "a.gguf").tensors:
         raw = torch.tensor(x.data).flatten().view(torch.float32 if len(x.shape) == 1 else dtype)
         found[x.name] = raw.view(*reversed(x.shape.tolist()))  # the innermost dimension comes first
-    v = target.blocks[1].attention.qkv.weight[48:]
     gate, up = target.blocks[1].mlp.gate_up.weight.chunk(2)
-    expected = {"blk.1.attn_v": v, "blk.1.ffn_gate": gate, "blk.1.ffn_up": up, "output": target.head.weight}
-    for name, value in expected.items():
+    expected = {"blk.1.attn_v": target.blocks[1].attention.qkv.weight[48:], "blk.1.ffn_gate": gate, "blk.1.ffn_up": up}
+    for name, value in (expected | {"output": target.head.weight}).items():
         assert torch.equal(found[f"{name}.weight"], value.to(dtype)), name
     assert torch.equal(found["output_norm.weight"], target.norm.weight)  # in fp32 whatever the matrices are in
     assert sum(x.numel() for x in found.values()) == sum(p.numel() for p in target.parameters())  # all, and once
@@ -80,28 +78,16 @@ def test_ropes_and_windows_are_written(tmp_path):
     (name, factors), *_ = tensors(target_of(rope=LLAMA3), "llama")
     assert name == "rope_freqs.weight"
     torch.testing.assert_close(Rope().inverse_frequencies(8) / factors, LLAMA3.inverse_frequencies(8))
-    assert factors[0] == 1  # the fastest stays
-    assert factors[-1] == pytest.approx(8)  # the slowest is divided by the whole factor
+    assert (factors[0], factors[-1]) == (1, pytest.approx(8))  # the fastest stays, the slowest has the whole factor
 
 
 def test_heads_in_the_order_for_neighbours_that_turn():
-    """The product of q and k is the same whether halves turn, or neighbours in the other order."""
-    names = [f"model.layers.0.self_attn.{x}_proj.weight" for x in "qk"]
-    (ours, theirs), angle = (dict(tensors(target_of(kv_heads=4), kind)) for kind in ("qwen2", "llama")), torch.rand(4)
-
-    def halves(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(4, 8).chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
-
-    def neighbours(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(4, 4, 2).unbind(-1)
-        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(1)
-
-    hidden = torch.randn(32)
-    (q, k), (q2, k2) = ([weights[name] @ hidden for name in names] for weights in (ours, theirs))
-    product = (halves(q) * k.view(4, 8)).sum(-1)
-    torch.testing.assert_close(product, (neighbours(q2) * k2.view(4, 8)).sum(-1))
-    assert not torch.allclose(product, (neighbours(q) * k.view(4, 8)).sum(-1))
+    """Halves (i, i + 4) of each head become neighbours (2i, 2i + 1)."""
+    ours, theirs = (dict(tensors(target_of(), name)) for name in ("qwen2", "llama"))
+    for name, heads in (("q", 4), ("k", 2), ("v", 0)):
+        key = f"model.layers.0.self_attn.{name}_proj.weight"
+        order = [8 * head + place for head in range(heads) for place in (0, 4, 1, 5, 2, 6, 3, 7)] or slice(None)
+        assert torch.equal(theirs[key], ours[key][order])
 
 
 @pytest.mark.parametrize(
@@ -163,12 +149,12 @@ class Reader:
 
 
 class Copycat(Peer):
-    """Another engine that happens to decode as ours does, and then changes what it is told to."""
+    """Another engine that happens to decode as ours does, and then changes a token."""
 
     engine, modules = "Copycat", ("json",)
 
-    def __init__(self, target, slots: int, dtype: torch.dtype, change: int | None = None):
-        super().__init__(target, slots, dtype)
+    def __init__(self, target, dtype: torch.dtype = torch.float32, change: int | None = None):
+        super().__init__(target, 64, dtype)
         self.copied, self.change = Ours(target), change
 
     def __call__(self, prompt, new, sampling, seed) -> TimedRun:
@@ -180,24 +166,23 @@ class Copycat(Peer):
 
 def test_weights_and_cache_count_in_their_own_width():
     target = tiny_target()
-    full, half = (Copycat(target, 64, dtype) for dtype in (torch.float32, torch.float16))
+    full, half = (Copycat(target, dtype) for dtype in (torch.float32, torch.float16))
     assert full.moved(target, 10) == read_bytes(target, 10, packed=False) == 2 * half.moved(target, 10)
     assert full.weights == weight_bytes(target) == 2 * half.weights
-    assert full.cache_bytes(10) == 10 * 2 * 3 * 2 * 8 * 4
     assert full.threads == torch.get_num_threads()
 
 
 def test_an_engine_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Its files are removed whatever happens; it goes on after an error; what it dies of is told."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    peer = Copycat(tiny_target(), 64, torch.float32)
+    peer = Copycat(tiny_target())
     with pytest.raises(ZeroDivisionError):
         peer.load(lambda folder: 1 / 0, Reader, name="a")
     assert list(tmp_path.iterdir()) == []
     peer.load(lambda folder: (folder / "a").write_text("7"), Reader, name="a")
     assert list(tmp_path.iterdir()) == []
     run = peer.ask({"add": 2}, 1)  # the session has what it read
-    assert (run.tokens, run.steps, run.cache_bytes) == ([9], [], peer.cache_bytes(1))
+    assert (run.tokens, run.steps, run.cache_bytes) == ([9], [], 2 * 3 * 2 * 8 * 4)
     assert 0 < run.prefill_seconds <= run.seconds
     with pytest.raises(TypeError):
         peer.ask({"add": "text"}, 1)
@@ -245,21 +230,17 @@ def rows_of(target, contenders: dict, **settings) -> dict[str, dict]:
     return {row["contender"]: row for row in bench.run(Configuration("short", prompt=4, new=6))}
 
 
+class Slow(Contender):
+    weights = 1
+
+    def __call__(self, prompt, new, sampling, seed) -> TimedRun:
+        return TimedRun([1] * new, 100.0, 1.0, [1.0] * (new - 1), 1)
+
+
 def test_a_peer_is_compared_with_plain_and_is_none_of_transformers():
     target = tiny_target()
-
-    class Slow(Contender):
-        weights = 1
-
-        def __call__(self, prompt, new, sampling, seed) -> TimedRun:
-            return TimedRun([1] * new, 100.0, 1.0, [1.0] * (new - 1), 1)
-
-    contenders = {
-        "plain": lambda: Ours(target),
-        "sdpa": Slow,
-        "copycat": lambda: Copycat(target, 64, torch.float32),
-        "other": lambda: Copycat(target, 64, torch.float32, change=3),
-    }
+    contenders = {"plain": lambda: Ours(target), "sdpa": Slow}
+    contenders |= {"copycat": lambda: Copycat(target), "other": lambda: Copycat(target, change=3)}
     rows = rows_of(target, contenders, random_weights=True)
     assert rows["copycat"]["same_text_as_plain"] == "4 of 4"  # the weights are the same, random or not
     assert "differs" not in rows["copycat"]
@@ -274,38 +255,33 @@ def test_where_texts_part_and_how_far_the_logits_are_apart():
     target, prompt = tiny_target(), [3, 1, 4]
     with torch.inference_mode():
         logits, _ = target(torch.tensor([[*prompt, 5]]), None)
-    gap = (logits[0, -1, 6] - logits[0, -1, 7]).item()
-    assert logit_gap(target, [*prompt, 5], 6, 7) == pytest.approx(gap, abs=1e-5)
+    gap = pytest.approx((logits[0, -1, 6] - logits[0, -1, 7]).item(), abs=1e-5)
     texts = [(prompt, [5, 7, 8], [5, 6, 9]), (prompt, [5, 6, 9], [5, 6, 9])]
     out = compare_texts(target, texts)
-    assert out["same_text_as_plain"] == "1 of 2"
-    assert out["differences"] == [{"text": 0, "token": 1, "logit_gap": pytest.approx(gap, abs=1e-5)}]
+    assert (out["same_text_as_plain"], out["differences"]) == ("1 of 2", [{"text": 0, "token": 1, "logit_gap": gap}])
     assert "logit_gap" not in compare_texts(target, texts, gaps=False)["differences"][0]
     assert compare_texts(target, texts[1:]) == {"same_text_as_plain": "1 of 1"}
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "word"), [("ctranslate2", "ctranslate2", "CTranslate2"), ("llama.cpp", "xllamacpp", "llama.cpp"),
-                                 ("llama.cpp-fp16", "gguf", "llama.cpp")],
-)  # fmt: skip
-def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch, name, module, word):
-    for engine in ("ctranslate2", "xllamacpp", "gguf"):
-        monkeypatch.setitem(sys.modules, engine, None if engine == module else tempfile)  # as if it were not there
-    target = tiny_target()
-    row = rows_of(target, {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]})[name]
-    assert row["skipped"].startswith(f"{word} cannot be imported")
-    assert row["skipped"].endswith("pip install '.[peers]'")
-    assert "tokens_per_second" not in row
+def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch):
+    target, missing = tiny_target(), {"ctranslate2": "ctranslate2", "llama.cpp": "xllamacpp", "llama.cpp-fp16": "gguf"}
+    for name, module in missing.items():
+        for engine in missing.values():  # as if only this one were not there
+            monkeypatch.setitem(sys.modules, engine, None if engine == module else tempfile)
+        row = rows_of(target, {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]})[name]
+        assert row["skipped"].startswith(
+            f"{'CTranslate2' if name == 'ctranslate2' else 'llama.cpp'} cannot be imported"
+        )
+        assert row["skipped"].endswith("pip install '.[peers]'")
+        assert "tokens_per_second" not in row
 
 
-def test_targets_that_no_peer_is_given(target_path):
-    generic = load_target(target_path, generic=True)
-    elsewhere = tiny_target().to("meta")
-    for name in ("ctranslate2", "llama.cpp", "llama.cpp-fp16"):
-        with pytest.raises(NotAvailable, match="native targets only"):
-            peers_by_name(generic, 64)[name]()
-        with pytest.raises(NotAvailable, match="on the CPU only, the target is on meta"):
-            peers_by_name(elsewhere, 64)[name]()
+@pytest.mark.parametrize("name", ENGINES)
+def test_targets_that_no_peer_is_given(target_path, name):
+    with pytest.raises(NotAvailable, match="native targets only"):
+        peers_by_name(load_target(target_path, generic=True), 64)[name]()
+    with pytest.raises(NotAvailable, match="on the CPU only, the target is on meta"):
+        peers_by_name(tiny_target().to("meta"), 64)[name]()
 
 
 # The engines themselves, where they are installed
@@ -378,7 +354,7 @@ def test_a_run_has_all_tokens_and_times(name, tmp_path, monkeypatch):
         assert (len(run.tokens), len(run.steps)) == (new, new - 1)  # none of the 17 tokens is an end
         assert 0 < run.prefill_seconds + sum(run.steps) <= run.seconds
         assert again.tokens == run.tokens
-    assert run.cache_bytes >= contender.cache_bytes(51 + 19)
+    assert run.cache_bytes >= (51 + 19) * contender.values * contender.cache_dtype.itemsize
     assert "engine" in contender.details()
 
 

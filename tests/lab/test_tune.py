@@ -23,7 +23,6 @@ from specdec.lab.cost.tune import (
     measure_rates,
     predict,
     predict_all,
-    round_contexts,
     tune,
 )
 from specdec.lab.replay import record
@@ -59,25 +58,6 @@ def accepted(superset, *trees: TreeSpec) -> dict:
     return {tree: superset.acceptance(tree) for tree in trees}
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_contexts_are_those_of_the_engine(pair, batch):
-    """Round by round the bound that the engine gives its cache."""
-    emitted, found, bounds, joined = [], [], [], []
-
-    def watch(report):
-        if report.prefill:
-            joined[:], bounds[:] = report.rows, []
-        bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in joined))
-
-    engine = Engine(*pair, TREE.build())
-    for start in range(0, len(PROMPTS), batch):
-        rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=14, observer=watch).rows
-        emitted += [row.trace.emitted for row in rows]
-        found.append((len(rows), bounds[:-1]))
-    told = round_contexts(emitted, [len(p) for p in PROMPTS], batch)
-    assert [(size, contexts.tolist()) for size, contexts in told] == found
-
-
 def test_a_prediction_by_hand():
     emitted = [[3, 1], [2, 2, 1]]
     costs = Known({CHAIN: 2.0, None: 1.0}, a_token=0.1)
@@ -107,46 +87,47 @@ def test_rounds_that_draft_less_cost_less(tree, batch, drafted, seconds):
     assert told.tokens_per_second == pytest.approx(8 / seconds)
 
 
+def really(engine, prompts: list, batch: int, new: int) -> tuple[int, int]:
+    """Tokens of rounds, and rounds, of all batches."""
+    tokens = rounds = 0
+    for start in range(0, len(prompts), batch):
+        rows = engine.generate(prompts[start : start + batch], max_new_tokens=new).rows
+        tokens += sum(len(row.tokens) - 1 for row in rows)
+        rounds += max(row.trace.rounds for row in rows)
+    return tokens, rounds
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_n_grams_are_predicted_as_they_run(batch):
     """With forwards that take as many seconds as they have columns."""
-    target = tiny_target()
-    prompts = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]]
-    drafter, columns = ngram.create(target), []
+    target, columns = tiny_target(), []
+    prompts, drafter, tree = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]], ngram.create(target), TreeSpec(1, 3)
 
     def note(_, inputs, keywords):
         columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
 
     superset = record(target, drafter, prompts, topks=(1,), steps=3, max_new_tokens=30)
     hook = target.register_forward_pre_hook(note, with_kwargs=True)
-    engine, tokens = Engine(target, drafter, TreeSpec(1, 3).build()), 0
-    for start in range(0, len(prompts), batch):
-        rows = engine.generate(prompts[start : start + batch], max_new_tokens=30).rows
-        tokens += sum(len(row.tokens) - 1 for row in rows)
+    tokens, _ = really(Engine(target, drafter, tree.build()), prompts, batch, 30)
     hook.remove()
     assert {1, 4} <= set(columns)
     costs = Known({None: 1.0} | {TreeSpec(1, steps): 1.0 + steps for steps in (1, 2, 3)})
-    _, (told,) = predict_all(costs, superset, accepted(superset, TreeSpec(1, 3)), [len(p) for p in prompts], batch)
+    _, (told,) = predict_all(costs, superset, accepted(superset, tree), [len(p) for p in prompts], batch)
     assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
-    target, drafter = pair
     trees = useful_trees((1, 2, 3), 3, (3, 8))
-    superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
+    superset = record(*pair, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
     costs = Known(dict.fromkeys([None, *trees], 0.5))
     plain, ranking = predict_all(costs, superset, accepted(superset, *trees), [len(p) for p in PROMPTS], batch)
     assert {p.tree for p in ranking} == set(trees)
     assert [p.tokens_per_second for p in ranking] == sorted((p.tokens_per_second for p in ranking), reverse=True)
     for p in (plain, *ranking):
-        engine = Engine(target) if p.tree is None else Engine(target, drafter, p.tree.build())
-        tokens = rounds = 0
-        for start in range(0, len(PROMPTS), batch):
-            rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=20).rows
-            tokens += sum(len(row.tokens) - 1 for row in rows)
-            rounds += max(row.trace.rounds for row in rows)
+        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree.build())
+        tokens, rounds = really(engine, PROMPTS, batch, 20)
         assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 

@@ -54,14 +54,6 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
     return out
 
 
-def make_sampling(settings: dict) -> Sampling:
-    """Raises ValueError for a field that `Sampling` does not have."""
-    unknown = sorted(set(settings) - {f.name for f in fields(Sampling)})
-    if unknown:
-        raise ValueError(f"not available: decoding has no {unknown[0]} here")
-    return Sampling(**settings)
-
-
 def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
     """Random token ids, for random weights, where no text means more than another."""
 
@@ -120,7 +112,9 @@ class Bench:
         self.rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
         self.runs: dict[str, list[list[TimedRun]]] = {}  # by contender and trial; without contenders that failed
         try:
-            self.sampling = make_sampling(configuration.sampling)
+            if unknown := sorted(set(configuration.sampling) - {f.name for f in fields(Sampling)}):
+                raise ValueError(f"not available: decoding has no {unknown[0]} here")
+            self.sampling = Sampling(**configuration.sampling)
             need, context = configuration.prompt + configuration.new, self.target.config.context
             if need > context:
                 raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
@@ -226,7 +220,7 @@ class Bench:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
     def _own(self, name: str) -> bool:
-        """Does it have the target's own weights?"""
+        """Whether it has the target's own weights."""
         return self.made[name].ours or self.made[name].peer
 
     def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:

@@ -82,11 +82,8 @@ class Peer(Contender):
 
     def ask(self, request: dict, slots: int) -> TimedRun:
         """Decode, with a cache of `slots` tokens."""
-        return TimedRun(*self.process.submit(peer_sessions.decode, request).result(), self.cache_bytes(slots))
-
-    def cache_bytes(self, slots: int) -> int:
-        """Return the bytes of the keys and values of this many tokens."""
-        return slots * self.values * self.cache_dtype.itemsize
+        done = self.process.submit(peer_sessions.decode, request).result()
+        return TimedRun(*done, slots * self.values * self.cache_dtype.itemsize)
 
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""

@@ -182,8 +182,9 @@ def test_one_lost_device_is_one_failure(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     file = tmp_path / "outcomes.json"
     words = ["-p", "specdec.lab.bench.outcomes", "--outcomes", file, "-n", "1", "--dist", "worksteal", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *words, "--rootdir", tmp_path, "test_some.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", *words, "--rootdir", tmp_path, "test_some.py"]
+    how = {"cwd": tmp_path, "env": os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}
+    done = subprocess.run(command, **how, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     told = json.loads(file.read_text())
     assert told["complete"]

@@ -1,7 +1,6 @@
 """Other engines in the benchmark: what is written for them, what they are not given, and, where they are installed
 (`pip install '.[peers]'`), that they decode the target's text."""
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_target
+from number_reader import Reader
 
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
@@ -134,18 +134,6 @@ def test_settings_that_an_engine_does_not_have():
     assert translated(Sampling(), names, "Ours") == {}
     with pytest.raises(NotAvailable, match="Ours has no min_p and no top_p as it is meant here"):
         translated(Sampling(0.5, top_p=0.5, min_p=0.1), names, "Ours")
-
-
-class Reader:
-    """An engine that reads a number and adds to it."""
-
-    def __init__(self, folder: str, name: str):
-        self.number = int((Path(folder) / name).read_text())
-
-    def __call__(self, request: dict) -> peer_sessions.Marks:
-        if "exit" in request:
-            os._exit(request["exit"])
-        return [(time.perf_counter(), [self.number + request["add"]])]
 
 
 class Copycat(Peer):

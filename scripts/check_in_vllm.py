@@ -84,16 +84,9 @@ def difference(now: dict, before: dict) -> dict:
 def answer(job: dict, file: Path) -> None:
     """Decode the prompts of a job, and write tokens and counts of each."""
     vllm, *others = [import_module(name) for name in ("vllm", "torch", "transformers")]
-    llm = vllm.LLM(
-        model=job["target"],
-        speculative_config=job["speculative"],
-        dtype="float32",
-        enforce_eager=True,
-        max_num_seqs=1,  # so that counts are of one prompt
-        enable_prefix_caching=False,
-        disable_log_stats=False,
-        skip_tokenizer_init=True,
-    )
+    how = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
+    how |= {"skip_tokenizer_init": True, "max_num_seqs": 1}  # so that counts are of one prompt
+    llm = vllm.LLM(model=job["target"], speculative_config=job["speculative"], **how)
     limits = {"max_tokens": job["max_new_tokens"], "stop_token_ids": job["eos"]}
     rows, before = [], counts(llm)
     for prompt in job["prompts"]:
@@ -227,10 +220,10 @@ def total(rows: list[dict]) -> dict:
     return sums | {"by_position": [sum(column) for column in zip(*(row["by_position"] for row in rows), strict=True)]}
 
 
-def differences(theirs: list[dict], ours: list[dict]) -> list[str]:
+def differences(theirs: list[dict], ours: list[dict], where: str = "") -> list[str]:
     """Return one sentence for each prompt that differs."""
     other = [[name for name in our if their[name] != our[name]] for their, our in zip(theirs, ours, strict=True)]
-    return [f"prompt {number}: other {', '.join(names)}" for number, names in enumerate(other, 1) if names]
+    return [f"{where}prompt {number}: other {', '.join(names)}" for number, names in enumerate(other, 1) if names]
 
 
 def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], args: argparse.Namespace) -> dict:
@@ -239,7 +232,7 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
     steps = asked["num_speculative_tokens"]
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
-    wrong = differences(theirs, ours) + [f"the export read back: {what}" for what in differences(theirs, again)]
+    wrong = differences(theirs, ours) + differences(theirs, again, "the export read back: ")
     texts = sum(a["tokens"] == b["tokens"] for a, b in zip(theirs, ours, strict=True))
     found = {"case": case.name, "method": asked["method"], "steps": steps, "texts_equal": texts}
     return found | {"vllm": total(theirs), "here": total(ours), "here_from_the_export": total(again), "wrong": wrong}
@@ -247,19 +240,19 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
 
 def check(cases: list[Case], python: Path, target, prompts: list[list[int]], folder: Path, args) -> dict:
     """Run all cases, plain decoding first. Returns the results and what is wrong."""
-    speculative = [None, *(vllm_config(case.asked, case.exported, args.steps) for case in cases)]
     job = {"target": str(Path(target.name).resolve()), "prompts": prompts, "eos": sorted(target.eos)}
-    job["max_new_tokens"] = args.max_new_tokens
-    (folder / "jobs.json").write_text(json.dumps([job | {"speculative": one} for one in speculative]), encoding="utf-8")
+    job |= {"max_new_tokens": args.max_new_tokens, "speculative": None}
+    jobs = [job, *(job | {"speculative": vllm_config(case.asked, case.exported, args.steps)} for case in cases)]
+    (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
     run(python, __file__, "--in-vllm", folder / "jobs.json", folder)
-    files = [folder / f"{number}.json" for number in range(len(speculative))]
+    files = [folder / f"{number}.json" for number in range(len(jobs))]
     plain, *answers = [json.loads(file.read_text(encoding="utf-8")) if file.exists() else None for file in files]
     if plain is None:
         raise ValueError("vLLM does not decode plainly: run this script with --in-vllm by hand, and read its output")
-    ours, answered = here(target, None, prompts, 0, args.max_new_tokens), dict(zip(cases, answers, strict=True))
-    results = [compare(case, got["rows"], target, prompts, args) for case, got in answered.items() if got]
-    wrong = [f"plain: {what}" for what in differences(plain["rows"], ours)]
-    wrong += [f"{case.name}: vLLM gave no answer" for case, got in answered.items() if not got]
+    wrong = differences(plain["rows"], here(target, None, prompts, 0, args.max_new_tokens), "plain: ")
+    wrong += [f"{case.name}: vLLM gave no answer" for case, got in zip(cases, answers, strict=True) if not got]
+    both = zip(cases, answers, strict=True)
+    results = [compare(case, got["rows"], target, prompts, args) for case, got in both if got]
     wrong += [f"{result['case']}: {what}" for result in results for what in result["wrong"]]
     return {"in_vllm": plain["versions"], "results": results, "wrong": wrong}
 

@@ -29,9 +29,8 @@ from rich.table import Table
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.terminal import console
-from specdec.lab.bench.archive import Archive
-from specdec.lab.bench.gpu_stages import TINY, Place, Sizes, parts
-from specdec.lab.bench.stages import Stage, run_stages
+from specdec.lab.bench.gpu_stages import TINY, Proof, Sizes
+from specdec.lab.bench.stages import Stage, packer, run_stages
 from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.model.checkpoint import check_device
@@ -91,34 +90,30 @@ def set_environment(work: Path) -> None:
 @one_sentence_errors
 def main() -> None:
     args = arguments()
-    device = check_device(args.device)
-    place = Place(args.device, args.work, args.work / "results", args.conversations)
-    stages = choose(parts(place, TINY if args.tiny else Sizes()), args.stages)
-    output_folder(place.results)
-    archive = Archive(place.results, output_folder(args.out) / "results.tar.gz")
+    device, results = check_device(args.device), args.work / "results"
+    proof = Proof(args.device, args.work, results, args.conversations, TINY if args.tiny else Sizes())
+    stages = choose(proof.parts(), args.stages)
+    output_folder(results)
+    pack = packer(results, output_folder(args.out) / "results.tar.gz")
     head = provenance(device) | {"tiny": args.tiny, "cuda_device": args.device.startswith("cuda")}
     records: list[dict] = []
 
     def done(record: dict) -> None:
         records.append(record)
         print(f"{record['stage']}: {record['outcome']}, {record.get('seconds', 0)} s", file=sys.stderr, flush=True)
+        write_json(results / f"stage_{record['stage'].replace(' ', '_')}.json", head | record)
         # The result itself is a file of the stage's own, or short.
-        write_json(place.results / f"stage_{record['stage'].replace(' ', '_')}.json", head | record)
-        write_json(args.out / "gpu_proof.json", head | {"stages": [brief(r) for r in records]})
-        archive.pack()
+        brief = [{key: r[key] for key in r if key not in ("output_tail", "result")} for r in records]
+        write_json(args.out / "gpu_proof.json", head | {"stages": brief})
+        pack()
 
     set_environment(args.work)
-    run_stages(stages, 60 * args.minutes, done, cwd=ROOT, logs=place.results, tick=archive.pack)
+    run_stages(stages, 60 * args.minutes, done, results, cwd=ROOT, tick=pack)
     print_records(records)
     outcomes = {r["stage"]: r["outcome"] for r in records}
     print(json.dumps({"out": str(args.out), "outcomes": outcomes, "torch": torch.__version__}))
     if "failed" in outcomes.values():
         sys.exit(1)
-
-
-def brief(record: dict) -> dict:
-    """A record without what its own file holds in full."""
-    return {key: value for key, value in record.items() if key not in ("output_tail", "result")}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import checkout
@@ -45,12 +44,8 @@ def is_there(package: str, folder: Path) -> bool:
 
 def install(packages: list[str], folder: Path) -> None:
     """Lay packages out in a folder. Raises ValueError if pip fails, or if one is not pure Python."""
-    with tempfile.TemporaryDirectory() as wheels:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-        _run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, *packages])
-        found = sorted(map(str, Path(wheels).glob("*.whl")))
-        where = ["--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(folder)]
-        _run([*pip, "install", "--quiet", *where, *found])
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    _run([*pip, "--no-compile", "--upgrade", "--target", str(folder), *packages])
     for tags in folder.glob("*.dist-info/WHEEL"):
         if PURE not in tags.read_text(encoding="utf-8"):
             raise ValueError(f"{tags.parent.name} is not pure Python: it would fit this machine only")

@@ -21,7 +21,7 @@ import json
 import shlex
 import statistics
 import time
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -83,15 +83,14 @@ class Choice:
     busy: bool = False  # other programs disturbed the timing; such a choice is not kept
 
     def __str__(self) -> str:
-        return self._what() + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
-
-    def _what(self) -> str:
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
-            return f"tree: none, as {plain} are the best here; {other}"
-        tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
-        return f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
+            what = f"tree: none, as {plain} are the best here; {other}"
+        else:
+            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
+            what = f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
+        return what + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
 
 
 Timer = Callable[[TreeSpec | None, int], float]  # a tree (None: plain) and a number of rounds -> seconds a round
@@ -118,15 +117,19 @@ def choose_tree(
         )
     who = identity(target, drafter, acceptance) | {"batch": batch, "temperature": temperature, "compile": compile}
     measured = Kept("trees", who)
-    if not recalibrate and (kept := measured.read(_choice)) is not None:
+
+    def read(kept: dict) -> Choice:
+        tree = kept["choice"]["tree"]
+        return Choice(**kept["choice"] | {"tree": tree and TreeSpec.parse(tree)})
+
+    if not recalibrate and (kept := measured.read(read)) is not None:
         return kept
     launched = _timer(target, drafter, batch, temperature)
     compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
     chains = target.chains_only or drafter.chains_only
     choice = choose(candidates(acceptance, drafter, temperature, batch, chains), launched, compiled)
-    if choice.busy:
-        return choice
-    measured.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
+    if not choice.busy:
+        measured.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
     return choice
 
 
@@ -152,8 +155,7 @@ def candidates(
 def _width(paths: abc.Sequence[abc.Sequence[int]]) -> int:
     """How many nodes of a level below the root's are expanded at most; 0 for a tree of one level."""
     inner = {tuple(path[:-1]) for path in paths if len(path) > 1}
-    depths = [len(path) for path in inner]
-    return max((depths.count(depth) for depth in set(depths)), default=0)
+    return max(Counter(map(len, inner)).values(), default=0)
 
 
 def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
@@ -260,12 +262,7 @@ def _rounds(engine: Engine, batch: int, rounds: int, sampling: Sampling) -> floa
     length = max(1, min(CONTEXT, engine.target.config.context - new - 1))
     engine.reserve(batch, length + new, reads=Reads.TOKENS)
     add_rows(engine, batch, length, new, sampling)
-    for _ in range(2):  # the prefill, and a round
-        engine.step()
-    start = time.perf_counter()
-    for _ in range(rounds):
-        engine.step()
-    return (time.perf_counter() - start) / rounds
+    return statistics.mean(step_seconds(engine, rounds + 1)[1:])
 
 
 def add_rows(engine: Engine, rows: int, length: int, new: int, sampling: Sampling | None = None) -> list[Sequence]:
@@ -274,6 +271,16 @@ def add_rows(engine: Engine, rows: int, length: int, new: int, sampling: Samplin
     how = {"max_new_tokens": new, "sampling": sampling, "eos": frozenset(range(-len(engine.target.eos), 0))}
     texts = [[(7 * i + 3 + row) % engine.target.vocab for i in range(length)] for row in range(rows)]
     return [engine.add(text, **how) for text in texts]
+
+
+def step_seconds(engine: Engine, rounds: int) -> list[float]:
+    """Seconds of the next rounds of an engine, each of which has rows; prefills are not timed."""
+    found: list[float] = []
+    while len(found) < rounds:
+        begun = time.perf_counter()
+        report = engine.step()
+        found += [] if report.prefill else [time.perf_counter() - begun]
+    return found
 
 
 def identity(target, drafter: Drafter, acceptance: Acceptance | None) -> dict:
@@ -291,8 +298,3 @@ def identity(target, drafter: Drafter, acceptance: Acceptance | None) -> dict:
         "specdec": __version__,
         "pair": hashlib.sha256(json.dumps(pair, default=str).encode()).hexdigest(),
     }
-
-
-def _choice(kept: dict) -> Choice:
-    entries = kept["choice"]
-    return Choice(**entries | {"tree": entries["tree"] and TreeSpec.parse(entries["tree"])})

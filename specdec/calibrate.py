@@ -6,7 +6,6 @@ the drafter's acceptance.json, or a guess, until rounds have told.
 """
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from specdec import kernels
 from specdec.acceptance import Acceptance
 from specdec.adaptive import NAMES, Curve, Draft, Ema, Fixed, Policy, Survival, Table
 from specdec.adaptive.estimators import make_estimator
-from specdec.auto import BUSY, add_rows, identity
+from specdec.auto import BUSY, add_rows, identity, step_seconds
 from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
@@ -286,12 +285,8 @@ def _time_steps(engine: Engine, rows: int, steps: int) -> list[float]:
     for number in [0] if engine.adaptive is None else levels_of(engine):
         if engine.adaptive is not None:
             engine.adaptive.levels = number
-        added, seconds = add_rows(engine, rows, length, new), []
-        while len(seconds) < count:
-            begun = time.perf_counter()
-            report = engine.step()
-            seconds += [] if report.prefill else [time.perf_counter() - begun]
-        found.append(float(np.median(seconds[SETTLE:])))
+        added = add_rows(engine, rows, length, new)
+        found.append(float(np.median(step_seconds(engine, count)[SETTLE:])))
         for sequence in added:
             engine.abort(sequence)
         while engine.step() is not None:

@@ -34,11 +34,10 @@ def target(target_path):
 
 @pytest.fixture(scope="module")
 def folders(target, tmp_path_factory):
-    found = {}
-    for kind, how in KINDS.items():
+    found = {kind: tmp_path_factory.mktemp("blocks") / kind for kind in KINDS}
+    for kind, folder in found.items():
         torch.manual_seed(0)
-        found[kind] = tmp_path_factory.mktemp("blocks") / kind
-        save_drafter(dflash.create(target, layers=1, taps=2, **how), found[kind], target)
+        save_drafter(dflash.create(target, layers=1, taps=2, **KINDS[kind]), folder, target)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The cost model: known functions are found again, real rounds are timed where they say, measurements are kept."""
+"""The cost model: known functions are found again, real rounds are timed where they say, measurements are cached."""
 
 import statistics
 
@@ -10,9 +10,8 @@ from helpers import tiny_drafter, tiny_target
 from specdec.api import make_tree
 from specdec.cli.files import Kept
 from specdec.engine.engine import Engine
-from specdec.lab.cost import kept
-from specdec.lab.cost.kept import identity, measured_costs
-from specdec.lab.cost.model import CostModel
+from specdec.lab.cost import model as costs
+from specdec.lab.cost.model import CostModel, identity, measured_costs
 from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSpec
@@ -27,17 +26,13 @@ def pair():
     return target, tiny_drafter(target)
 
 
-# The functions
-
-
-def known(setting: TreeSpec | None, context: float, batch: float = 1) -> dict[str, float]:
+def known(tree: TreeSpec | None, context: float, batch: float = 1) -> dict[str, float]:
     """Seconds by part in the form that the module states; f(N) bends at 8."""
-    if setting is None:
+    if tree is None:
         return {"verify": batch * (2.0 + 1e-3 * context), "host": 0.05}
-    w, d, n = setting.topk, setting.steps, setting.num_draft_tokens
-    nodes = 0 if w == 1 else n
+    w, d, n = tree.topk, tree.steps, tree.num_draft_tokens
     parts = {
-        "grow": 0.1 * w + 0.3 * w * (d - 1) + 0.01 * nodes + 1e-4 * context * (d - 1),
+        "grow": 0.1 * w + 0.3 * w * (d - 1) + 0.01 * n * (w > 1) + 1e-4 * context * (d - 1),
         "verify": 2.0 + 0.02 * n + 0.3 * max(n - 8, 0) + 0.01 * d + (1e-3 + 1e-5 * n) * context,
         "commit": 0.05 + 0.01 * d,
         "extend": 0.5 + 0.02 * d + 1e-4 * context,
@@ -47,16 +42,16 @@ def known(setting: TreeSpec | None, context: float, batch: float = 1) -> dict[st
 
 
 def known_points(batches=(1,)) -> list[RoundCost]:
-    settings = [None, *probes((1, 2, 4), 6, (2, 4, 8, 16, 32))]
-    return [RoundCost(s, c, b, known(s, c, b)) for s in settings for c in (32, 128, 384) for b in batches]
+    trees = [None, *probes((1, 2, 4), 6, (2, 4, 8, 16, 32))]
+    return [RoundCost(t, c, b, known(t, c, b)) for t in trees for c in (32, 128, 384) for b in batches]
 
 
 def test_known_functions_are_found_again():
     model = CostModel(known_points())
     assert max(model.errors()) < 1e-6
-    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 12, 16, 24, 32)):  # most were not measured; 12 and 24 never
-        for part, seconds in model.parts(setting, 200.0).items():
-            assert seconds == pytest.approx(known(setting, 200.0)[part], rel=1e-6), (setting, part)
+    for tree in useful_trees((1, 2, 4), 6, (2, 4, 8, 12, 16, 24, 32)):  # most were not measured; 12 and 24 never
+        for part, seconds in model.parts(tree, 200.0).items():
+            assert seconds == pytest.approx(known(tree, 200.0)[part], rel=1e-6), (tree, part)
     assert model.plain(np.array([10, 500])) == pytest.approx([2.06, 2.55])
     assert model.round(TreeSpec(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
 
@@ -66,46 +61,42 @@ def test_noise_makes_no_time_negative():
     points = [p for p in known_points() if p.context == 128]
     disturbed = [RoundCost(p.tree, 32, 1, {part: 3 * s for part, s in p.seconds.items()}) for p in points]
     model = CostModel([*points, *disturbed])
-    for setting in useful_trees((1, 2, 4), 6, (2, 4, 8, 16, 32)):
-        near, far = model.round(setting, 100.0), model.round(setting, 100_000.0)
-        assert 0 < near <= far
+    for tree in useful_trees((1, 2, 4), 6, (2, 4, 8, 16, 32)):
+        assert 0 < model.round(tree, 100.0) <= model.round(tree, 100_000.0)
 
 
 def test_between_widths_and_batch_sizes_it_is_linear():
-    model = CostModel(known_points(batches=(1, 4)))
-    setting, between = TreeSpec(2, 3, 8), TreeSpec(3, 3, 8)
+    model, tree = CostModel(known_points(batches=(1, 4))), TreeSpec(3, 3, 8)
     two, three, four = (model.parts(TreeSpec(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
     assert three == pytest.approx((two + four) / 2)
-    assert model.round(setting, 50.0, 2) == pytest.approx(2 * sum(known(setting, 50.0).values()))
+    assert model.round(TreeSpec(2, 3, 8), 50.0, 2) == pytest.approx(2 * sum(known(TreeSpec(2, 3, 8), 50.0).values()))
     assert model.plain(50.0, 3) == pytest.approx(3 * (2.05) + 0.05)
-    assert model.parts(between, 50.0)["verify"] == pytest.approx(known(between, 50.0)["verify"])
+    assert model.parts(tree, 50.0)["verify"] == pytest.approx(known(tree, 50.0)["verify"])
 
 
 @pytest.mark.parametrize(
-    ("setting", "batch", "message"),
+    ("tree", "batch", "message"),
     [
         (TreeSpec(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
         (TreeSpec(4, 4, 64), 1, "num_draft_tokens 64 lies outside"),
         (TreeSpec(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
+        (TreeSpec.static([[0], [1]]), 1, "were not measured"),
     ],
 )
-def test_nothing_is_told_beyond_what_was_measured(setting, batch, message):
+def test_nothing_is_told_beyond_what_was_measured(tree, batch, message):
     with pytest.raises(ValueError, match=message):
-        CostModel(known_points()).round(setting, 50.0, batch)
+        CostModel(known_points()).round(tree, 50.0, batch)
 
 
 def test_the_grid_holds_every_tree_that_can_be_made_once():
-    settings = useful_trees((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
-    assert len(set(settings)) == len(settings)
-    for s in settings:
+    trees = useful_trees((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))
+    assert len(set(trees)) == len(trees)
+    for s in trees:
         tree = make_tree(s.topk, s.steps, s.num_draft_tokens)
         assert (tree.topk, tree.steps, tree.num_draft_tokens) == (s.topk, s.steps, s.num_draft_tokens)
         assert s.num_draft_tokens > s.steps  # no level is drafted in vain
-    assert [s for s in settings if s.topk == 1] == [TreeSpec(1, d, d + 1) for d in range(1, 5)]
-    assert set(probes((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))) <= set(settings)
-
-
-# Real rounds
+    assert [s for s in trees if s.topk == 1] == [TreeSpec(1, d, d + 1) for d in range(1, 5)]
+    assert set(probes((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))) <= set(trees)
 
 
 def test_rounds_are_timed_where_they_say(pair):
@@ -118,54 +109,39 @@ def test_rounds_are_timed_where_they_say(pair):
     rounds = max(row.trace.rounds for row in rows)
     expected = [max(len(row.prompt) + sum(row.trace.emitted[:r]) for row in rows) for r in range(rounds)]
     assert [context for context, _ in found] == expected[1:]
-    for _, parts in found:
-        assert tuple(parts) == PARTS
-        assert min(parts.values()) > 0
+    assert all(tuple(parts) == PARTS and min(parts.values()) > 0 for _, parts in found)
     plain = time_rounds(Engine(target), [[3, 5]], 5, Sampling())
-    assert [context for context, _ in plain] == [3, 4, 5]
-    assert all(tuple(parts) == ("verify", "host") for _, parts in plain)
+    assert [(context, *parts) for context, parts in plain] == [(c, "verify", "host") for c in (3, 4, 5)]
 
 
-def test_measuring_covers_the_probes(pair):
-    shown = []
-    points = measure_rounds(*pair, TEXT, **FEW, batches=(1, 2), progress=lambda *at: shown.append(at))
-    assert {p.tree for p in points} == {None, *probes(FEW["topks"], 3, FEW["nodes"])}
+def test_measuring_covers_the_probes_and_static_trees(pair, tmp_path):
+    file, shown = tmp_path / "tree.yaml", []
+    file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
+    tree = TreeSpec.parse(file)
+    assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
+    points = measure_rounds(*pair, TEXT, **FEW, statics=[tree], batches=(1, 2), progress=lambda *at: shown.append(at))
+    assert {p.tree for p in points} == {None, tree, *probes(FEW["topks"], 3, FEW["nodes"])}
     assert {p.batch for p in points} == {1, 2}
     assert min(p.context for p in points) < 24 < max(p.context for p in points)
-    model = CostModel(points)
-    for setting in useful_trees(FEW["topks"], 3, FEW["nodes"]):
-        assert model.round(setting, 20.0, 2) > 0
-    assert statistics.median(model.errors()) < 1
     assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
+    model = CostModel(points)
+    assert all(model.round(t, 20.0, 2) > 0 for t in useful_trees(FEW["topks"], 3, FEW["nodes"]))
+    assert statistics.median(model.errors()) < 1
+    own = [p for p in points if p.tree == tree and p.batch == 1]
+    seconds = [p.seconds["grow"] for p in own]
+    assert len(own) == 2  # at every context
+    for p in own:
+        assert 0.999 * min(seconds) <= model.parts(tree, p.context)["grow"] <= 1.001 * max(seconds)
+    before = identity(*pair, statics=[tree])
+    file.write_text("paths: [[0], [1], [0, 0]]")
+    assert identity(*pair, statics=[tree]) != before
     with pytest.raises(ValueError, match="too short to measure"):
         measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
 
 
-def test_a_static_tree_is_timed_by_itself(pair, tmp_path):
-    file = tmp_path / "tree.yaml"
-    file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
-    tree = TreeSpec.parse(file)
-    assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
-    points = measure_rounds(*pair, TEXT, **FEW, statics=[tree])
-    model = CostModel(points)
-    own = [p for p in points if p.tree == tree]
-    assert len(own) == 2
-    seconds = [p.seconds["grow"] for p in own]
-    for p in own:
-        assert 0.999 * min(seconds) <= model.parts(tree, p.context)["grow"] <= 1.001 * max(seconds)
-    with pytest.raises(ValueError, match="were not measured"):
-        CostModel([p for p in points if p.tree != tree]).round(tree, 20.0)
-    before = identity(*pair, statics=[tree])
-    file.write_text("paths: [[0], [1], [0, 0]]")
-    assert identity(*pair, statics=[tree]) != before
-
-
-# Kept measurements
-
-
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
-    """Costs are kept in a folder of the test's own, and measuring is counted."""
+    """Costs are cached in a folder of the test's own, and measuring is counted."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = []
 
@@ -173,11 +149,11 @@ def calls(monkeypatch, tmp_path):
         found.append(how)
         return known_points()
 
-    monkeypatch.setattr(kept, "measure_rounds", fake)
+    monkeypatch.setattr(costs, "measure_rounds", fake)
     return found
 
 
-def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp_path):
+def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp_path, monkeypatch):
     target, drafter = pair
     first = measured_costs(*pair, TEXT, topks=(1, 2))
     again = measured_costs(*pair, [1, 2, 3], topks=(1, 2))  # another text takes as long

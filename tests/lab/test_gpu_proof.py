@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_proof, pretrain_target
-from specdec.lab.bench import archive, gpu_stages, stages
-from specdec.lab.bench.stages import Stage, run_stage, run_stages
+from specdec.lab.bench import gpu_stages, stages
+from specdec.lab.bench.stages import Stage, packer, run_stage, run_stages
 from specdec.model.loader import load_target
 from specdec.text import read_prompts
 
@@ -38,33 +38,48 @@ def test_a_stage_ends_and_its_result_is_read(tmp_path):
         (program("", result=path), ("done", 0, None, "")),  # an old file is no result
         (program(f"open({str(path)!r}, 'w').write('[1]')", result=path), ("done", 0, [1], "")),
     ):
-        record = run_stage(stage, 30)
+        record = run_stage(stage, 30, tmp_path)
         assert tuple(record[key] for key in ("outcome", "exit_code", "result", "output_tail")) == expected
 
 
+CHILD = """
+import subprocess, sys
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+Path(sys.argv[1]).write_text(str(child.pid))
+try:
+    child.wait()
+except KeyboardInterrupt:
+    print('{"partial": true}')
+    sys.exit(130)
+"""
+
+
 def test_a_time_limit_interrupts_a_stage_and_its_children(tmp_path, monkeypatch):
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    code = "import subprocess, sys\nfrom pathlib import Path\n"
-    code += f"child = subprocess.Popen({sleep!r})\nPath({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
-    code += "try:\n    child.wait()\nexcept KeyboardInterrupt:\n    print('{\"partial\": true}')\n    sys.exit(130)"
-    record = run_stage(program(code, ends_itself=False), 2)
+    stage = Stage("a", [sys.executable, "-c", CHILD, str(tmp_path / "pid")], ends_itself=False)
+    record = run_stage(stage, 2, tmp_path)
     assert (record["outcome"], record["result"]) == ("done", {"partial": True})
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     monkeypatch.setattr(stages, "GRACE", 0.2)
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
-    record = run_stage(program(stubborn), 1)
+    record = run_stage(program(stubborn), 1, tmp_path)
     assert (record["outcome"], record["exit_code"]) == ("out of time", -9)
 
 
 def test_stages_that_need_not_or_cannot_run(tmp_path):
     there, absent = tmp_path / "there", tmp_path / "absent"
     there.touch()
-    assert run_stage(program("", makes=there), 30)["outcome"] == "kept"
-    assert run_stage(program("", makes=absent), 30)["outcome"] == "failed"
-    assert run_stage(program("", needs=(there, absent)), 30)["reason"] == f"{absent} is missing"
-    assert run_stage(program("", void="no GPU"), 30)["reason"] == "no GPU"
-    assert run_stage(program(""), 0)["reason"] == "no time is left"
+    for settings, limit, told in (
+        ({"makes": there}, 30, "there is there already"),
+        ({"needs": (there, absent)}, 30, f"{absent} is missing"),
+        ({"void": "no GPU"}, 30, "no GPU"),
+        ({}, 0, "no time is left"),
+    ):
+        record = run_stage(program("", **settings), limit, tmp_path)
+        assert record["outcome"] == ("kept" if "makes" in settings else "skipped")
+        assert record["reason"].endswith(told)
+    assert run_stage(program("", makes=absent), 30, tmp_path)["outcome"] == "failed"
 
 
 def test_time_is_shared_and_logs_are_kept(tmp_path):
@@ -72,7 +87,7 @@ def test_time_is_shared_and_logs_are_kept(tmp_path):
     every = [Stage("a", say, 8.0), program("", seconds=1000.0, void="no GPU"), Stage("b c", say, 45.0)]
     every += [Stage("d", say, 45.0), program("import sys; sys.exit(1)", name="e", seconds=50.0)]
     records = []
-    run_stages(every, 148, records.append, logs=tmp_path)
+    run_stages(every, 148, records.append, tmp_path)
     assert [r["outcome"] for r in records] == ["done", "skipped", "done", "done", "failed"]
     limits = [r["limit_seconds"] for r in records]
     assert (tmp_path / "a.log").read_text() == f"['a=8', 'b=6'] {'x' * 9000}\n"
@@ -83,17 +98,16 @@ def test_time_is_shared_and_logs_are_kept(tmp_path):
 
 
 CUT = """
-import os, sys
+import sys
 from pathlib import Path
 from specdec.lab.bench import stages
-from specdec.lab.bench.archive import Archive
 results = Path(sys.argv[1])
 cases = "import os, time; from specdec.cli.files import write_text; from pathlib import Path\\n"
 cases += "for i in range(100):\\n    write_text(Path(r'%s', 'cases.json'), str([os.getpid(), *range(i)]))\\n" % results
 cases += "    print('case', i)\\n    time.sleep(0.05)"
 stages.TICK = 0.1
 stage = stages.Stage("cases", [sys.executable, "-c", cases])
-stages.run_stages([stage], 60, print, logs=results, tick=Archive(results, Path(sys.argv[2])).pack)
+stages.run_stages([stage], 60, print, results, tick=stages.packer(results, Path(sys.argv[2])))
 """
 
 
@@ -125,17 +139,18 @@ def test_a_kill_leaves_what_was_measured_and_no_process(tmp_path):
 
 
 def test_an_archive_keeps_the_end_of_a_long_log(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "LOG_BYTES", 10)
+    monkeypatch.setattr(stages, "LOG_BYTES", 10)
     for name, text in (("a.log", "0123456789the end"), ("a.json", f'"{"x" * 30}"'), ("b.json.partial", "half")):
         (tmp_path / name).write_text(text)
-    kept = archive.Archive(tmp_path, tmp_path / "all.tar.gz")
-    kept.pack()
-    with tarfile.open(kept.path) as file:
+    path = tmp_path / "all.tar.gz"
+    pack = packer(tmp_path, path)
+    pack()
+    with tarfile.open(path) as file:
         assert sorted(file.getnames()) == ["results/a.json", "results/a.log"]
         assert file.extractfile("results/a.log").read() == b"789the end"
-    before = kept.path.stat().st_mtime_ns
-    kept.pack()
-    assert kept.path.stat().st_mtime_ns == before
+    before = path.stat().st_mtime_ns
+    pack()
+    assert path.stat().st_mtime_ns == before
 
 
 # Outcomes of tests
@@ -167,8 +182,9 @@ def test_one_lost_device_is_one_failure(tmp_path):
     (tmp_path / "test_some.py").write_text(TESTS)
     file = tmp_path / "outcomes.json"
     words = ["-p", "specdec.lab.bench.outcomes", "--outcomes", file, "-n", "1", "--dist", "worksteal", "-c", os.devnull]
-    command = [sys.executable, "-m", "pytest", *words, "--rootdir", tmp_path, "test_some.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "xdist", *words, "--rootdir", tmp_path, "test_some.py"]
+    how = {"cwd": tmp_path, "env": os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}
+    done = subprocess.run(command, **how, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     told = json.loads(file.read_text())
     assert told["complete"]
@@ -220,7 +236,12 @@ def proof(monkeypatch, *words: object) -> None:
     gpu_proof.main()
 
 
-def test_stages_that_cannot_run(monkeypatch, tmp_path):
+def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_told(monkeypatch, tmp_path):
+    by_part = gpu_stages.Proof("cpu", tmp_path, tmp_path, None, gpu_stages.TINY).parts()
+    assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
+    chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]
+    assert chosen == ["tests", "rounds tiny", "bench tiny", "pair"]
+    assert len(gpu_proof.choose(by_part, None)) == sum(map(len, by_part.values()))
     out = tmp_path / "results"
     monkeypatch.setattr(gpu_proof, "set_environment", lambda work: None)
     proof(monkeypatch, "--tiny", "--minutes", 2, "--stages", "train", "--work", tmp_path / "work", "--out", out)
@@ -234,17 +255,9 @@ def test_stages_that_cannot_run(monkeypatch, tmp_path):
         assert "--steps 3" in json.load(file.extractfile("results/stage_tau_of_a_chain.json"))["command"]
 
 
-def test_parts_and_stages_are_chosen_by_name(tmp_path):
-    by_part = gpu_stages.parts(gpu_stages.Place("cpu", tmp_path, tmp_path), gpu_stages.TINY)
-    assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
-    chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]
-    assert chosen == ["tests", "rounds tiny", "bench tiny", "pair"]
-    assert len(gpu_proof.choose(by_part, None)) == sum(map(len, by_part.values()))
-
-
 @pytest.mark.parametrize("sizes", [gpu_stages.Sizes(), gpu_stages.TINY], ids=["real", "tiny"])
 def test_every_stage_is_a_command_that_exists(sizes, tmp_path):
-    for part, every in gpu_stages.parts(gpu_stages.Place("cuda", tmp_path, tmp_path, tmp_path), sizes).items():
+    for part, every in gpu_stages.Proof("cuda", tmp_path, tmp_path, tmp_path, sizes).parts().items():
         assert sum(stage.seconds for stage in every) <= 540, part  # nine minutes
         for stage in every:
             first, module = stage.command[1:3]

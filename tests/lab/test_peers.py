@@ -1,7 +1,6 @@
 """Other engines in the benchmark: what is written for them, what they are not given, and, where they are installed
 (`pip install '.[peers]'`), that they decode the target's text."""
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_target
+from number_reader import Reader
 
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
-from specdec.lab.bench.agreement import compare_texts, logit_gap
-from specdec.lab.bench.bench import Bench, Configuration, random_prompts
+from specdec.lab.bench.bench import Bench, Configuration, compare_texts, random_prompts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, translated
-from specdec.lab.bench.peer_weights import interleaved, metadata, tensors, write_gguf
+from specdec.lab.bench.peer_weights import tensors, write_gguf
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
 from specdec.lab.cost.memory import read_bytes
 from specdec.model.loader import load_target
@@ -39,58 +38,56 @@ GEMMA3 = {
 # What is written for llama.cpp
 
 
+def metadata(path: Path) -> dict:
+    fields = pytest.importorskip("gguf").GGUFReader(path).fields
+    return {name: field.contents() for name, field in fields.items()}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_gguf_file_holds_the_target_in_llama_cpps_names(tmp_path, dtype):
     gguf = pytest.importorskip("gguf")
     target = tiny_target()  # 4 heads and 2 for keys, of 8 values each
     write_gguf(tmp_path / "a.gguf", target, "llama", dtype)
-    reader = gguf.GGUFReader(tmp_path / "a.gguf")
-    for name, value in metadata(target.config, "llama").items():
-        written = reader.fields[name].contents()
-        assert written == (pytest.approx(value) if isinstance(value, float) else value), name
-    assert reader.fields["general.architecture"].contents() == "llama"
-    assert reader.fields["tokenizer.ggml.tokens"].contents() == [f"<{i}>" for i in range(17)]
+    found = metadata(tmp_path / "a.gguf")
+    assert found["tokenizer.ggml.tokens"] == [f"<{i}>" for i in range(17)]
+    assert found["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(target.config.eps)
+    expected = {"vocab_size": 17, "context_length": 256, "embedding_length": 32, "block_count": 3}
+    expected |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8}
+    expected |= {"feed_forward_length": target.config.intermediate, "rope.dimension_count": 8}
+    expected |= {"attention.value_length": 8, "rope.freq_base": target.config.rope.theta}
+    assert {name: found[f"llama.{name}"] for name in expected} == expected
     found = {}
-    for x in reader.tensors:
+    for x in gguf.GGUFReader(tmp_path / "a.gguf").tensors:
         raw = torch.tensor(x.data).flatten().view(torch.float32 if len(x.shape) == 1 else dtype)
         found[x.name] = raw.view(*reversed(x.shape.tolist()))  # the innermost dimension comes first
-    block = target.blocks[1]
-    q, k, v = block.attention.qkv.weight.split([32, 16, 16])
-    gate, up = block.mlp.gate_up.weight.chunk(2)
-    expected = {"attn_q": interleaved(q, 4), "attn_k": interleaved(k, 2), "attn_v": v, "ffn_gate": gate, "ffn_up": up}
-    expected = {f"blk.1.{name}.weight": value for name, value in expected.items()}
-    for name, value in (expected | {"output.weight": target.head.weight}).items():
-        assert torch.equal(found[name], value.to(dtype)), name
+    gate, up = target.blocks[1].mlp.gate_up.weight.chunk(2)
+    expected = {"blk.1.attn_v": target.blocks[1].attention.qkv.weight[48:], "blk.1.ffn_gate": gate, "blk.1.ffn_up": up}
+    for name, value in (expected | {"output": target.head.weight}).items():
+        assert torch.equal(found[f"{name}.weight"], value.to(dtype)), name
     assert torch.equal(found["output_norm.weight"], target.norm.weight)  # in fp32 whatever the matrices are in
     assert sum(x.numel() for x in found.values()) == sum(p.numel() for p in target.parameters())  # all, and once
 
 
-def test_heads_in_the_order_for_neighbours_that_turn():
-    """The product of q and k is the same whether halves turn, or neighbours in the other order."""
-    torch.manual_seed(0)
-    heads, dim, angle = 3, 8, torch.rand(4) * 3
-    q, k = torch.randn(2, heads * dim)
-
-    def halves(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(heads, dim).chunk(2, dim=-1)
-        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
-
-    def neighbours(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.view(heads, dim // 2, 2).unbind(-1)
-        return torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1).flatten(1)
-
-    ours = (halves(q) * k.view(heads, dim)).sum(-1)
-    theirs = (neighbours(interleaved(q, heads)) * interleaved(k, heads).view(heads, dim)).sum(-1)
-    torch.testing.assert_close(ours, theirs)
-    assert not torch.allclose(ours, (neighbours(q) * k.view(heads, dim)).sum(-1))
-
-
-def test_factors_of_a_rope_that_is_scaled_by_frequency():
+def test_ropes_and_windows_are_written(tmp_path):
+    write_gguf(tmp_path / "a", target_of(rope=Rope(1e4, "linear", factor=4.0)), "llama", torch.float32)
+    found = metadata(tmp_path / "a")
+    assert (found["llama.rope.scaling.type"], found["llama.rope.scaling.factor"]) == ("linear", 4)
+    write_gguf(tmp_path / "b", target_of(**GEMMA3), "gemma3", torch.float32)
+    found = metadata(tmp_path / "b")
+    assert (found["gemma3.attention.sliding_window"], found["gemma3.rope.freq_base_swa"]) == (80, 1000)
     (name, factors), *_ = tensors(target_of(rope=LLAMA3), "llama")
     assert name == "rope_freqs.weight"
     torch.testing.assert_close(Rope().inverse_frequencies(8) / factors, LLAMA3.inverse_frequencies(8))
-    assert factors[0] == 1  # the fastest stays
-    assert factors[-1] == pytest.approx(8)  # the slowest is divided by the whole factor
+    assert (factors[0], factors[-1]) == (1, pytest.approx(8))  # the fastest stays, the slowest has the whole factor
+
+
+def test_heads_in_the_order_for_neighbours_that_turn():
+    """Halves (i, i + 4) of each head become neighbours (2i, 2i + 1)."""
+    ours, theirs = (dict(tensors(target_of(), name)) for name in ("qwen2", "llama"))
+    for name, heads in (("q", 4), ("k", 2), ("v", 0)):
+        key = f"model.layers.0.self_attn.{name}_proj.weight"
+        order = [8 * head + place for head in range(heads) for place in (0, 4, 1, 5, 2, 6, 3, 7)] or slice(None)
+        assert torch.equal(theirs[key], ours[key][order])
 
 
 @pytest.mark.parametrize(
@@ -120,16 +117,15 @@ def test_llama_cpps_architectures_and_what_it_is_not_given(changes, name):
 # Runs
 
 
-def test_chunks_of_text_name_the_tokens():
-    def chunk(text: str) -> dict:
-        return {"choices": [{"text": text, "finish_reason": None}]}
-
-    chunks = [(1.0, chunk("<5>")), (3.0, chunk("<0><128255>")), (4.0, chunk(""))]
-    tokens, marks = peer_sessions.read_chunks(chunks)
-    assert (tokens, marks) == ([5, 0, 128255], [1.0, 3.0, 3.0])
-    assert peer_sessions.timed(tokens, marks, 0.5, 4.5) == (tokens, 4.0, 0.5, [2.0, 0.0])
+def test_chunks_of_text_name_the_tokens(monkeypatch):
+    chunks = [{"choices": [{"text": text}]} for text in ("<5>", "<0><128255>", "")]
+    marks = list(zip((1.0, 3.0, 4.0), map(peer_sessions.tokens_of, chunks), strict=True))
+    ticks = iter((0.5, 4.5))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(peer_sessions, "_session", lambda request: marks, raising=False)
+    assert peer_sessions.decode({}) == ([5, 0, 128255], 4.0, 0.5, [2.0, 0.0])
     with pytest.raises(RuntimeError, match="too long"):
-        peer_sessions.read_chunks([(1.0, {"code": 400, "message": "too long"})])
+        peer_sessions.tokens_of({"code": 400, "message": "too long"})
 
 
 def test_settings_that_an_engine_does_not_have():
@@ -140,26 +136,13 @@ def test_settings_that_an_engine_does_not_have():
         translated(Sampling(0.5, top_p=0.5, min_p=0.1), names, "Ours")
 
 
-class Reader:
-    """An engine that reads a number and adds to it."""
-
-    def __init__(self, folder: str, name: str):
-        self.number = int((Path(folder) / name).read_text())
-
-    def __call__(self, request: dict) -> peer_sessions.Timed:
-        if "exit" in request:
-            os._exit(request["exit"])
-        now = time.perf_counter()
-        return peer_sessions.timed([self.number + request["add"]], [now], now - 1, now)
-
-
 class Copycat(Peer):
-    """Another engine that happens to decode as ours does, and then changes what it is told to."""
+    """Another engine that happens to decode as ours does, and then changes a token."""
 
     engine, modules = "Copycat", ("json",)
 
-    def __init__(self, target, slots: int, dtype: torch.dtype, change: int | None = None):
-        super().__init__(target, slots, dtype)
+    def __init__(self, target, dtype: torch.dtype = torch.float32, change: int | None = None):
+        super().__init__(target, 64, dtype)
         self.copied, self.change = Ours(target), change
 
     def __call__(self, prompt, new, sampling, seed) -> TimedRun:
@@ -171,24 +154,24 @@ class Copycat(Peer):
 
 def test_weights_and_cache_count_in_their_own_width():
     target = tiny_target()
-    full, half = (Copycat(target, 64, dtype) for dtype in (torch.float32, torch.float16))
+    full, half = (Copycat(target, dtype) for dtype in (torch.float32, torch.float16))
     assert full.moved(target, 10) == read_bytes(target, 10, packed=False) == 2 * half.moved(target, 10)
     assert full.weights == weight_bytes(target) == 2 * half.weights
-    assert full.cache_bytes(10) == 10 * 2 * 3 * 2 * 8 * 4
     assert full.threads == torch.get_num_threads()
 
 
 def test_an_engine_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Its files are removed whatever happens; it goes on after an error; what it dies of is told."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    peer = Copycat(tiny_target(), 64, torch.float32)
+    peer = Copycat(tiny_target())
     with pytest.raises(ZeroDivisionError):
         peer.load(lambda folder: 1 / 0, Reader, name="a")
     assert list(tmp_path.iterdir()) == []
     peer.load(lambda folder: (folder / "a").write_text("7"), Reader, name="a")
     assert list(tmp_path.iterdir()) == []
     run = peer.ask({"add": 2}, 1)  # the session has what it read
-    assert run == TimedRun([9], 1.0, 1.0, [], peer.cache_bytes(1))
+    assert (run.tokens, run.steps, run.cache_bytes) == ([9], [], 2 * 3 * 2 * 8 * 4)
+    assert 0 < run.prefill_seconds <= run.seconds
     with pytest.raises(TypeError):
         peer.ask({"add": "text"}, 1)
     assert peer.ask({"add": 1}, 1).tokens == [8]
@@ -235,21 +218,17 @@ def rows_of(target, contenders: dict, **settings) -> dict[str, dict]:
     return {row["contender"]: row for row in bench.run(Configuration("short", prompt=4, new=6))}
 
 
+class Slow(Contender):
+    weights = 1
+
+    def __call__(self, prompt, new, sampling, seed) -> TimedRun:
+        return TimedRun([1] * new, 100.0, 1.0, [1.0] * (new - 1), 1)
+
+
 def test_a_peer_is_compared_with_plain_and_is_none_of_transformers():
     target = tiny_target()
-
-    class Slow(Contender):
-        weights = 1
-
-        def __call__(self, prompt, new, sampling, seed) -> TimedRun:
-            return TimedRun([1] * new, 100.0, 1.0, [1.0] * (new - 1), 1)
-
-    contenders = {
-        "plain": lambda: Ours(target),
-        "sdpa": Slow,
-        "copycat": lambda: Copycat(target, 64, torch.float32),
-        "other": lambda: Copycat(target, 64, torch.float32, change=3),
-    }
+    contenders = {"plain": lambda: Ours(target), "sdpa": Slow}
+    contenders |= {"copycat": lambda: Copycat(target), "other": lambda: Copycat(target, change=3)}
     rows = rows_of(target, contenders, random_weights=True)
     assert rows["copycat"]["same_text_as_plain"] == "4 of 4"  # the weights are the same, random or not
     assert "differs" not in rows["copycat"]
@@ -264,38 +243,33 @@ def test_where_texts_part_and_how_far_the_logits_are_apart():
     target, prompt = tiny_target(), [3, 1, 4]
     with torch.inference_mode():
         logits, _ = target(torch.tensor([[*prompt, 5]]), None)
-    gap = (logits[0, -1, 6] - logits[0, -1, 7]).item()
-    assert logit_gap(target, [*prompt, 5], 6, 7) == pytest.approx(gap, abs=1e-5)
+    gap = pytest.approx((logits[0, -1, 6] - logits[0, -1, 7]).item(), abs=1e-5)
     texts = [(prompt, [5, 7, 8], [5, 6, 9]), (prompt, [5, 6, 9], [5, 6, 9])]
     out = compare_texts(target, texts)
-    assert out["same_text_as_plain"] == "1 of 2"
-    assert out["differences"] == [{"text": 0, "token": 1, "logit_gap": pytest.approx(gap, abs=1e-5)}]
+    assert (out["same_text_as_plain"], out["differences"]) == ("1 of 2", [{"text": 0, "token": 1, "logit_gap": gap}])
     assert "logit_gap" not in compare_texts(target, texts, gaps=False)["differences"][0]
     assert compare_texts(target, texts[1:]) == {"same_text_as_plain": "1 of 1"}
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "word"), [("ctranslate2", "ctranslate2", "CTranslate2"), ("llama.cpp", "xllamacpp", "llama.cpp"),
-                                 ("llama.cpp-fp16", "gguf", "llama.cpp")],
-)  # fmt: skip
-def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch, name, module, word):
-    for engine in ("ctranslate2", "xllamacpp", "gguf"):
-        monkeypatch.setitem(sys.modules, engine, None if engine == module else tempfile)  # as if it were not there
-    target = tiny_target()
-    row = rows_of(target, {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]})[name]
-    assert row["skipped"].startswith(f"{word} cannot be imported")
-    assert row["skipped"].endswith("pip install '.[peers]'")
-    assert "tokens_per_second" not in row
+def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch):
+    target, missing = tiny_target(), {"ctranslate2": "ctranslate2", "llama.cpp": "xllamacpp", "llama.cpp-fp16": "gguf"}
+    for name, module in missing.items():
+        for engine in missing.values():  # as if only this one were not there
+            monkeypatch.setitem(sys.modules, engine, None if engine == module else tempfile)
+        row = rows_of(target, {"plain": lambda: Ours(target), name: peers_by_name(target, 64)[name]})[name]
+        assert row["skipped"].startswith(
+            f"{'CTranslate2' if name == 'ctranslate2' else 'llama.cpp'} cannot be imported"
+        )
+        assert row["skipped"].endswith("pip install '.[peers]'")
+        assert "tokens_per_second" not in row
 
 
-def test_targets_that_no_peer_is_given(target_path):
-    generic = load_target(target_path, generic=True)
-    elsewhere = tiny_target().to("meta")
-    for name in ("ctranslate2", "llama.cpp", "llama.cpp-fp16"):
-        with pytest.raises(NotAvailable, match="native targets only"):
-            peers_by_name(generic, 64)[name]()
-        with pytest.raises(NotAvailable, match="on the CPU only, the target is on meta"):
-            peers_by_name(elsewhere, 64)[name]()
+@pytest.mark.parametrize("name", ENGINES)
+def test_targets_that_no_peer_is_given(target_path, name):
+    with pytest.raises(NotAvailable, match="native targets only"):
+        peers_by_name(load_target(target_path, generic=True), 64)[name]()
+    with pytest.raises(NotAvailable, match="on the CPU only, the target is on meta"):
+        peers_by_name(tiny_target().to("meta"), 64)[name]()
 
 
 # The engines themselves, where they are installed
@@ -361,17 +335,14 @@ def test_an_engine_decodes_the_targets_text(name, model):
 def test_a_run_has_all_tokens_and_times(name, tmp_path, monkeypatch):
     pytest.importorskip(ENGINES[name])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    target = tiny_target()
-    contender = peers_by_name(target, 100)[name]()
+    contender = peers_by_name(tiny_target(), 100)[name]()
     assert list(tmp_path.iterdir()) == []
     for prompt, new in (([3], 40), ([5, 6, 7], 1), (list(range(17)) * 3, 20)):
-        run = contender(prompt, new, Sampling(), 0)
-        assert len(run.tokens) == new  # none of the 17 tokens is an end
-        assert len(run.steps) == new - 1
+        run, again = (contender(prompt, new, Sampling(), 0) for _ in range(2))
+        assert (len(run.tokens), len(run.steps)) == (new, new - 1)  # none of the 17 tokens is an end
         assert 0 < run.prefill_seconds + sum(run.steps) <= run.seconds
-        again = contender(prompt, new, Sampling(), 0)
         assert again.tokens == run.tokens
-    assert run.cache_bytes >= contender.cache_bytes(51 + 19)
+    assert run.cache_bytes >= (51 + 19) * contender.values * contender.cache_dtype.itemsize
     assert "engine" in contender.details()
 
 

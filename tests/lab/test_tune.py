@@ -1,6 +1,7 @@
 """Tuning: predictions follow the engine's rounds, real runs decide, and the file that is written decodes."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from specdec.lab.cost.tune import (
     measure_rates,
     predict,
     predict_all,
-    round_contexts,
     tune,
 )
 from specdec.lab.replay import record
@@ -39,51 +39,23 @@ def pair():
 
 
 class Known:
-    """Costs: `each` seconds by setting and for plain decoding, and some for every row and token of the context."""
+    """Costs: `each` seconds by tree and for plain decoding, and some for every row and token of the context."""
 
-    def __init__(self, each: dict, a_token: float = 0.0):
-        self.each, self.a_token = each, a_token
+    def __init__(self, each: dict, a_token: float = 0.0, absorb: float = 0.0):
+        self.each, self.a_token, self.absorb = each, a_token, absorb
 
-    def round(self, setting, context, batch):
-        return np.asarray(self.each[setting] + self.a_token * batch * context)
+    def round(self, tree, context, batch):
+        return np.asarray(self.each[tree] + self.a_token * batch * context)
 
     def plain(self, context, batch):
         return self.round(None, context, batch)
 
-    def empty(self, setting, context, batch):
-        return self.plain(context, batch) + self.each[setting] / 100  # what the drafter absorbs
+    def empty(self, tree, context, batch):
+        return self.plain(context, batch) + self.absorb
 
 
-class Said:
-    """Acceptance: what rounds emit, by setting."""
-
-    def __init__(self, emitted: dict):
-        self.emitted = emitted
-
-    def replay_many(self, trees):
-        return [type("Replayed", (), {"emitted": self.emitted[tree], "drafted": None}) for tree in trees]
-
-
-# Predictions
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3])
-def test_contexts_are_those_of_the_engine(pair, batch):
-    """Round by round the bound that the engine gives its cache."""
-    engine = Engine(*pair, TREE.build())
-    emitted, found = [], []
-    for start in range(0, len(PROMPTS), batch):
-        bounds, joined = [], []
-
-        def watch(report, bounds=bounds, joined=joined):
-            joined += report.rows if report.prefill else []
-            bounds.append(max(len(row.prompt) + len(row.tokens) - 1 for row in joined))
-
-        rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=14, observer=watch).rows
-        emitted += [row.trace.emitted for row in rows]
-        found.append((len(rows), bounds[:-1]))
-    told = round_contexts(emitted, [len(p) for p in PROMPTS], batch)
-    assert [(size, contexts.tolist()) for size, contexts in told] == found
+def accepted(superset, *trees: TreeSpec) -> dict:
+    return {tree: superset.acceptance(tree) for tree in trees}
 
 
 def test_a_prediction_by_hand():
@@ -95,92 +67,85 @@ def test_a_prediction_by_hand():
     assert predict(costs, CHAIN, emitted, [4, 9], batch=2).tokens_per_second == pytest.approx(9 / (6 + 6.6))
     # plainly 4 and 5 tokens: contexts 4..7 and 9..13
     plain = predict(costs, None, emitted, [4, 9])
-    assert plain.tokens_per_second == pytest.approx(9 / (9 + 0.1 * (22 + 55)))
-    assert plain.tau == 1
+    assert (plain.tokens_per_second, plain.tau) == (pytest.approx(9 / (9 + 0.1 * (22 + 55))), 1)
     assert predict(costs, CHAIN, [[], [2, 1]], [3, 4]).tau == 3 / 2  # a text without a round is passed over
     with pytest.raises(ValueError, match="nothing can be predicted"):
         predict(costs, CHAIN, [[], []], [3, 4])
 
 
-def test_rounds_that_draft_less_cost_less():
-    costs = Known({CHAIN: 2.0, TreeSpec(1, 1): 1.5, TREE: 3.0, None: 1.0})
-    emitted, drafted = [[3, 1, 1], [2, 1]], [[2, 0, 1], [1, 0]]
-    told = predict(costs, CHAIN, emitted, [4, 9], drafted=drafted)
-    assert told.tokens_per_second == pytest.approx(8 / (2.0 + 1.02 + 1.5 + 1.5 + 1.02))
-    # Together the row that drafts most counts, and the one that has ended does not.
-    told = predict(costs, CHAIN, emitted, [4, 9], batch=2, drafted=drafted)
-    assert told.tokens_per_second == pytest.approx(8 / (2.0 + 1.02 + 1.5))
-    # A tree that cannot be cut costs all of it.
-    told = predict(costs, TREE, emitted, [4, 9], drafted=[[2, 0, 2], [2, 0]])
-    assert told.tokens_per_second == pytest.approx(8 / (3 * 3.0 + 2 * 1.03))
+@pytest.mark.parametrize(
+    ("tree", "batch", "drafted", "seconds"),
+    [
+        (CHAIN, 1, [[2, 0, 1], [1, 0]], 2.0 + 1.02 + 1.5 + 1.5 + 1.02),
+        (CHAIN, 2, [[2, 0, 1], [1, 0]], 2.0 + 1.02 + 1.5),  # the row that drafts most; not one that has ended
+        (TREE, 1, [[2, 0, 2], [2, 0]], 3 * 3.0 + 2 * 1.02),  # a tree that cannot be cut costs all of it
+    ],
+)
+def test_rounds_that_draft_less_cost_less(tree, batch, drafted, seconds):
+    costs = Known({CHAIN: 2.0, TreeSpec(1, 1): 1.5, TREE: 3.0, None: 1.0}, absorb=0.02)
+    told = predict(costs, tree, [[3, 1, 1], [2, 1]], [4, 9], batch, drafted)
+    assert told.tokens_per_second == pytest.approx(8 / seconds)
+
+
+def really(engine, prompts: list, batch: int, new: int) -> tuple[int, int]:
+    """Tokens of rounds, and rounds, of all batches."""
+    tokens = rounds = 0
+    for start in range(0, len(prompts), batch):
+        rows = engine.generate(prompts[start : start + batch], max_new_tokens=new).rows
+        tokens += sum(len(row.tokens) - 1 for row in rows)
+        rounds += max(row.trace.rounds for row in rows)
+    return tokens, rounds
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_n_grams_are_predicted_as_they_run(batch):
     """With forwards that take as many seconds as they have columns."""
-    target = tiny_target()
-    prompts = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]]
-    drafter, columns = ngram.create(target), []
+    target, columns = tiny_target(), []
+    prompts, drafter, tree = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]], ngram.create(target), TreeSpec(1, 3)
 
     def note(_, inputs, keywords):
         columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
 
     superset = record(target, drafter, prompts, topks=(1,), steps=3, max_new_tokens=30)
     hook = target.register_forward_pre_hook(note, with_kwargs=True)
-    engine, tokens = Engine(target, drafter, TreeSpec(1, 3).build()), 0
-    for start in range(0, len(prompts), batch):
-        rows = engine.generate(prompts[start : start + batch], max_new_tokens=30).rows
-        tokens += sum(len(row.tokens) - 1 for row in rows)
+    tokens, _ = really(Engine(target, drafter, tree.build()), prompts, batch, 30)
     hook.remove()
     assert {1, 4} <= set(columns)
-
-    class Columns(Known):
-        def empty(self, setting, context, batch):
-            return self.plain(context, batch)
-
-    costs = Columns({None: 1.0} | {TreeSpec(1, steps): 1.0 + steps for steps in (1, 2, 3)})
-    _, (told,) = predict_all(costs, superset, [TreeSpec(1, 3)], [len(p) for p in prompts], batch)
+    costs = Known({None: 1.0} | {TreeSpec(1, steps): 1.0 + steps for steps in (1, 2, 3)})
+    _, (told,) = predict_all(costs, superset, accepted(superset, tree), [len(p) for p in prompts], batch)
     assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
-    target, drafter = pair
-    settings = useful_trees((1, 2, 3), 3, (3, 5, 8))
-    superset = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
-    costs = Known(dict.fromkeys([None, *settings], 0.5))
-    plain, ranking = predict_all(costs, superset, settings, [len(p) for p in PROMPTS], batch)
-    assert {p.tree for p in ranking} == set(settings)
+    trees = useful_trees((1, 2, 3), 3, (3, 8))
+    superset = record(*pair, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
+    costs = Known(dict.fromkeys([None, *trees], 0.5))
+    plain, ranking = predict_all(costs, superset, accepted(superset, *trees), [len(p) for p in PROMPTS], batch)
+    assert {p.tree for p in ranking} == set(trees)
     assert [p.tokens_per_second for p in ranking] == sorted((p.tokens_per_second for p in ranking), reverse=True)
     for p in (plain, *ranking):
-        engine = Engine(target) if p.tree is None else Engine(target, drafter, p.tree.build())
-        tokens = rounds = 0
-        for start in range(0, len(PROMPTS), batch):
-            rows = engine.generate(PROMPTS[start : start + batch], max_new_tokens=20).rows
-            tokens += sum(len(row.tokens) - 1 for row in rows)
-            rounds += max(row.trace.rounds for row in rows)
+        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree.build())
+        tokens, rounds = really(engine, PROMPTS, batch, 20)
         assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 
 def test_the_clairvoyant_bound(pair):
     """No sequence of choices by round is faster: all of them are tried on a text."""
-    target, drafter = pair
-    trees = [CHAIN, TREE]
-    superset = record(target, drafter, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
+    superset = record(*pair, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
     costs = Known({CHAIN: 1.5, TREE: 2.0, None: 1.1}, a_token=0.01)
-    accepted = {tree: superset.acceptance(tree).accepted.tolist() for tree in trees}
-    roots = int(superset.roots[0])
+    found, roots = accepted(superset, CHAIN, TREE), int(superset.roots[0])
 
     def least(root: int) -> float:
         if root >= roots:
             return 0.0
-        ways = [(None, 0), *((tree, accepted[tree][root]) for tree in trees)]
+        ways = [(None, 0), *((tree, int(a.accepted[root])) for tree, a in found.items())]
         return min(float(costs.round(tree, 4 + root, 1)) + least(root + 1 + n) for tree, n in ways)
 
-    bound = clairvoyant(costs, superset, trees, [4])
+    bound = clairvoyant(costs, superset, found, [4])
     assert bound == pytest.approx(roots / least(0))
-    plain, ranking = predict_all(costs, superset, trees, [4])
+    plain, ranking = predict_all(costs, superset, found, [4])
     assert max(plain.tokens_per_second, ranking[0].tokens_per_second) < bound
 
 
@@ -198,50 +163,45 @@ def test_every_width_that_may_win_is_tried():
 
 
 def test_real_runs_say_what_generate_says(pair):
-    target, drafter = pair
-    turns = []
-    found = measure_rates(target, drafter, PROMPTS, [None, CHAIN, TREE], batch=2, max_new_tokens=12, repeats=2,
-                          progress=lambda *at: turns.append(at))  # fmt: skip
-    plain, chain, tree = found
+    turns, how = [], {"batch": 2, "max_new_tokens": 12, "repeats": 2}
+    found = measure_rates(*pair, PROMPTS, [None, CHAIN, TREE], progress=lambda *at: turns.append(at), **how)
     assert [m.tree for m in found] == [None, CHAIN, TREE]
-    assert plain.texts == chain.texts == tree.texts == [
-        Engine(target).generate([p], max_new_tokens=12).rows[0].tokens for p in PROMPTS
-    ]  # fmt: skip
-    rows = [Engine(target, drafter, TREE.build()).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
-    assert tree.tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
-    assert plain.tau == 1
+    texts = [Engine(pair[0]).generate([p], max_new_tokens=12).rows[0].tokens for p in PROMPTS]
+    assert [m.texts for m in found] == [texts] * 3
+    rows = [Engine(*pair, TREE.build()).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
+    assert found[2].tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
+    assert found[0].tau == 1
     assert turns == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-@pytest.fixture
-def planted(monkeypatch):
-    """Real runs that find the given tokens/s, whatever was predicted."""
+@pytest.mark.parametrize(
+    ("plain", "best", "verdict"),
+    [
+        (50.0, TREE, "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"),
+        (
+            100.0,
+            None,
+            "decode plainly: no setting beats plain decoding (100.0 tokens/s) here; the best one that drafts, topk 2, "
+            "steps 2, num_draft_tokens 5, reaches 0.75 of it",
+        ),
+    ],
+)
+def test_the_fastest_that_was_tried_wins(monkeypatch, plain, best, verdict):
+    """Whatever was predicted."""
+    rates = {None: plain, CHAIN: 60.0, TREE: 75.0}
 
-    def plant(rates: dict):
-        def fake(target, drafter, prompts, settings, **how):
-            return [MeasuredRate(s, rates[s], 2.0, []) for s in settings]
+    def fake(target, drafter, prompts, trees, **how):
+        return [MeasuredRate(tree, rates[tree], 2.0, []) for tree in trees]
 
-        monkeypatch.setattr(lab, "measure_rates", fake)
-        said = Said({s: [[2, 2], [2]] for s in (CHAIN, TREE)})
-        costs = Known({CHAIN: 1.0, TREE: 1.01, None: 0.9})
-        return tune(costs, said, [CHAIN, TREE], None, None, [[1], [2]], batch=2)
+    def replay_many(accepted):
+        return [SimpleNamespace(emitted=[[2, 2], [2]], drafted=None)] * len(accepted)
 
-    return plant
-
-
-def test_the_fastest_that_was_tried_wins(planted):
-    tuned = planted({None: 50.0, CHAIN: 60.0, TREE: 75.0})
-    assert tuned.ranking[0].tree == CHAIN  # by prediction
-    assert tuned.best[0].tree == TREE
-    assert tuned.verdict == "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"
-
-
-def test_plain_decoding_wins_where_nothing_beats_it(planted):
-    tuned = planted({None: 100.0, CHAIN: 60.0, TREE: 75.0})
-    assert tuned.best[0].tree is None
-    assert tuned.best_draft[0].tree == TREE
-    assert tuned.verdict.startswith("decode plainly: no setting beats plain decoding (100.0 tokens/s) here")
-    assert "reaches 0.75 of it" in tuned.verdict
+    monkeypatch.setattr(lab, "measure_rates", fake)
+    said = SimpleNamespace(acceptance=lambda tree: tree, replay_many=replay_many)
+    tuned = tune(Known({CHAIN: 1.0, TREE: 1.01, None: 0.9}), said, [CHAIN, TREE], None, None, [[1], [2]], batch=2)
+    assert tuned.ranking[0].tree == CHAIN
+    assert (tuned.best[0].tree, tuned.best_draft[0].tree) == (best, TREE)
+    assert tuned.verdict == verdict
 
 
 # The command
@@ -269,6 +229,11 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
+def generated(capsys, *words) -> str:
+    command.main([*map(str, words), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+
+
 def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys, matmul_precision):
     (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [2], [0, 0], [0, 0, 0]]")  # deeper and wider than the rest
     flags = "--json", "--batch-size", 2, "--matmul-precision", "medium"
@@ -278,18 +243,12 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys, 
     assert report["settings_predicted"] == len(useful_trees((1, 2), 2, (3, 5))) + 1
     assert report["tried"][0]["setting"] == "plain"
     assert all(t["predicted_tau"] == t["measured_tau"] for t in report["tried"])
-    assert report["machine"]["threads"] == 1
-    assert report["tuned_for"]["batch_size"] == 2
+    assert (report["machine"]["threads"], report["tuned_for"]["batch_size"]) == (1, 2)
     settings = read_settings(out)
     assert settings["target"] == str(target_path)
     assert settings["matmul_precision"] == report["machine"]["matmul_precision"] == "medium"
     assert ("draft" in settings) != settings.get("no_draft", False)
-    command.main(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
-    text = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
-    command.main(
-        ["--target", str(target_path), "--no-draft", "--prompt", "The quick", "--max-new-tokens", "8", "--json"]
-    )
-    assert text == json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+    assert generated(capsys, "--settings", out) == generated(capsys, "--target", target_path, "--no-draft")
 
 
 def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_path, monkeypatch, capsys):
@@ -299,13 +258,14 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
         return [MeasuredRate(s, 1.0 if s is None else 2.0 + s.topk, 2.0, []) for s in settings]
 
     monkeypatch.setattr(lab, "measure_rates", fake)
-    code, out = tiny("--topk", "2", "--steps", "1", "--num-draft-tokens", "3")
+    few = "--topk", "2", "--steps", "1", "--num-draft-tokens", "3"
+    code, out = tiny(*few)
     assert code == 0
     assert "4.0 tokens/s, 4.00 times plain decoding" in capsys.readouterr().out
     pair = {"target": str(target_path), "draft": str(drafter_path), "verifier": "match"}
     assert read_settings(out) == pair | {"topk": 2, "steps": 1, "num_draft_tokens": 3}
     (tmp_path / "wide.yaml").write_text("paths: [[0], [1], [2]]")
-    code, out = tiny("--topk", "2", "--steps", "1", "--num-draft-tokens", "3", "--tree", tmp_path / "wide.yaml")
+    code, out = tiny(*few, "--tree", tmp_path / "wide.yaml")
     assert read_settings(out) == pair | {"tree": str(tmp_path / "wide.yaml")}
     command.main(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "4", "--show-trees"])
     assert "|-- " in capsys.readouterr().out

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import torch
 
-from specdec.lab.bench.agreement import compare_texts
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
 from specdec.lab.cost.memory import PeakMemory
 from specdec.lab.cost.simulated_tau import MARK
@@ -53,14 +52,6 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
         except TypeError as error:
             raise ValueError(f"configurations.{name}: {str(error).removeprefix('Configuration.__init__() ')}") from None
     return out
-
-
-def make_sampling(settings: dict) -> Sampling:
-    """Raises ValueError for a field that `Sampling` does not have."""
-    unknown = sorted(set(settings) - {f.name for f in fields(Sampling)})
-    if unknown:
-        raise ValueError(f"not available: decoding has no {unknown[0]} here")
-    return Sampling(**settings)
 
 
 def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
@@ -121,7 +112,9 @@ class Bench:
         self.rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
         self.runs: dict[str, list[list[TimedRun]]] = {}  # by contender and trial; without contenders that failed
         try:
-            self.sampling = make_sampling(configuration.sampling)
+            if unknown := sorted(set(configuration.sampling) - {f.name for f in fields(Sampling)}):
+                raise ValueError(f"not available: decoding has no {unknown[0]} here")
+            self.sampling = Sampling(**configuration.sampling)
             need, context = configuration.prompt + configuration.new, self.target.config.context
             if need > context:
                 raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
@@ -227,7 +220,7 @@ class Bench:
         return self.random_weights and self.made[name].drafts and MARK not in name
 
     def _own(self, name: str) -> bool:
-        """Does it have the target's own weights?"""
+        """Whether it has the target's own weights."""
         return self.made[name].ours or self.made[name].peer
 
     def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:
@@ -258,3 +251,39 @@ def _median_rate(
     trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
 ) -> float:
     return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
+
+
+Texts = Sequence[tuple[list[int], list[int], list[int]]]  # prompt, a contender's text, plain decoding's
+
+
+def compare_texts(target, texts: Texts, gaps: bool = True) -> dict:
+    """Return entries of a contender's row: how many texts are the same, and where each other one differs first.
+
+    Args:
+        gaps: Also report the target's logit gap there, before any penalty. Sums in another order change a text where
+            two logits are nearly equal. A large gap says that the contender computes something else.
+    """
+    differences = []
+    for number, (prompt, mine, plain) in enumerate(texts):
+        at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=True)) if a != b), None)
+        if at is not None:
+            gap = {"logit_gap": logit_gap(target, prompt + plain[:at], plain[at], mine[at])} if gaps else {}
+            differences.append({"text": number, "token": at} | gap)
+    same = {"same_text_as_plain": f"{len(texts) - len(differences)} of {len(texts)}"}
+    if not differences:
+        return same
+    earliest = min(difference["token"] for difference in differences)
+    words = f"{len(differences)} of {len(texts)} texts differ from plain decoding's, the earliest at token {earliest}"
+    if gaps:
+        found = [difference["logit_gap"] for difference in differences]
+        words += f"; the target's logits are {min(found):.2g} to {max(found):.2g} apart there"
+    return same | {"differences": differences, "differs": words}
+
+
+@torch.inference_mode()
+def logit_gap(target, tokens: list[int], token: int, other: int) -> float:
+    """Return how much higher the target's logit of `token` is than that of `other`, after these tokens."""
+    ids = torch.tensor([tokens], device=target.device)
+    last = torch.tensor([len(tokens) - 1], device=target.device)
+    logits, _ = target(ids, target.new_cache(1, len(tokens)), last=last, prefill=True)
+    return (logits[0, 0, token] - logits[0, 0, other]).item()

@@ -56,10 +56,9 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
 
 def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
-    shape = settings.get("shape")
-    verifier = sample_and_match if settings["simulate_tau"] is None else SimulatedTau(settings["simulate_tau"])
-    tree = TreeSpec.of_settings(settings).build()
-    if isinstance(verifier, SimulatedTau):
+    shape, tau = settings.get("shape"), settings["simulate_tau"]
+    verifier, tree = sample_and_match if tau is None else SimulatedTau(tau), TreeSpec.of_settings(settings).build()
+    if tau is not None:
         verifier.check(tree.steps)
 
     @cache
@@ -73,22 +72,23 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 
         return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
 
-    def plain(compiled: bool = False) -> Contender:
-        return Ours(target, compiled=compiled)
-
-    def speculative(compiled: bool = False) -> Contender:
-        return Ours(target, make_drafter(), tree, verifier, compiled)
-
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
-    known = {"plain": plain, "speculative": speculative}
-    known |= {f"compiled-{name}": partial(make, compiled=True) for name, make in known.items()}
-    known |= of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
+    known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
+    for prefix, compiled in (("compiled-", True), ("", False)):
+        ours = {"plain": (), "speculative": (make_drafter, tree, verifier)}
+        known = {
+            prefix + name: partial(make_ours, target, *parts, compiled=compiled) for name, parts in ours.items()
+        } | known
     names = settings["suite"]["contenders"]
     for name in names:
         if name not in known:
             raise ValueError(f"there is no contender {name!r}: there are {', '.join(known)}")
-    simulated = f", {verifier}" if isinstance(verifier, SimulatedTau) else ""
+    simulated = "" if tau is None else f", {verifier}"
     return {name + simulated * name.endswith("speculative"): known[name] for name in names}
+
+
+def make_ours(target, make_drafter=None, tree=None, verifier=sample_and_match, compiled: bool = False) -> Contender:
+    return Ours(target, make_drafter and make_drafter(), tree, verifier, compiled)
 
 
 def make_prompts(settings: dict, target):
@@ -104,11 +104,7 @@ def make_prompts(settings: dict, target):
 
 
 def title_of(settings: dict, target) -> str:
-    words = [
-        Path(target.name).name,
-        str(target.dtype).removeprefix("torch."),
-        str(target.device),
-    ]
+    words = [Path(target.name).name, str(target.dtype).removeprefix("torch."), str(target.device)]
     if (precision := matmul_precision(target.device)) != "highest":
         words.append(f"products of {precision} precision")
     if settings["simulate_tau"] is not None:
@@ -126,34 +122,22 @@ def run(config: DictConfig) -> None:
     configurations = read_configurations(settings["configurations"], suite["configurations"])
     device = check_device(settings["device"])
     target, make_drafter = load_pair(settings, device)
-    longest = max(c.prompt + c.new for c in configurations)
-    contenders = make_contenders(settings, target, make_drafter, min(longest, target.config.context))
-    prompts, title = make_prompts(settings, target), title_of(settings, target)
-    ceiling = bandwidth(device)
+    slots = min(max(c.prompt + c.new for c in configurations), target.config.context)
+    contenders = make_contenders(settings, target, make_drafter, slots)
+    prompts, title, ceiling = make_prompts(settings, target), title_of(settings, target), bandwidth(device)
+    random = settings.get("shape") is not None
     result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
     result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
-    result["weights"] = "random: only speed means anything" if settings.get("shape") else target.name
+    result["weights"] = "random: only speed means anything" if random else target.name
     rows: list[dict] = []
-
-    def save(more: list[dict]) -> None:
-        write_json(out, result | {"rows": rows + more})
-
-    bench = Bench(
-        target,
-        contenders,
-        prompts,
-        ceiling,
-        warmups=suite["warmups"],
-        trials=suite["trials"],
-        budget=settings["budget_s"],
-        seed=settings["seed"],
-        random_weights=settings.get("shape") is not None,
-        progress=lambda what: print(what, file=sys.stderr, flush=True),
-        save=save,
-    )
+    how = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
+    how |= {"seed": settings["seed"], "random_weights": random}
+    how["progress"] = partial(print, file=sys.stderr, flush=True)
+    how["save"] = lambda more: write_json(out, result | {"rows": rows + more})
+    bench = Bench(target, contenders, prompts, ceiling, **how)
     for configuration in configurations:
         rows += bench.run(configuration)
-        save([])
+        bench.save([])
     print_rows(rows, title)
     speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))

@@ -94,8 +94,7 @@ class Ours(Contender):
                 self.engine = Engine(target, drafter, tree, verifier, **how)
         except ValueError as error:
             raise NotAvailable(str(error)) if compiled else error from None
-        self.drafts = drafter is not None
-        self.weights = weight_bytes(target, drafter)
+        self.drafts, self.weights = drafter is not None, weight_bytes(target, drafter)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         marks = _Marks(self.engine)
@@ -137,13 +136,6 @@ def translated(sampling: Sampling, names: Mapping[str, str], engine: str) -> dic
 SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 
 
-def of_transformers(sampling: Sampling) -> dict:
-    """Return arguments of transformers' `generate`. They override the model's own generation config."""
-    translated(sampling, SHARED, "transformers")
-    names = ("repetition_penalty",) if sampling.greedy else SHARED
-    return {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names}
-
-
 class Transformers(Contender):
     """`generate` of a model of transformers. attention: eager or sdpa; how: further arguments of `generate`."""
 
@@ -157,7 +149,10 @@ class Transformers(Contender):
             assistant.generation_config.eos_token_id = None
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        how, device, ran = of_transformers(sampling) | self.how, self.model.device, []
+        translated(sampling, SHARED, "transformers")
+        names = ("repetition_penalty",) if sampling.greedy else SHARED  # they override the generation config
+        how = {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names} | self.how
+        device, ran = self.model.device, []
         self.model.set_attn_implementation(self.attention)
         ids = torch.tensor([prompt], device=device)
         torch.manual_seed(seed)
@@ -173,16 +168,9 @@ class Transformers(Contender):
 
         # A hook in a compiled model would be compiled too.
         hook = self.model.register_forward_hook(lambda *_: ran.append(True)) if self.drafts else None
+        how |= {"pad_token_id": 0, "stopping_criteria": [step], "return_dict_in_generate": True}
         try:
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=new,
-                pad_token_id=0,
-                stopping_criteria=[step],
-                return_dict_in_generate=True,
-                **how,
-            )
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **how)
         finally:
             if hook is not None:
                 hook.remove()
@@ -213,7 +201,7 @@ def of_transformers_by_name(
 
     return {
         "eager": lambda: Transformers(model(), "eager"),
-        "sdpa": lambda: Transformers(model(), "sdpa"),
+        "sdpa": lambda: Transformers(model()),
         "static-compile": compiled,
         "prompt-lookup": lambda: Transformers(model(), prompt_lookup_num_tokens=10),
         "assisted": assisted,

@@ -1,7 +1,7 @@
 """Each kernel's formula at the sizes of a model, and everything that can compute it. A new kernel has its case here."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from specdec.structs import Sampling
 from specdec.trees.dynamic import DynamicTree, Pool, next_level
 
 DTYPE = torch.bfloat16
+WIDTH, STEPS = 10, 8  # of the dynamic tree
 
 
 @dataclass
@@ -40,21 +41,12 @@ class Shapes:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=DTYPE)
 
-    def ints(self, *values: int) -> Tensor:
-        return torch.tensor(values, device=self.device)
+    def range(self, *bounds: int) -> Tensor:
+        return torch.arange(*bounds, device=self.device)
 
 
-TINY = {
-    "hidden": 64,
-    "intermediate": 96,
-    "heads": 4,
-    "kv_heads": 2,
-    "dim": 16,
-    "vocab": 300,
-    "drafts": 200,
-    "layers": 2,
-}
-TINY |= {"sweep": 1 << 10, "copied": 1 << 20, "square": 64}
+TINY = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "dim": 16, "vocab": 300, "drafts": 200}
+TINY |= {"layers": 2, "sweep": 1 << 10, "copied": 1 << 20, "square": 64}
 
 
 @dataclass
@@ -65,7 +57,7 @@ class KernelCase:
     eager: Run
     moved: int  # bytes that the formula must read and write
     flops: int = 0
-    others: dict[str, Run] | None = None  # further backends, by name
+    others: dict[str, Run] = field(default_factory=dict)  # further backends, by name
 
 
 def size(*tensors: Tensor) -> int:
@@ -73,7 +65,7 @@ def size(*tensors: Tensor) -> int:
 
 
 def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
-    """A tree behind a context: our kernel, SDPA with a dense mask, and FlexAttention, which finds the mask itself."""
+    """A tree after a context: our kernel, SDPA with a dense mask, and FlexAttention, which finds the mask itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     from specdec.kernels import tree_attention
@@ -81,7 +73,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
     slots = context + nodes
     q, kv = s.random(1, nodes, s.heads, s.dim), s.random(2, 1, slots, s.kv_heads, s.dim)
     keys, values = kv.transpose(2, 3).unbind()
-    lens = s.ints(context)
+    lens = torch.tensor([context], device=s.device)
     ancestors = torch.ones(1, nodes, nodes, device=s.device).tril().bool()
     groups = s.heads // s.kv_heads
 
@@ -100,15 +92,15 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
 
 
 def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
-    from specdec.kernels import gated, rms_norm, rope_write
+    from specdec.kernels import gated, norm_pair, rms_norm, rope_write
 
     x, y, gate_up = s.random(nodes, s.hidden), s.random(nodes, s.hidden), s.random(nodes, 2 * s.intermediate)
     norm = RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE)
-    plain = norm.bind_eager()
+    plain, few = norm.bind_eager(), (x[:WIDTH], y[:WIDTH])
     qkv = s.random(1, nodes, s.heads + 2 * s.kv_heads, s.dim)
     cos, sin = s.random(2, 1, nodes, 1, s.dim)
     keys, values = s.random(2, 4096, s.kv_heads * s.dim)
-    slots = torch.arange(nodes, device=s.device) + 100
+    slots = s.range(nodes) + 100
 
     def add_norm() -> tuple[Tensor, Tensor]:
         total = x + y
@@ -124,25 +116,29 @@ def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
         a, b = gate_up.chunk(2, dim=-1)
         return F.silu(a) * b
 
+    weight = norm.weight
     return {
-        "rms_norm": KernelCase(lambda: rms_norm.launch(x, norm.weight, 1e-5), lambda: plain(x), 2 * size(x)),
-        "residual_rms_norm": KernelCase(
-            lambda: rms_norm.launch(y, norm.weight, 1e-5, residual=x), add_norm, 4 * size(x)
-        ),
+        "rms_norm": KernelCase(lambda: rms_norm.launch(x, weight, 1e-5), lambda: plain(x), 2 * size(x)),
+        "residual_rms_norm": KernelCase(lambda: rms_norm.launch(y, weight, 1e-5, residual=x), add_norm, 4 * size(x)),
         "rope_write": KernelCase(
             lambda: rope_write.launch(qkv[0], cos, sin, slots, keys, values), rope, 2 * size(qkv) + size(cos, sin)
         ),
         "gated": KernelCase(lambda: gated.launch(gate_up, "silu"), gate, size(gate_up) * 3 // 2),
+        "norm_pair": KernelCase(
+            lambda: norm_pair.launch(*few, (weight, weight.clone()), (1e-5, 1e-5)),
+            lambda: torch.cat([plain(part) for part in few], dim=-1),
+            moved=2 * size(*few),
+        ),
     }
 
 
-def commit_case(s: Shapes, context: int, steps: int = 8) -> KernelCase:
+def commit_case(s: Shapes, context: int) -> KernelCase:
     from specdec.model.cache import KVCache
 
     cache = KVCache(s.layers, 1, context + 64, s.kv_heads, s.dim, s.random(0))
-    path = torch.arange(0, 2 * steps, 2, device=s.device)[None]
-    n, none = s.ints(steps), s.ints(0)
-    source, destination = cache.slots_of(path[:, 1:]), cache.slots_of(torch.arange(1, steps, device=s.device))
+    path = s.range(0, 2 * STEPS, 2)[None]
+    n, none = s.range(STEPS, STEPS + 1), s.range(1)
+    source, destination = cache.slots_of(path[:, 1:]), cache.slots_of(s.range(1, STEPS))
 
     def eager() -> None:
         for rows in cache.rows:
@@ -151,18 +147,17 @@ def commit_case(s: Shapes, context: int, steps: int = 8) -> KernelCase:
     def kernel() -> None:
         cache.move(cache.addresses, cache.layers[0], none, path, n)
 
-    return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (steps - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
+    return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (STEPS - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
 
 
-def vocabulary_cases(s: Shapes, nodes: int, width: int = 10) -> dict[str, KernelCase]:
+def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     from specdec.kernels import filtered_sampling, head_topk
 
-    hidden, weight, logits = s.random(width, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
+    hidden, weight, logits = s.random(WIDTH, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
     filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-
     keys = torch.randint(2**31, (nodes, 2), dtype=torch.int32, device=logits.device)
-    hashes = hashes_of(torch.arange(s.vocab, device=logits.device))
+    hashes = hashes_of(s.range(s.vocab))
 
     def sampled(rows: Tensor) -> KernelCase:
         return KernelCase(
@@ -173,51 +168,42 @@ def vocabulary_cases(s: Shapes, nodes: int, width: int = 10) -> dict[str, Kernel
 
     return {
         "head_topk": KernelCase(
-            lambda: head_topk.launch(hidden, weight, width),
-            lambda: (hidden @ weight.T).float().log_softmax(-1).topk(width),
+            lambda: head_topk.launch(hidden, weight, WIDTH),
+            lambda: (hidden @ weight.T).float().log_softmax(-1).topk(WIDTH),
             moved=size(hidden, weight),
-            flops=2 * width * s.hidden * s.drafts,
+            flops=2 * WIDTH * s.hidden * s.drafts,
         ),
         "filtered_sampling": sampled(logits),
         "filtered_sampling_of_a_row": sampled(logits[:1]),
     }
 
 
-def tree_cases(s: Shapes, nodes: int, width: int = 10, steps: int = 8) -> dict[str, KernelCase]:
+def tree_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
     from specdec import kernels
-    from specdec.kernels import norm_pair, tree_level, tree_select
+    from specdec.kernels import tree_level, tree_select
 
     kernels.use("torch", "tree_select")  # else torch's selection would take the kernel too
-    tree = DynamicTree(width, steps, nodes)
-    norms = [RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE) for _ in range(2)]
-    plain = [norm.bind_eager() for norm in norms]
-    weights, x, y = tuple(norm.weight for norm in norms), s.random(width, s.hidden), s.random(width, s.hidden)
-    gains = -s.random(1, width, width).float().abs().sort(dim=2).values
-    tokens = torch.randint(s.vocab, (1, width, width), device=s.device)
-    scores, places = gains[:, :, 0].contiguous(), torch.arange(width, device=s.device)[None]
-    itself = torch.eye(width, dtype=torch.bool, device=s.device)
-    ancestors = itself.repeat(1, 1, 3)
-    level = scores, places, ancestors, gains, tokens, 1 + tree.candidates(width, 3), width
+    tree = DynamicTree(WIDTH, STEPS, nodes)
+    gains = -s.random(1, WIDTH, WIDTH).float().abs().sort(dim=2).values
+    tokens = torch.randint(s.vocab, (1, WIDTH, WIDTH), device=s.device)
+    itself = torch.eye(WIDTH, dtype=torch.bool, device=s.device)
+    scores, places = gains[:, :, 0].contiguous(), s.range(WIDTH)[None]
+    level = scores, places, itself.repeat(1, 1, 3), gains, tokens, 1 + tree.candidates(WIDTH, 3), WIDTH
     levels = [(gains[:, 0], tokens[:, 0], tree.no_parents[None].to(s.device))]
-    for depth in range(1, steps):  # every candidate is the child of one of the level before, and scores below it
-        before = 1 + (tree.candidates(width, depth - 1) if depth > 1 else 0)
-        worse = levels[-1][0][:, :width, None] + gains
-        places = torch.arange(before, before + width, device=s.device).repeat_interleave(width)
-        levels.append((worse.flatten(1), tokens.flatten(1), places[None]))
-    pool = Pool(*(torch.cat(part, 1) for part in ([level[i] for level in levels] for i in (1, 0, 2))))
-    root = s.ints(1)
+    for depth in range(1, STEPS):  # every candidate is the child of one of the level before, and scores below it
+        before = 1 + (tree.candidates(WIDTH, depth - 1) if depth > 1 else 0)
+        worse = levels[-1][0][:, :WIDTH, None] + gains
+        parents = s.range(before, before + WIDTH).repeat_interleave(WIDTH)
+        levels.append((worse.flatten(1), tokens.flatten(1), parents[None]))
+    pool = Pool(*(torch.cat([level[i] for level in levels], 1) for i in (1, 0, 2)))
+    root = s.range(1, 2)
     return {
-        "norm_pair": KernelCase(
-            lambda: norm_pair.launch(x, y, weights, (1e-5, 1e-5)),
-            lambda: torch.cat([plain[0](x), plain[1](y)], dim=-1),
-            moved=2 * size(x, y),
-        ),
         "tree_level": KernelCase(
             lambda: tree_level.launch(*level), lambda: next_level(itself, *level), moved=2 * size(gains, tokens)
         ),
         "tree_select": KernelCase(
-            lambda: tree_select.launch(root, *pool, nodes, steps), lambda: tree.select(root, pool), moved=size(*pool)
+            lambda: tree_select.launch(root, *pool, nodes, STEPS), lambda: tree.select(root, pool), moved=size(*pool)
         ),
     }
 

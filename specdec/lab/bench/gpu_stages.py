@@ -12,17 +12,17 @@ from pathlib import Path
 from specdec.lab.bench.stages import Stage
 
 SIMULATED_TAU = 3.0
-BENCH = ("-m", "specdec.lab.bench.bench_command")
 TREE = {"topk": 10, "steps": 8, "num_draft_tokens": 60}  # that of docs/gpu_round.md
 OURS = "suite.contenders=[plain,speculative]"
-WORKERS = 8  # processes that test: compiling kernels takes most of the time, and the GPU holds many small models
+COMPILED = "suite.contenders=[plain,speculative,compiled-plain,compiled-speculative]"
+ALL = "suite.contenders=[plain,speculative,sdpa,eager,prompt-lookup,static-compile]"
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Further words of the commands: these are the real ones, and `TINY` those of a rehearsal on a CPU."""
 
-    tests: str = f"-n {WORKERS}"
+    tests: str = "-n 8"  # processes: compiling kernels takes most of the time, and the GPU holds many small models
     target: str = "--eager"  # in so short a training compiling costs about what it saves
     answers: str = "--limit 10000 --batch-size 512 --max-new-tokens 256 --shard-size 1024"
     # The rate is constant and the average of the weights is exported: the run ends when its time does, at any step.
@@ -60,124 +60,99 @@ TINY = Sizes(
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the stages work: results are a folder for JSON files, work one for data and weights."""
+class Proof:
+    """The stages of one device. results: a folder for JSON files; work: one for data and weights."""
 
     device: str
     work: Path
     results: Path
-    conversations: Path | None = None
+    conversations: Path | None
+    sizes: Sizes
 
+    def parts(self) -> dict[str, list[Stage]]:
+        """The stages by part, both in the order in which they matter."""
+        sizes, each = self.sizes, f"-m specdec.lab.bench.kernels --device {self.device}"
+        return {
+            "tests": [self.tests()],
+            "shape": self.shapes(),
+            "train": self.train(),
+            "kernels": [
+                self.stage("kernels", 180, f"{each} {sizes.kernels}"),
+                self.bench(f"compiled {sizes.against[-1]}", 240, COMPILED, sizes.against[-1]),
+            ],
+            "transformers": [
+                *(self.bench(f"transformers {s}", 120 if i else 180, ALL, s) for i, s in enumerate(sizes.against)),
+                self.bench("transformers pair", 100, ALL),
+            ],
+        }
 
-def python(*words: object) -> list[str]:
-    return [sys.executable, *map(str, words)]
+    def stage(self, name: str, seconds: float, text: str, *words: object, out: str | None = "--out {}", **how) -> Stage:
+        """Return the stage of a Python command: the words of a text, and further ones.
 
+        out: the words that name the result file; None: the command has none. The file is named after the stage, or
+        after `result`."""
+        result = self.results / f"{how.pop('result', name).replace(' ', '_')}.json" if out else None
+        named = [word.format(result) for word in out.split()] if out else []
+        command = [sys.executable, *text.split(), *map(str, words), *named]
+        return Stage(name, command, seconds, result=result, **how)
 
-def parts(place: Place, sizes: Sizes) -> dict[str, list[Stage]]:
-    """The stages by part, both in the order in which they matter."""
-    return {
-        "tests": [tests(place, sizes)],
-        "shape": shapes(place, sizes),
-        "train": train(place, sizes),
-        "kernels": kernels(place, sizes),
-        "transformers": transformers(place, sizes),
-    }
+    def tests(self) -> Stage:
+        text = "-m pytest -p specdec.lab.bench.outcomes -m gpu --no-header -p no:cacheprovider --dist worksteal "
+        if find_spec("pytest_timeout"):  # a kernel that never ends costs its process, and not the whole time
+            text += "--timeout 180 --timeout-method thread "
+        return self.stage("tests", 240, f"{text}--max-worker-restart 100 {self.sizes.tests}", out="--outcomes {}")
 
+    def shapes(self) -> list[Stage]:
+        """Random weights: rounds by part, and decoding plainly and with a simulated tau."""
+        text = f"-m specdec.lab.bench.replayed_rounds --device {self.device} --tau {SIMULATED_TAU} {self.sizes.rounds}"
+        text += "".join(f" --{name.replace('_', '-')} {value}" for name, value in TREE.items())
+        stages = []
+        for i, shape in enumerate(self.sizes.shapes):
+            if i < self.sizes.parts:
+                stages.append(self.stage(f"rounds {shape}", 60 if i else 110, f"{text} --shape {shape}"))
+            stages.append(self.bench(f"bench {shape}", 60 if i else 90, OURS, shape))
+        return stages
 
-def tests(place: Place, sizes: Sizes) -> Stage:
-    result = place.results / "tests.json"
-    pytest = ["-m", "pytest", "-p", "specdec.lab.bench.outcomes", "--outcomes", result, "-m", "gpu", "--no-header"]
-    pytest += ["-p", "no:cacheprovider", "--dist", "worksteal", "--max-worker-restart", "100"]
-    if find_spec("pytest_timeout"):  # a kernel that never ends costs its process, and not the whole time
-        pytest += ["--timeout", "180", "--timeout-method", "thread"]
-    return Stage("tests", python(*pytest, *sizes.tests.split()), 240, result=result)
+    def bench(self, name: str, seconds: float, contenders: str, shape: str | None = None) -> Stage:
+        """The benchmark of a shape with a simulated tau, or of the trained pair."""
+        text = f"-m specdec.lab.bench.bench_command device={self.device} budget_s={{budget}} {contenders} "
+        if shape is not None:
+            tree = " ".join(f"{key}={value}" for key, value in TREE.items())
+            text += f"shape={shape} simulate_tau={SIMULATED_TAU} {tree} {self.sizes.shape}"
+            return self.stage(name, seconds, text, out="out={}")
+        target, draft = self.pair
+        words = f"target.path={target}", f"draft={draft}", f"prompts={self.work / 'pair' / 'heldout.jsonl'}"
+        how = {"out": "out={}", "result": f"bench_{name}", "needs": self.pair}
+        return self.stage(name, seconds, text + self.sizes.pair, *words, **how)
 
+    @property
+    def pair(self) -> tuple[Path, Path]:
+        """The target and the drafter that are trained."""
+        return self.work / "pair" / "target", self.work / "draft" / "draft"
 
-def shapes(place: Place, sizes: Sizes) -> list[Stage]:
-    """Random weights: rounds by part, and decoding plainly and with a simulated tau."""
-    tree = [word for name, value in TREE.items() for word in (f"--{name.replace('_', '-')}", value)]
-    stages = []
-    for i, shape in enumerate(sizes.shapes):
-        if i < sizes.parts:
-            out = place.results / f"rounds_{shape}.json"
-            words = ["--shape", shape, "--device", place.device, "--tau", SIMULATED_TAU, "--out", out, *tree]
-            rounds = python("-m", "specdec.lab.bench.replayed_rounds", *words, *sizes.rounds.split())
-            stages.append(Stage(f"rounds {shape}", rounds, 110 if i == 0 else 60, result=out))
-        stages.append(shape_bench(place, sizes, shape, f"bench {shape}", 90 if i == 0 else 60, OURS))
-    return stages
-
-
-def shape_bench(place: Place, sizes: Sizes, shape: str, name: str, seconds: float, contenders: str) -> Stage:
-    out = place.results / f"{name.replace(' ', '_')}.json"
-    words = [f"shape={shape}", f"device={place.device}", f"simulate_tau={SIMULATED_TAU}", "budget_s={budget}"]
-    words += [f"out={out}", *(f"{name}={value}" for name, value in TREE.items())]
-    return Stage(name, python(*BENCH, *words, *sizes.shape.split(), contenders), seconds, result=out)
-
-
-def train(place: Place, sizes: Sizes) -> list[Stage]:
-    """A target, its answers, its drafter, and both decoding together."""
-    work, on_device = place.work, ["--device", place.device]
-    pair, answers = work / "pair", work / "answers"
-    target, draft = pair / "target", work / "draft" / "draft"
-    pretrain = ["scripts/pretrain_target.py", "--data", place.conversations, "--out", pair, *on_device]
-    regenerate = [
-        "-m",
-        "specdec.training.regenerate",
-        "--target",
-        target,
-        "--prompts",
-        pair / "prompts.jsonl",
-        *on_device,
-    ]
-    learn = [
-        "-m",
-        "specdec.training.train",
-        f"target.path={target}",
-        f"data.path={answers}/answers*.jsonl",
-        "data.bad=skip",
-    ]
-    learn += [f"out={work / 'draft'}", f"device={place.device}", "drafter=eagle3_1", "drafter.draft_vocab_size=null"]
-    learn += ["drafter.train_head=false", "objective.terms={tokens: 1.0}"]  # as the demo's
-    heldout = ["--prompt-file", pair / "heldout.jsonl", *on_device]
-    generate = ["-m", "specdec.generate", "--target", target, "--draft", draft, *heldout, "--compare", "--json"]
-    chain = ["--topk", 1, "--steps", 3]
-    no_data = None if place.conversations else "no --conversations were given"
-    pretrained = python(*pretrain, "--seconds", "{limit}", *sizes.target.split())
-    answered = python(*regenerate, "--out", answers / "answers.jsonl", *sizes.answers.split())
-    both = (target, draft)
-    return [
-        Stage("target", pretrained, 220, makes=target, void=no_data),
-        Stage("answers", answered, 60, needs=(target,), ends_itself=False),  # the shards that are whole serve
-        Stage("drafter", python(*learn, *sizes.drafter.split()), 100, (target, answers), draft, ends_itself=False),
-        Stage("tau", python(*generate, *sizes.tau.split()), 40, needs=both),
-        Stage("tau of a chain", python(*generate, *chain, *sizes.tau.split()), 40, needs=both),
-        pair_bench(place, sizes, "pair", 60, OURS),
-    ]
-
-
-def pair_bench(place: Place, sizes: Sizes, name: str, seconds: float, contenders: str = "") -> Stage:
-    """The trained pair."""
-    target, draft = place.work / "pair" / "target", place.work / "draft" / "draft"
-    out = place.results / f"bench_{name.replace(' ', '_')}.json"
-    words = [f"target.path={target}", f"draft={draft}", f"device={place.device}", f"out={out}", "budget_s={budget}"]
-    words += [f"prompts={place.work / 'pair' / 'heldout.jsonl'}", *sizes.pair.split(), *contenders.split()]
-    return Stage(name, python(*BENCH, *words), seconds, needs=(target, draft), result=out)
-
-
-def kernels(place: Place, sizes: Sizes) -> list[Stage]:
-    """Each kernel against what torch makes of its formula, and rounds with our kernels against compiled ones."""
-    out, shape = place.results / "kernels.json", sizes.against[-1]
-    words = ["--device", place.device, "--out", out, *sizes.kernels.split()]
-    ways = "suite.contenders=[plain,speculative,compiled-plain,compiled-speculative]"
-    each = Stage("kernels", python("-m", "specdec.lab.bench.kernels", *words), 180, result=out)
-    return [each, shape_bench(place, sizes, shape, f"compiled {shape}", 240, ways)]
-
-
-def transformers(place: Place, sizes: Sizes) -> list[Stage]:
-    """The same as in other parts, with the contenders of transformers."""
-    every = "suite.contenders=[plain,speculative,sdpa,eager,prompt-lookup,static-compile]"
-    shapes = [
-        shape_bench(place, sizes, shape, f"transformers {shape}", 180 if i == 0 else 120, every)
-        for i, shape in enumerate(sizes.against)
-    ]
-    return [*shapes, pair_bench(place, sizes, "transformers pair", 100, every)]
+    def train(self) -> list[Stage]:
+        """A target, its answers, its drafter, and both decoding together."""
+        (target, draft), sizes, answers = self.pair, self.sizes, self.work / "answers"
+        folder, on_device = target.parent, f"--device {self.device}"
+        pretrain = f"scripts/pretrain_target.py {on_device} --seconds {{limit}} {sizes.target} --out"
+        regenerate = f"-m specdec.training.regenerate {on_device} {sizes.answers} --target"
+        learn = f"-m specdec.training.train device={self.device} drafter=eagle3_1 drafter.draft_vocab_size=null "
+        learn += f"drafter.train_head=false data.bad=skip {sizes.drafter}"
+        words = f"target.path={target}", f"out={self.work / 'draft'}", f"data.path={answers}/answers*.jsonl"
+        words = *words, "objective.terms={tokens: 1.0}"  # as the demo's
+        generate = f"-m specdec.generate --compare --json {on_device} {sizes.tau}"
+        both = "--target", target, "--draft", draft, "--prompt-file", folder / "heldout.jsonl"
+        asked = target, "--prompts", folder / "prompts.jsonl", "--out", answers / "answers.jsonl"
+        missing = {} if self.conversations else {"void": "no --conversations were given"}
+        learnt = {"makes": draft, "needs": (target, answers)}
+        return [
+            self.stage(
+                "target", 220, pretrain, folder, "--data", self.conversations, out=None, makes=target, **missing
+            ),
+            # If the time is over, the shards that are whole serve.
+            self.stage("answers", 60, regenerate, *asked, out=None, needs=(target,), ends_itself=False),
+            self.stage("drafter", 100, learn, *words, out=None, ends_itself=False, **learnt),
+            self.stage("tau", 40, generate, *both, out=None, needs=self.pair),
+            self.stage("tau of a chain", 40, f"{generate} --topk 1 --steps 3", *both, out=None, needs=self.pair),
+            self.bench("pair", 60, OURS),
+        ]

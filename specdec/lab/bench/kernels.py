@@ -1,10 +1,10 @@
-"""Each kernel on this GPU against eager PyTorch and `torch.compile`, beside what the GPU can do at best.
+"""Each kernel on this GPU against eager PyTorch and `torch.compile`, next to what the GPU can do at best.
 
     python -m specdec.lab.bench.kernels --out kernels.json
     python -m specdec.lab.bench.kernels --device cpu --tiny      # a rehearsal in Triton's interpreter, no measurement
 
 The ceiling is measured: bytes/s of a copy of 1 GiB, FLOP/s of a bf16 product of 8192 x 8192 matrices. The shapes are
-those of an 8B Llama that verifies a tree (`--nodes`) behind `--context` committed tokens. A time is the median over
+those of an 8B Llama that verifies a tree (`--nodes`) after `--context` committed tokens. A time is the median over
 `--trials` replays of a CUDA graph, the L2 cache overwritten before each, so that neither launches from Python nor a
 warm cache count. gb_per_s counts what the formula must move, whatever an implementation moves. share_of_ceiling is the
 larger of gb_per_s and tflop_per_s, to the measured best. compile_seconds is the first call under `torch.compile`. An
@@ -17,7 +17,6 @@ object.
 import argparse
 import json
 import time
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,49 +31,47 @@ from specdec.lab.output import Report, sentence
 from specdec.model.checkpoint import check_device
 
 
-class Stopwatch:
-    """Median seconds on the device, the L2 cache overwritten before each trial."""
+class Bench:
+    """Measures cases on a device. ceiling: the most GB/s and TFLOP/s that it reaches."""
 
     def __init__(self, s: Shapes, trials: int):
         self.device, self.trials = s.device, trials
         self.sweep = torch.empty(s.sweep, dtype=torch.int8, device=s.device)
+        source, square = torch.empty(s.copied, dtype=torch.int8, device=s.device), s.random(s.square, s.square)
+        copy = torch.empty_like(source)
+        self.ceiling = {
+            "gb_per_s": 2 * source.numel() / self.seconds(lambda: copy.copy_(source)) / 1e9,
+            "tflop_per_s": 2 * s.square**3 / self.seconds(lambda: square @ square) / 1e12,
+        }
 
     def seconds(self, run: Run) -> float:
+        """Median seconds on the device, the L2 cache overwritten before each trial."""
         return device_seconds(captured(run, self.device), self.device, self.trials, before=self.sweep.zero_)
 
-
-def measure(case: KernelCase, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
-    """Return every implementation's time, rates and share of the ceiling."""
-    torch.compiler.reset()
-    compiled = torch.compile(case.eager, dynamic=False)
-    start = time.perf_counter()
-    line = {}
-    try:
-        compiled()
-        wait(watch.device)
-        line["compile_seconds"] = round(time.perf_counter() - start, 2)
-    except Exception as error:  # a benchmark reports what a library cannot do, and goes on
-        line["compile_seconds"] = sentence(error)
-    for name, run in ({"kernel": case.kernel, "eager": case.eager, "compile": compiled} | (case.others or {})).items():
+    def measure(self, case: KernelCase | Exception) -> dict:
+        """Return every implementation's time, rates and share of the ceiling. Raises the error of a case that could not
+        be made."""
+        if isinstance(case, Exception):
+            raise case
+        torch.compiler.reset()
+        compiled, start, line = torch.compile(case.eager, dynamic=False), time.perf_counter(), {}
         try:
-            seconds = watch.seconds(run)
-        except Exception as error:
-            line[name] = {"error": sentence(error)}
-            continue
-        rates = {"gb_per_s": case.moved / seconds / 1e9, "tflop_per_s": case.flops / seconds / 1e12}
-        share = max(rate / ceiling[unit] for unit, rate in rates.items())
-        line[name] = {"us": seconds * 1e6} | rates | {"share_of_ceiling": share}
-    times = {name: way["us"] for name, way in line.items() if isinstance(way, dict) and "us" in way}
-    return rounded(line | {"fastest": min(times, key=times.get) if times else None})
-
-
-def measured_ceiling(s: Shapes, watch: Stopwatch) -> dict[str, float]:
-    source, square = torch.empty(s.copied, dtype=torch.int8, device=s.device), s.random(s.square, s.square)
-    copy = torch.empty_like(source)
-    return {
-        "gb_per_s": 2 * source.numel() / watch.seconds(lambda: copy.copy_(source)) / 1e9,
-        "tflop_per_s": 2 * s.square**3 / watch.seconds(lambda: square @ square) / 1e12,
-    }
+            compiled()
+            wait(self.device)
+            line["compile_seconds"] = round(time.perf_counter() - start, 2)
+        except Exception as error:  # a benchmark reports what a library cannot do, and goes on
+            line["compile_seconds"] = sentence(error)
+        times, ways = {}, {"kernel": case.kernel, "eager": case.eager, "compile": compiled}
+        for name, run in (ways | case.others).items():
+            try:
+                seconds = self.seconds(run)
+            except Exception as error:
+                line[name] = {"error": sentence(error)}
+                continue
+            rates = {"gb_per_s": case.moved / seconds / 1e9, "tflop_per_s": case.flops / seconds / 1e12}
+            share = max(rate / self.ceiling[unit] for unit, rate in rates.items())
+            line[name], times[name] = {"us": seconds * 1e6} | rates | {"share_of_ceiling": share}, seconds
+        return rounded(line | {"fastest": min(times, key=times.get) if times else None})
 
 
 def rounded(value):
@@ -88,8 +85,8 @@ def benchmark(s: Shapes, nodes: int, context: int, trials: int, path: Path) -> d
     """Measure all cases. The file holds the result so far after each."""
     import triton
 
-    watch = Stopwatch(s, trials)
-    result = provenance(s.device) | {"ceiling": rounded(ceiling := measured_ceiling(s, watch))}
+    bench = Bench(s, trials)
+    result = provenance(s.device) | {"ceiling": rounded(bench.ceiling)}
     result["versions"] |= {"triton": triton.__version__}
     result["shapes"] = {"nodes": nodes, "context": context, "dtype": str(DTYPE).removeprefix("torch.")}
     report = Report(path, result)
@@ -99,14 +96,8 @@ def benchmark(s: Shapes, nodes: int, context: int, trials: int, path: Path) -> d
         except Exception as error:
             made = {group: error}
         for name, case in made.items():
-            report.add(name, partial(measured, case, watch, ceiling), "kernels")
+            report.add(name, lambda case=case: bench.measure(case), "kernels")
     return report.content
-
-
-def measured(case: KernelCase | Exception, watch: Stopwatch, ceiling: dict[str, float]) -> dict:
-    if isinstance(case, Exception):  # it could not be made
-        raise case
-    return measure(case, watch, ceiling)
 
 
 @one_sentence_errors

@@ -1,10 +1,10 @@
-"""A plugin of pytest that keeps outcomes as they come:  pytest -p specdec.lab.bench.outcomes --outcomes FILE.json
+"""A plugin of pytest that writes outcomes as they come:  pytest -p specdec.lab.bench.outcomes --outcomes FILE.json
 
-The file holds how many tests ended how, the whole text of every failure, and the slowest tests. It is written whole
-after a failure, every second, and at the end; `complete` tells that the end was reached.
+The file holds how many tests ended how, the whole text of every failure, and the slowest tests. It is written after a
+failure, every second, and at the end, when `complete` becomes true.
 
-A kernel that goes wrong can leave a process in which every later call to the device fails. Under pytest-xdist such a
-process therefore ends itself behind the test that did it, and another takes its place: one mistake is one failure.
+A faulty kernel can leave a process in which every later call to the device fails. Under pytest-xdist such a process
+ends itself after the test, and another takes its place: one mistake is one failure.
 """
 
 import os
@@ -22,20 +22,8 @@ SLOWEST = 25
 LOST = 70  # exit code of a process that has lost its device
 
 
-def device_is_lost() -> bool:
-    """Does every call to the GPU fail in this process from now on?"""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # whatever it is, a device that is well waits for nothing and says nothing
-        return True
-    return False
-
-
 class Outcomes:
-    """What the process that collects reports keeps of them."""
+    """Collects the reports of all tests."""
 
     def __init__(self, path: Path):
         self.path, self.began, self.written = path, time.time(), 0.0
@@ -44,21 +32,22 @@ class Outcomes:
         self.failures: list[dict] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        test = report.nodeid
-        self.seconds[test] += report.duration
+        self.seconds[report.nodeid] += report.duration
         if report.failed:
-            self.outcomes[test] = "failed"
-            captured = {name: text for name, text in report.sections if text.strip()}
-            self.failures.append({"test": test, "when": report.when, "text": report.longreprtext} | captured)
+            self._fail(report, report.when)
         elif report.skipped or report.when == "call":
-            self.outcomes.setdefault(test, report.outcome)
+            self.outcomes.setdefault(report.nodeid, report.outcome)
         if report.failed or time.time() - self.written > EVERY:
             self.write(complete=False)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.outcomes[report.nodeid] = "failed"
-            self.failures.append({"test": report.nodeid, "when": "collect", "text": report.longreprtext})
+            self._fail(report, "collect")
+
+    def _fail(self, report: pytest.TestReport | pytest.CollectReport, when: str) -> None:
+        self.outcomes[report.nodeid] = "failed"
+        captured = {name: text for name, text in report.sections if text.strip()}
+        self.failures.append({"test": report.nodeid, "when": when, "text": report.longreprtext} | captured)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -77,10 +66,9 @@ class Outcomes:
 
 
 class Leaver:
-    """What a process that runs tests for another does: it goes when its device is lost."""
+    """Ends a worker process whose device is lost."""
 
-    def __init__(self) -> None:
-        self.failed = False
+    failed = False
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed |= report.failed
@@ -89,13 +77,17 @@ class Leaver:
     def pytest_runtest_protocol(self):
         self.failed = False
         done = yield
-        if self.failed and device_is_lost():
-            os._exit(LOST)  # the reports have been sent; an orderly end would ask the device again
+        torch = sys.modules.get("torch")
+        if self.failed and torch is not None and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except Exception:  # whatever it is, a device that is well only waits
+                os._exit(LOST)  # the reports have been sent; an orderly end would ask the device again
         return done
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--outcomes", metavar="FILE", help="JSON of what became of the tests, written as they end")
+    parser.addoption("--outcomes", metavar="FILE", help="JSON of the outcomes of tests, written as they end")
 
 
 def pytest_configure(config: pytest.Config) -> None:

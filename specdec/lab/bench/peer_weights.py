@@ -1,8 +1,8 @@
-"""A target's weights in the formats of other engines, written from memory. Tokens are called by their numbers.
+"""A target's weights in the formats of other engines, written from memory. Tokens are named by their numbers.
 
-CTranslate2's classes (`ctranslate2.specs`) write its model. Its converter of transformers' checkpoints does not fit: it
-drops `head_dim` where that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). The package `gguf`
-writes the file of llama.cpp, whose names of tensors it knows.
+`ctranslate2.specs` writes CTranslate2's model. Its converter of transformers' checkpoints does not fit: it drops
+`head_dim` if that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). The package `gguf` writes
+llama.cpp's file, and knows the names of its tensors.
 """
 
 from collections.abc import Iterator
@@ -13,26 +13,14 @@ import torch
 from torch import Tensor
 
 from specdec.model.archs import ModelConfig
+from specdec.model.layers import RMSNorm
 from specdec.model.loader import target_parameters
+from specdec.model.rope import Rope
 from specdec.model.target import Target
-
-# CTranslate2
 
 
 def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     """Write model.bin, vocabulary.json and config.json. kind: CTranslate2's name of the dtype."""
-    spec = specification(target)
-    spec.register_vocabulary([str(token) for token in range(target.vocab)])
-    # It wants a token for each of these. None is used: prompts are token ids, and no token ends a text.
-    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
-    spec.config.layer_norm_epsilon = target.config.eps
-    spec.validate()
-    spec.optimize(quantization=kind)
-    spec.save(str(folder))
-
-
-def specification(target: Target):
-    """Return the target as a `TransformerDecoderModelSpec`."""
     from ctranslate2.specs import common_spec, transformer_spec
 
     config = target.config
@@ -50,32 +38,43 @@ def specification(target: Target):
         qk_norm=config.qk_norm,
         pre_post_layer_norm=config.sandwich_norms,
     )
-    decoder = spec.decoder
+    fill_specification(spec.decoder, target)
+    spec.register_vocabulary([str(token) for token in range(target.vocab)])
+    # It wants a token for each of these. None is used: prompts are token ids, and no token ends a text.
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
+    spec.config.layer_norm_epsilon = config.eps
+    spec.validate()
+    spec.optimize(quantization=kind)
+    spec.save(str(folder))
+
+
+def fill_specification(decoder, target: Target) -> None:
+    """Put the target's parameters into a decoder of CTranslate2's specification."""
+    config = target.config
     decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
-    products, norms = [(decoder.embeddings, target.embed), (decoder.projection, target.head)], []
-    norms.append((decoder.layer_norm, target.norm))
+    pairs = [(decoder.embeddings, target.embed), (decoder.projection, target.head), (decoder.layer_norm, target.norm)]
     for i, (layer, block) in enumerate(zip(decoder.layer, target.blocks, strict=True)):
-        theirs, ours, ffn = layer.self_attention, block.attention, layer.ffn
+        theirs, ours, ffn, mlp = layer.self_attention, block.attention, layer.ffn, block.mlp
         # Not by assignment: the class has no field for Llama 3's factor, which the engine reads.
         vars(theirs).update(attention_values(config, i))
-        products += [(theirs.linear[0], ours.qkv), (theirs.linear[1], ours.o), (ffn.linear_1, block.mlp.down)]
-        products.append(((ffn.linear_0, ffn.linear_0_noact), block.mlp.gate_up))
+        pairs += [(theirs.linear[0], ours.qkv), (theirs.linear[1], ours.o)]
+        pairs += [((ffn.linear_0, ffn.linear_0_noact), mlp.gate_up), (ffn.linear_1, mlp.down)]
         if config.sandwich_norms:
-            norms += [(layer.input_layer_norm, block.input_norm), (layer.pre_feedforward_layer_norm, block.post_norm)]
-            norms += [(layer.post_attention_layer_norm, block.attention_norm)]
-            norms += [(layer.post_feedforward_layer_norm, block.mlp_norm)]
+            pairs += [(layer.input_layer_norm, block.input_norm), (layer.pre_feedforward_layer_norm, block.post_norm)]
+            pairs += [(layer.post_attention_layer_norm, block.attention_norm)]
+            pairs += [(layer.post_feedforward_layer_norm, block.mlp_norm)]
         else:
-            norms += [(theirs.layer_norm, block.input_norm), (ffn.layer_norm, block.post_norm)]
+            pairs += [(theirs.layer_norm, block.input_norm), (ffn.layer_norm, block.post_norm)]
         if config.qk_norm:
-            norms += [(theirs.q_norm, ours.q_norm), (theirs.k_norm, ours.k_norm)]
-    for place, module in products:
+            pairs += [(theirs.q_norm, ours.q_norm), (theirs.k_norm, ours.k_norm)]
+    for place, module in pairs:
+        if isinstance(module, RMSNorm):
+            place.gamma = module.gain().detach().contiguous()
+            continue
         places = place if isinstance(place, tuple) else (place,)
         for name, value in module.named_parameters():
             for one, part in zip(places, value.detach().chunk(len(places)), strict=True):
                 setattr(one, name, part.contiguous())
-    for place, norm in norms:
-        place.gamma = norm.gain().detach().contiguous()
-    return spec
 
 
 def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
@@ -95,17 +94,32 @@ def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
     return values
 
 
-# llama.cpp
-
-
 def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype) -> None:
     """Write a GGUF file of llama.cpp's architecture `name`: matrices in `dtype`, vectors in fp32."""
     import gguf
 
-    config, writer = target.config, gguf.GGUFWriter(path, name, use_temp_file=True)  # else all of it is in memory too
-    for key, value in metadata(config, name).items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
-        add[type(value)](key, value)
+    config, rope, writer = target.config, target.config.rope, gguf.GGUFWriter(path, name, use_temp_file=True)
+    writer.add_vocab_size(config.vocab)
+    writer.add_context_length(config.context)
+    writer.add_embedding_length(config.hidden)
+    writer.add_block_count(config.layers)
+    writer.add_feed_forward_length(config.intermediate)
+    writer.add_head_count(config.heads)
+    writer.add_head_count_kv(config.kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(rope.theta)
+    if rope.scaling == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope.factor)
+    if name == "gemma3":
+        writer.add_sliding_window(config.window)
+        writer.add_rope_freq_base_swa(config.local_rope.theta)
+    # Of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token.
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
     kind = gguf.GGMLQuantizationType
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
@@ -120,48 +134,17 @@ def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype) -> Non
     writer.close()
 
 
-def metadata(config: ModelConfig, name: str) -> dict[str, object]:
-    """Return the keys of an architecture, and a vocabulary that names tokens by their numbers."""
-    keys = {
-        "vocab_size": config.vocab,
-        "context_length": config.context,
-        "embedding_length": config.hidden,
-        "block_count": config.layers,
-        "feed_forward_length": config.intermediate,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.eps),
-        "rope.dimension_count": config.head_dim,
-        "rope.freq_base": float(config.rope.theta),
-    }
-    if config.rope.scaling == "linear":
-        keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope.factor)}
-    if name == "gemma3":
-        keys |= {"attention.sliding_window": config.window, "rope.freq_base_swa": float(config.local_rope.theta)}
-    # Of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token.
-    vocabulary = {"model": "rwkv", "tokens": [f"<{token}>" for token in range(config.vocab)]}
-    own = {f"{name}.{key}": value for key, value in keys.items()}
-    return own | {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()}
-
-
 def tensors(target: Target, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors under transformers' names, and the divisors of a plain rope's frequencies."""
     config = target.config
     if config.rope.scaling == "llama3":
-        plain = type(config.rope)(config.rope.theta).inverse_frequencies(config.head_dim)
+        plain = Rope(config.rope.theta).inverse_frequencies(config.head_dim)
         yield "rope_freqs.weight", plain / config.rope.inverse_frequencies(config.head_dim)
     turned = {"q_proj": config.heads, "k_proj": config.kv_heads} if name == "llama" else {}
     for key, (weight, start, rows) in target_parameters(target).items():
         value = weight.detach()[start : start + rows]
         if config.norm_offset and "norm" in key:
             value = 1 + value.float()
-        if heads := turned.get(key.split(".")[-2]):
-            value = interleaved(value, heads)
+        if heads := turned.get(key.split(".")[-2]):  # its rope turns neighbours (2i, 2i+1), not halves (i, i+Dh/2)
+            value = value.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
         yield key, value
-
-
-def interleaved(rows: Tensor, heads: int) -> Tensor:
-    """Reorder rows [heads*Dh,...] of q or k for ropes that turn neighbours (2i, 2i+1), not halves (i, i+Dh/2)."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

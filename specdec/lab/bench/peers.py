@@ -1,11 +1,11 @@
 """Other engines as contenders of the benchmark: CTranslate2 and llama.cpp. Both decode the target's own weights.
 
-The weights are written from memory and tokens are called by their numbers. So a target needs no tokenizer that another
+The weights are written from memory, and tokens are named by their numbers. So a target needs no tokenizer that another
 engine knows, random weights will do, and nothing is downloaded. The files lie in a temporary folder while the engine
 loads them.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import MISSING, fields
 from functools import partial
@@ -51,7 +51,24 @@ class Peer(Contender):
         except ImportError as error:
             raise NotAvailable(f"{self.engine} cannot be imported ({error}): pip install '.[peers]'") from None
 
-    def load(self, fill: Callable[[Path], object], session: type, **settings) -> None:
+    @classmethod
+    def check(cls, config: ModelConfig, slots: int, known: set[str]) -> None:
+        """Raise NotAvailable for parts of a model, beyond Llama's plain block, that are not `known`.
+
+        Parts are named as fields of `ModelConfig`; a scaled rope is `rope.linear` or `rope.llama3`. A window that holds
+        all of the `slots` tokens is not a part."""
+        optional = [f for f in fields(config) if f.default is not MISSING]
+        parts = {f.name for f in optional if getattr(config, f.name) != f.default}
+        if config.window is None or config.window >= slots:
+            parts -= {"sliding", "window"}
+        if config.attention_scale == config.head_dim**-0.5:
+            parts.discard("attention_scale")
+        if config.rope.scaling != "default":
+            parts.add(f"rope.{config.rope.scaling}")
+        if absent := parts - known:
+            raise NotAvailable(f"{cls.engine} is not given models with {' and '.join(sorted(absent))}")
+
+    def load(self, fill: Callable[[Path], object], session: Callable, **settings) -> None:
         """Start a session in a new process, from a temporary folder that `fill` has filled."""
         how = {"mp_context": get_context("spawn"), "initializer": peer_sessions.end_with_parent}
         self.process = ProcessPoolExecutor(1, **how)
@@ -65,36 +82,14 @@ class Peer(Contender):
 
     def ask(self, request: dict, slots: int) -> TimedRun:
         """Decode, with a cache of `slots` tokens."""
-        return TimedRun(*self.process.submit(peer_sessions.decode, request).result(), self.cache_bytes(slots))
-
-    def cache_bytes(self, slots: int) -> int:
-        """Return the bytes of the keys and values of this many tokens."""
-        return slots * self.values * self.cache_dtype.itemsize
+        done = self.process.submit(peer_sessions.decode, request).result()
+        return TimedRun(*done, slots * self.values * self.cache_dtype.itemsize)
 
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""
         weights = read_bytes(target, 0, packed=False)
         cache = read_bytes(target, context, packed=False) - weights
         return (weights * self.dtype.itemsize + cache * self.cache_dtype.itemsize) / target.dtype.itemsize
-
-
-def special_parts(config: ModelConfig, slots: int) -> set[str]:
-    """Return what the model has beyond Llama's plain block, as names of fields of `ModelConfig`.
-
-    Windows that hold all of the `slots` tokens are none. A rope that is scaled is `rope.linear` or `rope.llama3`."""
-    optional = [f for f in fields(config) if f.default is not MISSING]
-    parts = {f.name for f in optional if getattr(config, f.name) != f.default}
-    if config.window is None or config.window >= slots:
-        parts -= {"sliding", "window"}
-    if config.attention_scale == config.head_dim**-0.5:
-        parts.discard("attention_scale")
-    return parts | ({f"rope.{config.rope.scaling}"} if config.rope.scaling != "default" else set())
-
-
-def check_parts(config: ModelConfig, slots: int, known: Set[str], engine: str) -> None:
-    """Raise NotAvailable, with the names, for parts of the model that are not `known`."""
-    if absent := special_parts(config, slots) - known:
-        raise NotAvailable(f"{engine} is not given models with {' and '.join(sorted(absent))}")
 
 
 class CTranslate2(Peer):
@@ -104,10 +99,10 @@ class CTranslate2(Peer):
     engine, modules = "CTranslate2", ("ctranslate2",)
     kinds = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # noqa: RUF012
     # Without windows: CTranslate2 limits the cache only, and within a longer prompt every token sees all.
-    parts = frozenset(
-        {"qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "activation", "attention_scale",
-         "embed_scale", "local_rope", "rope.linear", "rope.llama3"}
-    )  # fmt: skip
+    parts = {  # noqa: RUF012
+        "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "activation", "attention_scale",
+        "embed_scale", "local_rope", "rope.linear", "rope.llama3",
+    }  # fmt: skip
     # Its repetition penalty leaves out the prompt, so it is not among these.
     names = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}  # noqa: RUF012
 
@@ -116,9 +111,9 @@ class CTranslate2(Peer):
         self.kind, there = self.kinds[dtype], self.module.get_supported_compute_types("cpu")
         if self.kind not in there:
             raise NotAvailable(f"CTranslate2 has no {self.kind} on this processor, it has {', '.join(sorted(there))}")
-        check_parts(target.config, slots, self.parts, self.engine)
+        self.check(target.config, slots, self.parts)
         settings = {"compute_type": self.kind, "intra_threads": self.threads}
-        self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.CTranslate2Session, **settings)
+        self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.ctranslate2_session, **settings)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         how = {"sampling_topk": 1 if sampling.greedy else 0} | translated(sampling, self.names, self.engine)
@@ -150,12 +145,11 @@ class LlamaCpp(Peer):
         super().__init__(target, slots, dtype)
         self.cache_dtype, name = torch.float16, self.architecture(target.config, slots)
         self.slots += -slots % self.cells
-        settings = {"slots": self.slots, "threads": self.threads}
-        self.load(
-            lambda folder: write_gguf(folder / peer_sessions.GGUF, target, name, dtype),
-            peer_sessions.LlamaCppSession,
-            **settings,
-        )
+
+        def fill(folder: Path) -> None:
+            write_gguf(folder / peer_sessions.GGUF, target, name, dtype)
+
+        self.load(fill, peer_sessions.llama_cpp_session, slots=self.slots, threads=self.threads)
 
     @classmethod
     def architecture(cls, config: ModelConfig, slots: int) -> str:
@@ -166,7 +160,7 @@ class LlamaCpp(Peer):
         """
         qwen2 = config.qkv_bias and not config.o_bias
         name = "gemma3" if config.sandwich_norms else "qwen3" if config.qk_norm else "qwen2" if qwen2 else "llama"
-        check_parts(config, slots, cls.parts[name], cls.engine)
+        cls.check(config, slots, cls.parts[name])
         if name == "gemma3" and config.sliding != tuple((layer + 1) % 6 != 0 for layer in range(config.layers)):
             raise NotAvailable(
                 "in llama.cpp every sixth layer of a Gemma 3 sees all positions, and no other layer does"

@@ -41,6 +41,7 @@ from specdec.trees.spec import TreeSpec
 NODES = (1, 8, 16, 32)  # forwards that are timed next to that of the tree
 ROOM = 64  # tokens after the context
 L2_SWEEP = 1 << 28  # bytes
+PARTS = ("draft", "verify", "rule", "commit", "extend")
 
 
 class Scene:
@@ -64,50 +65,43 @@ class Scene:
             cache.lens.copy_(lens)
             cache.max_len = self.bucket
 
-    # What the parts of a round leave to the next one
+    # The parts of a round, and what they leave to the next one
 
-    @cached_property
-    def grown(self) -> DraftTree:
-        return self._draft()
-
-    @cached_property
-    def verified(self) -> tuple[Tensor, Tensor | None]:
-        return self._verify()
-
-    @cached_property
-    def verdict(self) -> Verdict:
-        return self._rule()
-
-    # The parts
-
-    def parts(self) -> dict[str, Run]:
-        """By name, in their order."""
-        own = {"draft": self._draft, "verify": self._verify, "rule": self._rule}
-        return own | {"commit": self._commit, "extend": self._extend}
-
-    def _draft(self) -> DraftTree:
+    def draft(self) -> DraftTree:
         self.reset()
         return self.tree.grow(self.drafter, self.root, self.state)
 
-    def _verify(self) -> tuple[Tensor, Tensor | None]:
+    @cached_property
+    def grown(self) -> DraftTree:
+        return self.draft()
+
+    def verify(self) -> tuple[Tensor, Tensor | None]:
         self.reset()
         tree = self.grown
         return self.target(tree.tokens, self.cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.drafter.taps)
 
-    def _rule(self) -> Verdict:
+    @cached_property
+    def verified(self) -> tuple[Tensor, Tensor | None]:
+        return self.verify()
+
+    def rule(self) -> Verdict:
         return self.verifier(self.grown, self.verified[0], Sampling())
 
-    def _commit(self) -> None:
+    @cached_property
+    def verdict(self) -> Verdict:
+        return self.rule()
+
+    def commit(self) -> None:
         self.reset()
         self.cache.commit(self.verdict.path, self.verdict.n, self.bucket + self.round.path)
 
-    def _extend(self) -> DraftState:
+    def extend(self) -> DraftState:
         self.reset()
         (_, feats), path = self.verified, self.verdict.path
         feats = feats.gather(1, path[..., None].expand(-1, -1, feats.shape[-1]))
         return self.drafter.extend(feats, self.verdict.tokens, self.verdict.n, self.bucket + self.round.path)
 
-    def whole(self) -> None:
+    def play(self) -> None:
         self.reset()
         self.round.play(self.root, self.state, self.cache, self.active, self.settings)
 
@@ -128,17 +122,16 @@ class Scene:
         return run
 
 
-def replay_ms(run: Run, device: torch.device, trials: int) -> float:
-    """Median milliseconds of a part on the device. Before each replay the L2 cache is overwritten, as other parts do;
-    meanwhile the replay is launched."""
-    run()  # what it takes from other parts is made outside of its graph
-    sweep = torch.empty(L2_SWEEP if device.type == "cuda" else 1, dtype=torch.int8, device=device)
-    return 1e3 * device_seconds(captured(run, device), device, trials, before=sweep.zero_)
-
-
 def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> None:
-    """Plain decoding, forwards by nodes, and the round by part, each from a graph of its own."""
-    time = partial(replay_ms, device=scene.target.device, trials=trials)
+    """Plain decoding, forwards by nodes, and the round by part, each from a graph of its own.
+
+    A time is the median of a part on the device. Before each replay the L2 cache is overwritten, as other parts do."""
+    device = scene.target.device
+    sweep = torch.empty(L2_SWEEP if device.type == "cuda" else 1, dtype=torch.int8, device=device)
+
+    def time(run: Run) -> float:
+        run()  # what it takes from other parts is made outside of its graph
+        return 1e3 * device_seconds(captured(run, device), device, trials, before=sweep.zero_)
 
     def plain() -> dict:
         ms, moved = time(scene.plain), read_bytes(scene.target, len(scene.prompt))
@@ -151,28 +144,25 @@ def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> 
     token = report.add("plain", plain).get("ms")
     for nodes in (*(n for n in NODES if n < scene.round.nodes), scene.round.nodes):
         report.add(f"forward of {nodes}", partial(forward, nodes))
-    for name, run in scene.parts().items():
+    for name, run in ({part: getattr(scene, part) for part in PARTS} | {"round": scene.play}).items():
         report.add(name, lambda run=run: {"ms": time(run)})
-    report.add("round", lambda: {"ms": time(scene.whole)})
 
 
 def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
     """Whole decodings, which take turns: plainly, speculatively, and with an observer who may read everything."""
     plain, fast = Engine(scene.target), Engine(scene.target, scene.drafter, scene.tree, scene.verifier)
     ways = {"plain loop": (plain, None), "loop": (fast, None), "observed loop": (fast, lambda report: None)}
-    rounds: dict[str, list[float]] = {name: [] for name in ways}  # seconds of one
-    rates: dict[str, list[float]] = {name: [] for name in ways}  # tokens/s
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # ms of a round, and tokens/s
 
     def decode(name: str) -> dict:
         engine, observer = ways[name]
-        for _ in range(1 if rounds[name] else 2):  # the first captures, and loads what libraries need
+        for _ in range(1 if found[name] else 2):  # the first captures, and loads what libraries need
             result = engine.generate([scene.prompt], max_new_tokens=new, eos=frozenset(), observer=observer)
-        trace = result.rows[0].trace
-        rounds[name].append(result.decode_seconds / trace.rounds)
-        rates[name].append(sum(trace.emitted) / result.decode_seconds)
-        rate = statistics.median(rates[name])
-        line = {"round_ms": 1e3 * statistics.median(rounds[name]), "tokens_per_second": rate}
-        return line | ({"to_plain": rate / statistics.median(rates["plain loop"])} if rates["plain loop"] else {})
+        trace, seconds = result.rows[0].trace, result.decode_seconds
+        found[name].append((1e3 * seconds / trace.rounds, sum(trace.emitted) / seconds))
+        ms, rate = map(statistics.median, zip(*found[name], strict=True))
+        ratio = {"to_plain": rate / statistics.median(r for _, r in found["plain loop"])} if found["plain loop"] else {}
+        return {"round_ms": ms, "tokens_per_second": rate} | ratio
 
     for _ in range(trials):
         for name in ways:

@@ -1,14 +1,31 @@
 """A benchmark's rows as a terminal table."""
 
+from collections.abc import Callable
+
 from rich.table import Table
 
 from specdec.cli.terminal import console
 
-COLUMNS = (
-    "", "tokens/s", "decoding", "step ms: P50, P95", "tokens a step", "first token ms", "cache, peak MiB",
-    "of bandwidth", "to plain", "to transformers", "same text",
-)  # fmt: skip
 MIB = 2**20
+
+
+def number(name: str, form: str) -> Callable[[dict], str]:
+    return lambda row: format(row[name], form) if name in row else ""
+
+
+COLUMNS: dict[str, Callable[[dict], str]] = {
+    "": lambda row: f"  {row['contender']}{' *' * ('note' in row)}",
+    "tokens/s": number("tokens_per_second", ".1f"),
+    "decoding": number("decode_tokens_per_second", ".1f"),
+    "step ms: P50, P95": lambda row: "{p50:.2f}, {p95:.2f}".format(**row["step_ms"]) if "step_ms" in row else "",
+    "tokens a step": number("tokens_per_step", ".2f"),
+    "first token ms": number("time_to_first_token_ms", ".1f"),
+    "cache, peak MiB": lambda row: f"{row['cache_bytes'] / MIB:.1f}, {row['peak_bytes'] / MIB:.0f}",
+    "of bandwidth": number("share_of_bandwidth", ".0%"),
+    "to plain": number("to_plain", ".2f"),
+    "to transformers": number("to_transformers", ".2f"),
+    "same text": lambda row: row.get("same_text_as_plain", ""),
+}
 
 
 def print_rows(rows: list[dict], title: str) -> None:
@@ -16,11 +33,16 @@ def print_rows(rows: list[dict], title: str) -> None:
     table = Table(title=title, caption="tokens/s: end to end; decoding: without prompt and first token")
     for column in COLUMNS:
         table.add_column(column, justify="right" if column else "left", no_wrap=not column)
-    for i, row in enumerate(rows):
-        if i == 0 or rows[i - 1]["configuration"] != row["configuration"]:
+    before = None
+    for row in rows:
+        if row["configuration"] != before:
+            before = row["configuration"]
             table.add_section()
-            table.add_row(f"[bold]{row['configuration']}")
-        table.add_row(*_cells(row))
+            table.add_row(f"[bold]{before}")
+        if "tokens_per_second" in row:
+            table.add_row(*(cell(row) for cell in COLUMNS.values()))
+        else:
+            table.add_row(f"  {row['contender']}", "failed" if "failed" in row else "skipped")
     screen = console(170)
     screen.print(table)
     for remark, where in remarks(rows).items():
@@ -35,29 +57,3 @@ def remarks(rows: list[dict]) -> dict[str, list[str]]:
             if kind in row:
                 out.setdefault(f"{row['contender']}, {kind}: {row[kind]}", []).append(row["configuration"])
     return out
-
-
-def _cells(row: dict) -> list[str]:
-    name = f"  {row['contender']}"
-    if "tokens_per_second" not in row:
-        return [name, "failed" if "failed" in row else "skipped"]
-    if "note" in row:
-        name += " *"
-    step = row.get("step_ms")
-    return [
-        name,
-        f"{row['tokens_per_second']:.1f}",
-        _number(row, "decode_tokens_per_second", ".1f"),
-        f"{step['p50']:.2f}, {step['p95']:.2f}" if step else "",
-        _number(row, "tokens_per_step", ".2f"),
-        f"{row['time_to_first_token_ms']:.1f}",
-        f"{row['cache_bytes'] / MIB:.1f}, {row['peak_bytes'] / MIB:.0f}",
-        _number(row, "share_of_bandwidth", ".0%"),
-        _number(row, "to_plain", ".2f"),
-        _number(row, "to_transformers", ".2f"),
-        row.get("same_text_as_plain", ""),
-    ]
-
-
-def _number(row: dict, name: str, form: str) -> str:
-    return format(row[name], form) if name in row else ""

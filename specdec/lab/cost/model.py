@@ -10,7 +10,8 @@ A round of a tree (topk W, steps D, num_draft_tokens N) at a context of C tokens
 
 The grow part of a static tree is a + c C, with an a and a c of its own. A plain round is f + c C and a host part of its
 own. f is linear between the measured N. Everything is linear between the measured W, and between the measured batch
-sizes. Coefficients are least squares on relative errors, and none is negative.
+sizes. Coefficients are least squares on relative errors, and none is negative. A time depends on shapes and not on the
+text, so measurements are cached for each machine, pair of shapes and version of the code.
 """
 
 import statistics
@@ -18,8 +19,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specdec.lab.cost.rounds import PARTS, RoundCost
+from specdec import auto
+from specdec.cli.files import Kept
+from specdec.cli.revision import code_digest
+from specdec.engine.recorder import versions
+from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds
 from specdec.trees.spec import TreeSpec
+
+TIMED_CODE = ("specdec", "specdec/drafters", "specdec/trees")  # folders of what is timed, and of what times it
 
 
 class _Fit:
@@ -157,3 +164,30 @@ class CostModel:
                 raise ValueError(
                     f"{name} {value} lies outside what was measured, {min(known)} to {max(known)}: measure it too"
                 )
+
+
+def identity(target, drafter, **how) -> dict:
+    """Return all that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
+    trees = [str(t) if t.paths else t.path.read_text(encoding="utf-8") for t in how.get("statics", ())]
+    known = {"versions": versions(), "source": code_digest(TIMED_CODE), "how": how | {"trees": trees}}
+    return auto.identity(target, drafter, None) | known
+
+
+def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False, progress=None, **how) -> CostModel:
+    """Return the costs of a pair on this machine, from the cache if they are there, else measured and cached.
+
+    Args:
+        text, progress, how: As for `measure_rounds`.
+        remeasure: Measure even where costs are cached.
+    """
+    measured = Kept("costs", identity(target, drafter, **how))
+
+    def read(kept: dict) -> CostModel:
+        trees = [point["tree"] and TreeSpec.parse(point["tree"]) for point in kept["points"]]
+        return CostModel([RoundCost(**point | {"tree": t}) for point, t in zip(kept["points"], trees, strict=True)])
+
+    if not remeasure and (kept := measured.read(read)) is not None:
+        return kept
+    costs = measure_rounds(target, drafter, text, **how, **({"progress": progress} if progress else {}))
+    measured.write({"points": [vars(cost) | {"tree": cost.tree and str(cost.tree)} for cost in costs]})
+    return CostModel(costs)

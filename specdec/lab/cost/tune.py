@@ -1,19 +1,15 @@
 """The best setting of a pair on this machine: costs measured once, acceptance replayed, the best few tried for real."""
 
-import json
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from specdec.cli.files import write_text
-from specdec.cli.settings import REPORT
 from specdec.engine.engine import Engine
 from specdec.lab.cost.model import CostModel
 from specdec.lab.replay import Superset
+from specdec.lab.replay.acceptance import Acceptance
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSpec
 
@@ -85,26 +81,32 @@ def _times(costs: CostModel, tree: TreeSpec, contexts: np.ndarray, size: int, le
 
 
 def predict_all(
-    costs: CostModel, superset: Superset, trees: Sequence[TreeSpec], prompts: list[int], batch: int = 1
+    costs: CostModel,
+    superset: Superset,
+    accepted: Mapping[TreeSpec, Acceptance],
+    prompts: list[int],
+    batch: int = 1,
 ) -> tuple[Prediction, list[Prediction]]:
-    """Predict plain decoding and every tree; the trees come fastest first."""
-    replays = superset.replay_many(trees)
+    """Predict plain decoding and every tree; the trees come fastest first. accepted: of every tree, by root."""
+    replays = superset.replay_many(list(accepted.values()))
     plain = predict(costs, None, replays[0].emitted, prompts, batch)
-    found = [predict(costs, tree, r.emitted, prompts, batch, r.drafted) for tree, r in zip(trees, replays, strict=True)]
+    both = zip(accepted, replays, strict=True)
+    found = [predict(costs, tree, r.emitted, prompts, batch, r.drafted) for tree, r in both]
     return plain, sorted(found, key=lambda p: -p.tokens_per_second)
 
 
-def clairvoyant(costs: CostModel, superset: Superset, trees: Sequence[TreeSpec], prompts: list[int]) -> float:
+def clairvoyant(
+    costs: CostModel, superset: Superset, accepted: Mapping[TreeSpec, Acceptance], prompts: list[int]
+) -> float:
     """Return the tokens/s of a row that drafts in every round with the best of these trees, or not at all.
 
     It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end."""
-    accepted = [superset.acceptance(tree) for tree in trees]
     seconds = tokens = 0.0
     for start, roots, prompt in zip(superset.starts.tolist(), superset.roots.tolist(), prompts, strict=True):
         here, contexts = slice(start, start + roots), prompt + np.arange(roots)
         times = [costs.plain(contexts, 1)]
-        times += [_times(costs, t, contexts, 1, a.levels[here].numpy()) for t, a in zip(trees, accepted, strict=True)]
-        emits = np.stack([np.ones(roots, int), *(1 + a.accepted[here].numpy() for a in accepted)])
+        times += [_times(costs, tree, contexts, 1, a.levels[here].numpy()) for tree, a in accepted.items()]
+        emits = np.stack([np.ones(roots, int), *(1 + a.accepted[here].numpy() for a in accepted.values())])
         least = np.zeros(roots + 1)  # seconds from each root to the end
         for root in range(roots - 1, -1, -1):
             after = least[np.minimum(root + emits[:, root], roots)]
@@ -203,7 +205,7 @@ class Tuned:
         """What to do, in one sentence."""
         _, draft = self.best_draft
         plain = self.measured[0][1].tokens_per_second
-        words = ", ".join(f"{name} {value}" for name, value in tree_entries(draft.tree).items())
+        words = ", ".join(f"{name} {value}" for name, value in draft.tree.entries().items())
         ratio = draft.tokens_per_second / plain
         if self.best[0].tree is None:
             return (
@@ -211,6 +213,30 @@ class Tuned:
                 f"drafts, {words}, reaches {ratio:.2f} of it"
             )
         return f"{words}: {draft.tokens_per_second:.1f} tokens/s, {ratio:.2f} times plain decoding"
+
+    def report(self) -> dict:
+        """Return what was predicted and what was measured, in values that YAML has."""
+        tried = [
+            {
+                "setting": "plain" if p.tree is None else str(p.tree),
+                "predicted_tokens_per_second": round(p.tokens_per_second, 2),
+                "measured_tokens_per_second": round(m.tokens_per_second, 2),
+                "predicted_tau": round(p.tau, 4),
+                "measured_tau": round(m.tau, 4),
+            }
+            for p, m in self.measured
+        ]
+        best = tried[self.measured.index(self.best)]
+        return {
+            "verdict": self.verdict,
+            "predicted_tokens_per_second": best["predicted_tokens_per_second"],
+            "measured_tokens_per_second": best["measured_tokens_per_second"],
+            "plain_tokens_per_second": tried[0]["measured_tokens_per_second"],
+            "best_draft": str(self.best_draft[0].tree),
+            "settings_predicted": len(self.ranking),
+            "clairvoyant_tokens_per_second": self.bound and round(self.bound, 2),
+            "tried": tried,
+        }
 
 
 def tune(
@@ -229,47 +255,9 @@ def tune(
 
     prompts: token ids; `superset` holds one text of each, in this order. how: as in `measure_rates`."""
     lengths = [len(p) for p in prompts]
-    plain, ranking = predict_all(costs, superset, trees, lengths, batch)
+    accepted = {tree: superset.acceptance(tree) for tree in trees}
+    plain, ranking = predict_all(costs, superset, accepted, lengths, batch)
     tried = [plain, *finalists(ranking, tries)]
     found = measure_rates(target, drafter, prompts, [p.tree for p in tried], batch=batch, **how)
-    bound = clairvoyant(costs, superset, trees, lengths) if batch == 1 else None
+    bound = clairvoyant(costs, superset, accepted, lengths) if batch == 1 else None
     return Tuned(plain, ranking, list(zip(tried, found, strict=True)), bound)
-
-
-def tree_entries(tree: TreeSpec | None) -> dict:
-    """The entries of a settings file that name the tree to draft, or say not to draft."""
-    return {"no_draft": True} if tree is None else tree.entries()
-
-
-def report_of(tuned: Tuned) -> dict:
-    """What was predicted and what was measured, in values that YAML has."""
-    tried = [
-        {
-            "setting": "plain" if p.tree is None else str(p.tree),
-            "predicted_tokens_per_second": round(p.tokens_per_second, 2),
-            "measured_tokens_per_second": round(m.tokens_per_second, 2),
-            "predicted_tau": round(p.tau, 4),
-            "measured_tau": round(m.tau, 4),
-        }
-        for p, m in tuned.measured
-    ]
-    best, measured = tuned.best
-    return {
-        "verdict": tuned.verdict,
-        "predicted_tokens_per_second": round(best.tokens_per_second, 2),
-        "measured_tokens_per_second": round(measured.tokens_per_second, 2),
-        "plain_tokens_per_second": round(tuned.measured[0][1].tokens_per_second, 2),
-        "best_draft": str(tuned.best_draft[0].tree),
-        "settings_predicted": len(tuned.ranking),
-        "clairvoyant_tokens_per_second": tuned.bound and round(tuned.bound, 2),
-        "tried": tried,
-    }
-
-
-def write_settings(path: Path, entries: dict, report: dict) -> None:
-    """Write a file for `specdec generate --settings`. An entry that is None is left out."""
-    entries = {name: value for name, value in entries.items() if value is not None}
-    report = json.loads(json.dumps(report))  # plain types: versions are of a type of their own
-    text = "# Written by specdec tune; the report is not read.\n"
-    text += OmegaConf.to_yaml(OmegaConf.create(entries | {REPORT: report}))
-    write_text(path, text)

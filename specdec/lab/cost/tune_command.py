@@ -12,19 +12,20 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from rich.table import Table
 
 from specdec.api import ModelSettings
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import check_writable
+from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import command_parser, read_flags, whole_numbers
 from specdec.cli.lock import only_writer
+from specdec.cli.settings import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
-from specdec.lab.cost.kept import measured_costs
-from specdec.lab.cost.model import CostModel
+from specdec.lab.cost.model import CostModel, measured_costs
 from specdec.lab.cost.rounds import NODES, WIDTHS, useful_trees
-from specdec.lab.cost.tune import Tuned, report_of, tree_entries, tune, write_settings
+from specdec.lab.cost.tune import Tuned, tune
 from specdec.lab.machine import machine
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.lab.output import progress_bar
@@ -61,14 +62,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    check_counts(args, "limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats")
-    if args.max_new_tokens < 2:
-        raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
-    read_flags(ModelSettings, args).check_pair()
-    check_writable(args.out)
-
-
 def print_tables(tuned: Tuned, costs: CostModel) -> None:
     ranking = Table("topk/steps/nodes", "tokens/s", "to plain", "tau", "ms a round", title="predicted")
     for p in tuned.ranking[:SHOWN]:
@@ -101,28 +94,22 @@ def model_entries(args: argparse.Namespace) -> dict:
     return entries | {"feedback": args.feedback}
 
 
-def trees_of(args: argparse.Namespace, drafter) -> list[TreeSpec]:
-    """The trees to predict. Raises ValueError if there is none but those of --tree."""
+def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
+    """Measure, replay, predict, try. Raises ValueError if there is no tree to predict but those of --tree."""
+    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
-    steps = drafter.deepest(args.steps)
-    dynamic = useful_trees(topks, steps, args.num_draft_tokens)
+    dynamic = useful_trees(topks, drafter.deepest(args.steps), args.num_draft_tokens)
     if not dynamic:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
-    return [*dynamic, *map(TreeSpec.parse, args.tree)]
-
-
-def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
-    """Measure, replay, predict, try."""
-    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
-    trees, sampling = trees_of(args, drafter), read_flags(Sampling, args)
-    dynamic = [tree for tree in trees if not tree.fixed]
+    trees, sampling = [*dynamic, *map(TreeSpec.parse, args.tree)], read_flags(Sampling, args)
+    topks = sorted({tree.topk for tree in dynamic})
     costs = measured_costs(
         target,
         drafter,
         [token for prompt in prompts for token in prompt],
         remeasure=args.remeasure,
         progress=progress_bar("costs"),
-        topks=sorted({tree.topk for tree in dynamic}),
+        topks=topks,
         steps=max(tree.steps for tree in dynamic),
         nodes=args.num_draft_tokens,
         statics=[tree for tree in trees if tree.fixed],
@@ -131,45 +118,46 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         repeats=args.repeats,
     )
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    topks, steps = sorted({tree.topk for tree in dynamic}), max(tree.steps for tree in trees)
-    superset = record(target, drafter, prompts, topks=topks, steps=steps, **how)
+    superset = record(target, drafter, prompts, topks=topks, steps=max(tree.steps for tree in trees), **how)
     how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
     return costs, tune(costs, superset, trees, target, drafter, prompts, tries=args.tries, **how)
 
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
-    """Write the settings file; returns its report."""
+    """Write the file for `specdec generate --settings`, without entries that are None; returns its report."""
     told = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
-    report = report_of(tuned) | {
+    report = tuned.report() | {
         "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
         "machine": machine(target.device),
         "versions": versions(),
     }
-    tree, models = tuned.best[0].tree, model_entries(args)
+    tree, entries = tuned.best[0].tree, model_entries(args)
     if tree is None:
-        models = {key: models[key] for key in ("target", "dtype", "matmul_precision", "device")}
+        entries = {key: entries[key] for key in ("target", "dtype", "matmul_precision", "device")} | {"no_draft": True}
     else:
-        models["verifier"] = "match"  # the rule that replay knows, and the engine's own
-    write_settings(args.out, models | tree_entries(tree), report)
+        entries |= {"verifier": "match"} | tree.entries()  # the rule that replay knows, and the engine's own
+    entries = {name: value for name, value in entries.items() if value is not None}
+    entries[REPORT] = json.loads(json.dumps(report))  # plain types: versions are of a type of their own
+    text = OmegaConf.to_yaml(OmegaConf.create(entries))
+    write_text(args.out, f"# Written by specdec tune; the report is not read.\n{text}")
     return report
 
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    check_flags(args)
+    check_counts(args, "limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats")
+    if args.max_new_tokens < 2:
+        raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
+    read_flags(ModelSettings, args).check_pair()
+    check_writable(args.out)
     with only_writer(args.out):
-        tune_and_write(args)
-
-
-def tune_and_write(args: argparse.Namespace) -> None:
-    """Find the fastest setting, and write it to --out, which nobody else writes to meanwhile."""
-    target, drafter = load_models(args)
-    costs, tuned = find(args, target, drafter)
-    try:
-        report = write(args, tuned, target)
-    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
-        print_tables(tuned, costs)
+        target, drafter = load_models(args)
+        costs, tuned = find(args, target, drafter)
+        try:
+            report = write(args, tuned, target)
+        finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+            print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(
             f"note: the measured rounds scatter by {misfit:.0%}: the machine was busy, and predictions are rough; "

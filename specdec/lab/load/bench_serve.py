@@ -14,7 +14,9 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import command_parser, whole_numbers
 from specdec.cli.terminal import console
-from specdec.lab.output import progress_bar, write_json
+from specdec.lab.load.client import Asked
+from specdec.lab.load.drive import Load, drive
+from specdec.lab.output import progress_bar, write_figure, write_json
 from specdec.lab.sweep.benchmarks import load_benchmark
 
 KEY = "OPENAI_API_KEY"
@@ -78,9 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out is not None:
         write_json(args.out, run)
     if args.chart is not None:
-        from specdec.lab.load.chart import write_chart
-
-        write_chart(args.chart, {run["model"]: run["loads"]})
+        write_chart(args.chart, run)
     if args.json:
         print(json.dumps(run))
     bad = sum(point["requests"] - point["valid"] for point in run["loads"])
@@ -109,9 +109,6 @@ async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=No
 
     ValueError if there is no such server."""
     import httpx2
-
-    from specdec.lab.load.client import Asked
-    from specdec.lab.load.drive import Load, drive
 
     key = args.api_key or os.environ.get(KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -146,20 +143,37 @@ def print_loads(run: dict) -> None:
     for column in ("load", "valid", "tokens/s", "requests/s", "TTFT", "TPOT", "ITL", "accepted length"):
         table.add_column(column, justify="right")
     for point in run["loads"]:
+        spreads = [point[name] for name in ("ttft_ms", "tpot_ms", "itl_ms")]
         lengths = point["acceptance_length"]
         table.add_row(
             point["load"],
             f"{point['valid']} of {point['requests']}",
             f"{point['tokens_per_second']:.1f}",
             f"{point['requests_per_second']:.2f}",
-            *(_three(point[name]) for name in ("ttft_ms", "tpot_ms", "itl_ms")),
+            *("" if s is None else "{mean:.1f} / {median:.1f} / {p99:.1f}".format(**s) for s in spreads),
             "" if lengths is None else f"{lengths:.2f}",
         )
     console(140).print(table)
 
 
-def _three(values: dict | None) -> str:
-    return "" if values is None else " / ".join(f"{values[name]:.1f}" for name in ("mean", "median", "p99"))
+def write_chart(path: Path, run: dict) -> None:
+    """Draw throughput against interactivity, a point for each load."""
+    from matplotlib import rc_context
+
+    from specdec.lab.figure_style import STYLE, looks_of, subplots
+
+    name, points = run["model"], [point for point in run["loads"] if point["interactivity"]]
+    with rc_context(STYLE):
+        figure, axis = subplots(figsize=(6.4, 4.2))
+        xs, ys = ([point[key] for point in points] for key in ("interactivity", "tokens_per_second"))
+        axis.plot(xs, ys, label=name, **looks_of(name, [name]))
+        for x, y, point in zip(xs, ys, points, strict=True):
+            axis.annotate(f"{point['concurrency'] or point['rate']:g}", (x, y), (3, 3), textcoords="offset points")
+        axis.set_xlabel("interactivity: tokens/s of one answer (1 / median TPOT)")
+        axis.set_ylabel("throughput: tokens/s of all")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+        write_figure(path, figure)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ the TTFT, each later one an ITL, and TPOT is (last event - first event) / (token
 import json
 import random
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,8 @@ class Asked:
     temperature: float = 0.0
     ignore_eos: bool = False
     seed: int | None = None
-    range_ratio: float = (
-        0.0  # the most tokens of request i are drawn, by i, from (1 - this) to (1 + this) times as many
-    )
-    extra: dict = field(default_factory=dict)  # fields of the body beside these
+    # The most tokens of request i are drawn, by i, from (1 - this) to (1 + this) times as many.
+    range_ratio: float = 0.0
 
     def of(self, number: int) -> "Asked":
         """What is asked in request `number`: the same of every server, and at every load."""
@@ -39,11 +37,7 @@ class Asked:
         how = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
         how |= {"ignore_eos": True} if self.ignore_eos else {}
         how |= {"seed": self.seed} if self.seed is not None else {}
-        return {"model": self.model} | own | limit | how | self.extra
-
-    @property
-    def path(self) -> str:
-        return "/v1/chat/completions" if self.chat else "/v1/completions"
+        return {"model": self.model} | own | limit | how
 
 
 @dataclass
@@ -60,70 +54,60 @@ class Answer:
     wrong: str = ""  # why it is not valid
 
     @property
-    def ttft(self) -> float:
-        return self.arrivals[0]
-
-    @property
     def itls(self) -> list[float]:
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.arrivals)]
 
     @property
     def tpot(self) -> float | None:
         """None for an answer of one token."""
         return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
 
+    def take(self, event: dict) -> None:
+        """Add an event of the stream, which has just arrived."""
+        if "error" in event:
+            self.wrong = str(event["error"].get("message", event["error"]))
+        if event.get("choices"):
+            self.arrivals.append(time.perf_counter() - self.sent)
+            choice = event["choices"][0]
+            self.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+            self.finish = choice.get("finish_reason") or self.finish
+        if usage := event.get("usage"):
+            self.tokens, self.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+
+    def fault(self, asked: Asked, done: bool) -> str:
+        """Why an answer that came without an error is not valid, or ''. done: the stream said that it ends."""
+        if not done:
+            return "the stream has no end"
+        if not self.arrivals or self.finish is None:
+            return "the stream has no text, or no finish_reason"
+        if not self.tokens:
+            return "the server tells no usage"
+        if self.tokens > asked.max_tokens or (asked.ignore_eos and self.tokens != asked.max_tokens):
+            return f"{self.tokens} tokens came, and {asked.max_tokens} were asked for"
+        return ""
+
 
 async def ask(client, asked: Asked, prompt: str) -> Answer:
-    """Send a request by an `httpx2.AsyncClient` and read its stream. What goes wrong is told in the answer."""
+    """Send a request by an `httpx2.AsyncClient` and read its stream. What goes wrong is noted in the answer."""
     import httpx2  # an extra
 
-    start = time.perf_counter()
-    answer, done = Answer(start), False
+    answer, done = Answer(time.perf_counter()), False
+    path = "/v1/chat/completions" if asked.chat else "/v1/completions"
     try:
-        async with client.stream("POST", asked.path, json=asked.body(prompt)) as response:
+        async with client.stream("POST", path, json=asked.body(prompt)) as response:
             if response.status_code != 200:
                 told = (await response.aread()).decode(errors="replace")
                 answer.wrong = f"status {response.status_code}: {told[:200]}"
-            async for data in _events(response):
-                done = data == "[DONE]"
-                if not done:
-                    _take(answer, json.loads(data), time.perf_counter() - start)
+                return answer
+            async for line in response.aiter_lines():  # comments are skipped
+                if line.startswith("data:"):
+                    data = line.removeprefix("data:").strip()
+                    done = data == "[DONE]"
+                    if not done:
+                        answer.take(json.loads(data))
+        answer.wrong = answer.wrong or answer.fault(asked, done)
     except (httpx2.HTTPError, ValueError, KeyError) as error:
         answer.wrong = f"{type(error).__name__}: {error}"
-    answer.seconds = time.perf_counter() - start
-    answer.wrong = answer.wrong or _fault(answer, asked, done)
+    finally:
+        answer.seconds = time.perf_counter() - answer.sent
     return answer
-
-
-async def _events(response) -> AsyncIterator[str]:
-    """The data of server-sent events; comments are skipped."""
-    if response.status_code != 200:
-        return
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line.removeprefix("data:").strip()
-
-
-def _take(answer: Answer, event: dict, now: float) -> None:
-    if "error" in event:
-        answer.wrong = str(event["error"].get("message", event["error"]))
-    if event.get("choices"):
-        answer.arrivals.append(now)
-        choice = event["choices"][0]
-        answer.text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-        answer.finish = choice.get("finish_reason") or answer.finish
-    if usage := event.get("usage"):
-        answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
-
-
-def _fault(answer: Answer, asked: Asked, done: bool) -> str:
-    """Why an answer that came without an error is not valid, or ''."""
-    if not done:
-        return "the stream has no end"
-    if not answer.arrivals or answer.finish is None:
-        return "the stream has no text, or no finish_reason"
-    if not answer.tokens:
-        return "the server tells no usage"
-    if answer.tokens > asked.max_tokens or (asked.ignore_eos and answer.tokens != asked.max_tokens):
-        return f"{answer.tokens} tokens came, and {asked.max_tokens} were asked for"
-    return ""

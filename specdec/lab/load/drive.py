@@ -29,20 +29,17 @@ async def drive(client, asked: Asked, prompts: Sequence[str], load: Load, seed: 
     """Send every prompt once. Returns the figures of the run, `figures_of` with the acceptance that the server's
     counters tell."""
     before, start = await counters(client), time.perf_counter()
-    if load.rate is None:
-        slots = asyncio.Semaphore(load.concurrency)
+    slots, draw, tasks = asyncio.Semaphore(load.concurrency or len(prompts)), random.Random(seed), []
 
-        async def one(number: int, prompt: str) -> Answer:
-            async with slots:
-                return await ask(client, asked.of(number), prompt)
+    async def one(number: int, prompt: str) -> Answer:
+        async with slots:
+            return await ask(client, asked.of(number), prompt)
 
-        answers = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
-    else:
-        draw, tasks = random.Random(seed), []
-        for number, prompt in enumerate(prompts):
-            tasks.append(asyncio.create_task(ask(client, asked.of(number), prompt)))
+    for number, prompt in enumerate(prompts):
+        tasks.append(asyncio.create_task(one(number, prompt)))
+        if load.rate is not None:
             await asyncio.sleep(draw.expovariate(load.rate))
-        answers = await asyncio.gather(*tasks)
+    answers = await asyncio.gather(*tasks)
     seconds = max(answer.sent + answer.seconds for answer in answers) - start
     after = await counters(client)
     found = {"load": str(load), "concurrency": load.concurrency, "rate": load.rate}
@@ -63,7 +60,7 @@ def figures_of(answers: Sequence[Answer], seconds: float) -> dict:
         "prompt_tokens": sum(answer.prompt_tokens for answer in valid),
         "requests_per_second": len(valid) / seconds,
         "tokens_per_second": tokens / seconds,
-        "ttft_ms": spread([1e3 * answer.ttft for answer in valid]),
+        "ttft_ms": spread([1e3 * answer.arrivals[0] for answer in valid]),
         "tpot_ms": spread([1e3 * tpot for tpot in tpots]),
         "itl_ms": spread([1e3 * itl for answer in valid for itl in answer.itls]),
         "e2e_ms": spread([1e3 * answer.seconds for answer in valid]),

@@ -3,26 +3,28 @@
     python scripts/build_demo.py --small SMALL --conversations conversations.jsonl.xz --books books.jsonl.xz \\
         --bench MT_BENCH --work build --out specdec/demo
 
---small: a folder with a target and its drafters mtp, eagle3 and eagle2. --conversations: any form that `specdec train`
-reads. --books: objects with `title`, `year` and `text`. Every stage leaves its result in --work and is skipped if that
-exists, so an interrupted build continues. The last stage measures tau on --bench, and writes everything to --out as
-bf16 safetensors with a model card. Commit 6084cd3 has the script that built the bundled demo: it chose conversations by
-their sources, and had a schedule of its own.
+--small: a folder with a target and its drafters mtp, eagle3 and eagle2. --conversations: ShareGPT form; an `id` begins
+with the name of its source (`KEEP`). --books: objects with `title`, `year` and `text`. Every stage leaves its result in
+--work and is skipped if that exists, so an interrupted build continues. The last stage measures tau on --bench, and
+writes everything to --out as bf16 safetensors with a model card. Commit 6084cd3 has the script that built the bundled
+demo, with more filters of the data and a schedule of its own.
 """
 
 import argparse
 import json
+import random
 import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import checkout
 import torch
 from demo_models import grow, grow_drafter, grown_config, repeat_less
-from pretrain_target import SEED, prompts_of, split, write_prompts
+from pretrain_target import SEED, held_out, prompts_of, split, write_prompts
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -32,7 +34,7 @@ from specdec.cli.files import output_folder, write_text
 from specdec.drafters.formats import save_drafter
 from specdec.engine.fits import most_steps
 from specdec.lab.output import write_json
-from specdec.text import read_prompts
+from specdec.text import clean, read_prompts
 from specdec.training.data import Message, Record, read_records
 from specdec.training.loop.log import read_log
 from specdec.training.pretrain import pack, pretrain, save_target
@@ -45,6 +47,15 @@ TREES = (TreeSpec(4, 5, 16), TreeSpec(10, 8, 60), TreeSpec(1, 5, 6))  # for whic
 QUESTIONS = "What are the benefits of regular exercise?", "How do I make a vegetable soup?"  # for the card
 GROWN = {"mtp": None, "eagle3": 512, "eagle2": 256}  # drafters that grow too: neurons that their MLP keeps
 DRAFTERS = ("eagle3", "mtp", "eagle2", "medusa", "dspark", "dflash")  # trained by the experiments grown_NAME
+# Source: how often each conversation is used, and the largest number of them. Other sources are dropped.
+KEEP = {
+    "oasst": (1, 30_000), "dolly": (2, 10**9), "gpteacher_roleplay": (2, 10**9), "llamafactory": (3, 10**9),
+    "gsm8k": (1, 4000), "flan_cot_ecqa": (1, 5000), "flan_cot_creak": (1, 10**9), "flan_cot_strategyqa": (1, 10**9),
+    "flan_cot_qasc": (1, 10**9), "flan_cot_sensemaking": (1, 1500), "gpteacher_codegen": (1, 1000), "sgd": (1, 2500),
+    "taskmaster": (1, 300),
+}  # fmt: skip
+WEAK = re.compile("pythia|sft-0|starcoder|falcon-7b|open-llama|llama_30b_pre|llama_65b_sft|oasst-1_12b|gpt4all|alpaca")
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 PLAIN = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u2026": "..."})
 
 
@@ -59,9 +70,25 @@ def is_good(messages: list[Message]) -> bool:
     return not odd and all(len(set(r)) >= 0.95 * len(r) for r in runs)
 
 
-def conversations(path: Path) -> list[list[list[Message]]]:
-    """Return the good conversations of a file, to train on and held out, shuffled."""
-    return [[c for c in side if is_good(c)] for side in split(path)]
+def conversations(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
+    """Return training and held-out conversations of a file, shuffled, each as often as `KEEP` says."""
+    found: dict[str, list] = defaultdict(list)
+    asked, train, heldout = Counter(), [], []
+    for row in map(Record.fields, read_records(path)):
+        kind = next((k for k in KEEP if row["id"].startswith(k)), None)
+        turns = [{"role": ROLES[t["from"]], "content": clean(t["value"])} for t in row["conversations"]]
+        if kind is None or WEAK.search(row["id"]) or asked[turns[0]["content"]] >= 40 or not is_good(turns):
+            continue
+        asked[turns[0]["content"]] += 1
+        plain = [turn | {"content": turn["content"].translate(PLAIN).strip()} for turn in turns]
+        if held_out(turns):
+            heldout.append(plain)
+        else:
+            found[kind].append(plain)
+    for kind, (copies, most) in KEEP.items():
+        train += found[kind][:most] * copies
+    random.Random(SEED).shuffle(train)
+    return train, heldout
 
 
 def books(tokenizer, path: Path, count: int) -> Tensor:
@@ -183,7 +210,7 @@ def card(report: dict, note: str) -> str:
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--small", type=Path, required=True, help="folder of the pair that grows")
-    p.add_argument("--conversations", type=Path, required=True, help="to train on: .json, .jsonl or .jsonl.xz")
+    p.add_argument("--conversations", type=Path, required=True, help=".jsonl or .jsonl.xz in ShareGPT form")
     p.add_argument("--books", type=Path, required=True, help=".jsonl or .jsonl.xz with title, year and text")
     p.add_argument("--bench", type=Path, required=True, help="prompts on which tau is measured")
     p.add_argument("--work", type=Path, default=checkout.ROOT / "build", help="folder for intermediate results")

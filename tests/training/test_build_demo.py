@@ -100,13 +100,13 @@ def test_repeats_are_found_and_cost_likelihood(small):
 
 def test_conversations_worth_learning_are_kept(tmp_path):
     answer = "A tree is a tall plant with a trunk and with branches. It lives for many years."
-    talks = {"What?": answer, "Why?": "Short.", "Who?": "so it is " * 20}
-    rows = [
-        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in talks.items()
-    ]
+    talks = [("dolly_1", "What?", answer), ("dolly_2", "Why?", "Short."), ("dolly_3", "Who?", "so it is " * 20),
+             ("unknown_1", "How?", answer), ("oasst pythia", "When?", answer)]  # fmt: skip
+    said = [[{"from": "human", "value": question}, {"from": "gpt", "value": text}] for _, question, text in talks]
+    rows = [{"id": talk[0], "conversations": turns} for talk, turns in zip(talks, said, strict=True)]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     train, heldout = build_demo.conversations(tmp_path / "c.jsonl")
-    assert [c[0]["content"] for c in train + heldout] == ["What?"]
+    assert [c[0]["content"] for c in train + heldout] == ["What?", "What?"]  # dolly's are used twice
 
 
 def run(module: str, *words: object) -> None:

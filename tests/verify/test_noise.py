@@ -120,3 +120,17 @@ def test_streams_of_a_round_are_its_own():
         assert abs(corr) * a.numel() ** 0.5 < 4, name
     coins = now.coins(depth, tokens)
     assert stats.kstest(coins.flatten().numpy(), "uniform").pvalue > 1e-3
+
+
+def test_coins_of_no_two_rounds_are_the_same():
+    """A coin decides on a token in one round only: it follows from the round's root, not from the position alone."""
+    noise = Noise([(3, 0)], hashes_of(torch.arange(TOKENS)))
+    tokens = torch.tensor([[7]])
+    coins = {}
+    for root in range(40):
+        for depth in range(4):
+            coin = noise.behind(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
+            again = noise.behind(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
+            assert coin == again
+            coins[root, depth] = coin
+    assert len(set(coins.values())) == len(coins)

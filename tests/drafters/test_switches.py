@@ -1,5 +1,7 @@
 """What a switch of a drafter's forward does, against a formula written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +9,7 @@ from helpers import tiny_drafter, tiny_target
 
 from specdec.drafters.conditional import Domino
 from specdec.drafters.eagle3 import Eagle3Forward
+from specdec.drafters.formats.dflash import conditional_of
 from specdec.drafters.vocab import DraftVocab
 
 
@@ -49,3 +52,10 @@ def test_domino_keeps_the_base_logits_of_its_first_slots_and_narrows_by_silu():
     x = torch.cat([hidden.expand(1, 3, 8), carried], -1) @ head.down.weight.T
     torch.testing.assert_close(narrow, x * x.sigmoid())
     assert not torch.allclose(narrow, F.gelu(x), atol=1e-3)
+
+
+def test_a_domino_checkpoint_without_a_prefix_keeps_the_first_slot():
+    """As SpecForge's `pure_draft_prefix_len` does where config.json leaves it out."""
+    tensors = {"embed_proj.0.weight": torch.zeros(4, 14)}
+    found = conditional_of({}, SimpleNamespace(hidden=8), tensors, "x")
+    assert found == {"conditional": "domino", "rank": 4, "head": {"state": 6, "prefix": 1}}

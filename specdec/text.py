@@ -175,7 +175,8 @@ class TextStream:
     may be the beginning of a stop string. The text ends before the first stop string in it; then `stopped` is true."""
 
     def __init__(self, tokenizer, stops: Sequence[str] = ()):
-        self.tokenizer, self.stops, self.vocabulary = tokenizer, stops, vocabulary_of(tokenizer)
+        self.tokenizer, self.stops = tokenizer, stops
+        self.vocabulary = vocabulary_of(tokenizer) if tokenizer is not None else None
         self.ids: list[int] = []
         self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
         self.chunk = 0  # where the newest chunk that was given out whole ends

@@ -71,6 +71,14 @@ def with_content(path: str, content: bytes | None) -> Callable[[Path], None]:
     return prepare
 
 
+def with_index(folder: str, content: bytes | None) -> Callable[[Path], None]:
+    def prepare(scratch: Path) -> None:
+        (scratch / folder / "model.safetensors").rename(scratch / folder / "part.safetensors")  # which is read first
+        with_content(f"{folder}/model.safetensors.index.json", content)(scratch)
+
+    return prepare
+
+
 CONTENTS = {
     "empty": b"", "a folder": b"/", "a dangling link": None, "deep": b"[" * 100_000, "no text": b"\xff\xfe\x00",
     "a list": b"[1]", "a number of 5000 digits": b'{"a": ' + b"9" * 5000 + b"}", "cut": b'{"a": {',
@@ -93,9 +101,8 @@ def checkpoint_cases() -> Iterator[Case]:
         for line, file, what in itertools.product(lines, ("config.json", "model.safetensors"), CONTENTS):
             prepare = with_content(f"{folder}/{file}", CONTENTS[what])
             yield Case(f"{line[0]} {folder} {file} {what}", line, (folder,), prepare)
-        index = f"{folder}/model.safetensors.index.json"
         for content in (*CONTENTS.values(), *(json.dumps({"weight_map": m}).encode() for m in WEIGHT_MAPS)):
-            yield Case(f"{folder} index {content!r:.40}", lines[0], (folder,), with_content(index, content))
+            yield Case(f"{folder} index {content!r:.40}", lines[0], (folder,), with_index(folder, content))
 
 
 # Flags and settings

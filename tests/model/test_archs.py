@@ -7,7 +7,7 @@ import torch
 from config_keys import LLAMA3_ROPE
 from helpers import assert_same_greedy_text, assert_tree_matches, save_hf
 from safetensors.torch import load_file, save_file
-from test_no_sync import NoHostSync
+from tape import NoHostSync
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.model.loader import load_target

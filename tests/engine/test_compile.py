@@ -43,8 +43,8 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
 
 @needs_compiler
 @pytest.mark.matrix
-@pytest.mark.parametrize("how", [True, "aside"], ids=["at once", "aside"])
-@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafter"])
+@pytest.mark.parametrize("how", [True, "aside"], ids=["here", "aside"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "pair"])
 def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     """The text is that of an eager round. The library is kept and loaded by the next engine; a damaged one is removed.
     Nobody waits for another process that compiles: rounds are launched meanwhile."""
@@ -78,10 +78,11 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
         assert again.generate(**HOW).rows[0].tokens == expected.tokens
         assert not any(graph.launched for graph in again.graphs.batch.graphs.values())
     assert "loaded a compiled round" in capfd.readouterr().err
-    library.unlink()  # the loaded one is mapped into memory
-    library.write_bytes(b"no library")
-    assert build.load_if_kept(library) is None
-    assert not library.parent.exists()
+    damaged = tmp_path / "damaged" / "round.so"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"no library")
+    assert build.load_if_kept(damaged) is None
+    assert not damaged.parent.exists()
 
 
 @needs_compiler

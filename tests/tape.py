@@ -1,8 +1,7 @@
-"""A CUDA graph without a GPU: operators are recorded while a function runs, and run again on the same memory.
+"""A CUDA graph without a GPU: operators are recorded while a function runs, and replayed on the same memory.
 
-As with a graph, no Python of the function runs again, what it knew on the host is what it knew then, and every tensor
-lies where it lay: a result that is kept outside static tensors is not seen by the next run. A tape holds no tensor that
-it has not made itself, as a graph knows addresses only: to run it after one of them is gone is an error.
+A replay runs no Python of the function, and every tensor keeps its address. Like a graph, a tape holds no tensor that
+it has not made itself: a replay after one of the others is gone is an error.
 """
 
 import torch
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec.engine.compiled.backend import CompiledRounds
+from specdec.engine.compiled.record import record
 from specdec.engine.graphs import WARM_UPS
 
 # Their results, or the shapes of these, must be known on the host.
@@ -21,7 +21,7 @@ BLOCKING = (
 
 
 class NoHostSync(TorchDispatchMode):
-    """What would wait for a device is an error: operators, and tensors made of values from the host."""
+    """Raises for operators that would wait for a device, and for tensors made of values from the host."""
 
     def __enter__(self):
         self.made_on_host = torch.tensor, torch.as_tensor
@@ -44,19 +44,6 @@ class NoHostSync(TorchDispatchMode):
 
 def forbidden(*args, **kwargs):
     raise AssertionError("host synchronisation inside a round: torch.tensor copies from the host")
-
-
-class Recorder(NoHostSync):
-    """Notes every operator with its arguments and what it gave."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.calls.append((func, args, kwargs or {}, out))
-        return out
 
 
 def tensors(value) -> list[Tensor]:
@@ -104,6 +91,12 @@ def let_go(calls: list[tuple]) -> list[tuple]:
     return [(call[0], *tree_map(borrow, call[1:])) for call in calls]
 
 
+def live_bytes(objects: list) -> int:
+    """Return the bytes of the tensors among all objects of a process, without packed weights."""
+    found = [x for x in objects if type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
+
+
 def lend(call: tuple) -> tuple:
     return tree_map(lambda value: value() if isinstance(value, Borrowed) else value, call)
 
@@ -126,13 +119,13 @@ class Tape:
             run(bound)
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
-        with Recorder() as record:
-            made = run(bound)
+        with NoHostSync():
+            noted = record(run, bound)
         # A capture only records: what running did is undone.
         for x, old in zip(kept, before, strict=True):
             x.copy_(old)
         self.captures += 1
-        calls = let_go(record.calls)
+        made, calls = noted.made, let_go([tuple(vars(call).values()) for call in noted.calls])
 
         def replay(_):
             self.replays += 1

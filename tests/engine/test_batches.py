@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import finish, penalised, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from helpers import finish, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
 from specdec.api import DEMO_TARGET, generate
@@ -16,11 +16,9 @@ from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.likely import top_logprobs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.sampling.penalties import Penalties
-from specdec.structs import DraftTree, Sampling, SamplingBatch
+from specdec.structs import Sampling, SamplingBatch
 from specdec.text import StopStrings, TextStream
 from specdec.trees import Chain, DynamicTree, SampledTree
-from specdec.trees.ancestors import ancestors_of
 from specdec.verify import VERIFIERS, make_verifier
 
 CPU = torch.device("cpu")
@@ -33,23 +31,6 @@ def ragged(rows: int) -> tuple[list[list[int]], list[int]]:
     r = random.Random(rows)
     prompts = [[r.randrange(1, 17) for _ in range(r.randint(1, 12))] for _ in range(rows)]
     return prompts, [r.randint(1, 25) for _ in range(rows)]
-
-
-def test_rows_that_have_ended_are_not_waited_for():
-    """Attention looks as far back as the longest row that still decodes, and not further."""
-    target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), Chain(2))
-    lengths, bounds, inner = [], [], engine.round.play
-
-    def spy(root, state, cache, active, *how):
-        bounds.append(cache.max_len)
-        lengths.append(int(cache.lens[active].max()))
-        return inner(root, state, cache, active, *how)
-
-    engine.round.play = spy
-    engine.generate([[3] * 60, [5]], max_new_tokens=[3, 20])
-    assert bounds == lengths
-    assert bounds[0] >= 60 > bounds[-1]
 
 
 # Settings of each row
@@ -79,8 +60,8 @@ def test_one_table_of_settings_filters_as_each_setting_does():
 
 @pytest.mark.parametrize("verifier", [name for name in VERIFIERS if make_verifier(name).lossless])
 def test_mixed_rows_follow_their_own_laws(verifier):
-    """Greedy, filtered and penalised rows by turns in one batch, 700 of each kind: greedy ones are plain text, others
-    follow the exact joint law of tokens 2 and 3. By chance a p-value fails once in a thousand; the draws are seeded."""
+    """One batch holds 700 greedy, filtered and penalised rows each. Greedy rows are plain text; the others follow the
+    exact joint distribution of tokens 2 and 3."""
     target, rule, kinds = tiny_target(vocab=11), VERIFIERS[verifier](), len(SETTINGS)
     tree = SampledTree((1, 1, 1) if rule.chains_only else (3, 2, 1)) if rule.needs_q else DynamicTree(3, 3, 10)
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), tree, rule)
@@ -105,55 +86,6 @@ def test_mixed_rows_follow_their_own_laws(verifier):
 def test_each_row_needs_its_own(how, message):
     with pytest.raises(ValueError, match=message):
         Engine(tiny_target()).generate([[1], [2]], **how)
-
-
-# Penalties
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": float("nan")},
-        {"presence_penalty": 2.5},
-        {"frequency_penalty": -3},
-        {"frequency_penalty": float("nan")},
-    ],
-)
-def test_penalties_out_of_range_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        Sampling(**bad)
-
-
-@torch.inference_mode()
-def test_every_node_is_held_to_its_own_path():
-    """A tree of 15 nodes over 6 tokens: they recur on paths, across branches, and in prompt and output."""
-    g = torch.Generator().manual_seed(2)
-    b, n, vocab = 3, 15, 6
-    prompts = [[1, 1, 4], [2], [0, 5]]
-    settings = [HEAVY, Sampling(repetition_penalty=0.7), Sampling(0.9, presence_penalty=-1.0, frequency_penalty=1.5)]
-    output = torch.randint(vocab, (b, 4), generator=g)
-    kept = [4, 2, 3]  # the last of them is the root
-    penalties = Penalties(settings, prompts, vocab, CPU)
-    penalties.add(output[:, :2], torch.tensor([2, 2, 2]))
-    penalties.add(output[:, 2:], torch.tensor(kept) - 2)
-    parents = torch.stack([torch.tensor([0] + [int(torch.randint(i, (), generator=g)) for i in range(1, n)])] * b)
-    tokens = torch.randint(vocab, (b, n), generator=g)
-    tokens[:, 0] = torch.tensor([output[row, k - 1] for row, k in enumerate(kept)])
-    ancestors = ancestors_of(parents, n)
-    depth = ancestors.sum(-1) - 1
-    logits = torch.randn(b, n, vocab, generator=g) * 2
-    found = penalties(logits, DraftTree(tokens, parents, depth, ancestors, steps=n))
-    plain = penalties(logits[:, :1])
-    for row in range(b):
-        own = output[row, : kept[row]]
-        root = penalised(logits[row, :1], prompts[row], own[None], settings[row])
-        torch.testing.assert_close(plain[row].double(), root, rtol=0, atol=1e-5)
-        for node in range(n):
-            path = torch.cat([own, tokens[row, 1:][ancestors[row, node, 1:]]])
-            expected = penalised(logits[row, node][None], prompts[row], path[None], settings[row])[0]
-            torch.testing.assert_close(found[row, node].double(), expected, rtol=0, atol=1e-5)
-    assert torch.equal(plain[:, 0], found[:, 0]), "plain and speculative decoding would not agree bit for bit"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a native target, and one through the adapter
@@ -222,29 +154,23 @@ def test_text_ends_before_a_stop_string_and_tokens_with_it(target, stops, shown)
         assert not any(stop in tokenizer.decode(ids[: count - 1]) for stop in stops)
 
 
-def test_a_stop_within_an_accepted_path_ends_the_row_there():
-    """The bundled target drafts for itself, so every round accepts all four tokens; strings end on each place of it."""
-    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Write a poem.", "Tell me of the sea."]
-    drafter, chain = DraftModel(target), Chain(4)
+@pytest.mark.parametrize("drafted", range(5))
+def test_a_stop_within_an_accepted_path_ends_the_row_there(drafted):
+    """The drafter is the target, so every round accepts all four tokens: stop strings end at each of their places."""
+    target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Write a poem."]
     decode = target.tokenizer.decode
-    plain = generate(target, prompts, max_new_tokens=16)
-    assert all(len(row.tokens) > 7 for row in plain.rows)
-    places = set()
-    for end in range(3, 8):
-        stops = [decode(row.tokens[:end])[-4:] for row in plain.rows]  # its last token completes it, if no earlier one
-        own = [[stop] for stop in stops]
-        slow = generate(target, prompts, max_new_tokens=16, stop=own)
-        fast = generate(target, prompts, drafter, tree=chain, max_new_tokens=16, stop=own)
-        assert [(r.tokens, r.finish) for r in fast.rows] == [(r.tokens, r.finish) for r in slow.rows]
-        assert fast.text == slow.text
-        for row, text, stop, whole in zip(fast.rows, fast.text, stops, plain.rows, strict=True):
-            assert row.finish == "stop"
-            assert row.tokens == whole.tokens[: len(row.tokens)]
-            assert stop in decode(row.tokens)
-            assert stop not in decode(row.tokens[:-1])
-            assert text == decode(row.tokens)[: decode(row.tokens).index(stop)]
-            places.add((len(row.tokens) - 1) % 5)  # the first token comes from the prefill
-    assert places == set(range(5))
+    plain = generate(target, prompts, max_new_tokens=9).rows
+    stop = [[decode(row.tokens[: 4 + drafted])[-4:]] for row in plain]
+    how = {"max_new_tokens": 16, "stop": stop}
+    fast = generate(target, prompts, DraftModel(target), tree=Chain(4), **how)
+    slow = generate(target, prompts, **how)
+    assert [(row.tokens, row.finish) for row in fast.rows] == [(row.tokens, row.finish) for row in slow.rows]
+    assert fast.text == slow.text
+    for row, text, (own,) in zip(fast.rows, fast.text, stop, strict=True):
+        assert row.finish == "stop"
+        assert own in decode(row.tokens)
+        assert own not in decode(row.tokens[:-1])
+        assert text == decode(row.tokens)[: decode(row.tokens).index(own)]
 
 
 class After:
@@ -326,3 +252,29 @@ def test_the_likeliest_tokens_in_the_place_of_each(how):
         assert own == [x for x, p, t in zip(row.logprobs, row.likely, row.tokens, strict=True) if t in dict(p)]
     with pytest.raises(ValueError, match="top_logprobs must be from 0 to 20, got 21"):
         engine.add([1], top_logprobs=21)
+
+
+# The end of the context, and half precision
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_the_context_ends_every_row_where_plain_decoding_ends_it(tree):
+    target = tiny_target(context=40)
+    prompts = [[3] * 20, [5, 6], [1] * 39, [2] * 33]
+    plain = [Engine(target).generate([p], max_new_tokens=100).rows[0] for p in prompts]
+    fast = Engine(target, tiny_drafter(target), TREES[tree]).generate(prompts, max_new_tokens=100).rows
+    assert [row.tokens for row in fast] == [row.tokens for row in plain]
+    assert [row.finish for row in fast] == [row.finish for row in plain] == ["context"] * 4
+    assert [len(row.prompt) + len(row.tokens) for row in fast] == [40] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_half_precision_decodes(name, dtype):
+    """Equal text is not promised here. Every row ends, with tokens of the vocabulary."""
+    target, rule = tiny_target().to(dtype), make_verifier(name)
+    tree = SampledTree((1, 1, 1) if rule.chains_only else (3, 2, 1))
+    engine = Engine(target, tiny_drafter(target).to(dtype), tree, rule)
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        rows = engine.generate([[3, 5, 7], [1]], max_new_tokens=20, sampling=sampling, eos=frozenset()).rows
+        assert all(len(row.tokens) == 20 and 0 <= min(row.tokens) <= max(row.tokens) < 17 for row in rows)

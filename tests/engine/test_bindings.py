@@ -1,4 +1,4 @@
-"""What graphs read lives as long as they do, and no longer. The tape holds nothing: `tape.Borrowed` tells."""
+"""Tensors that graphs read live as long as the graphs, and no longer. The tape holds none: see `tape.Borrowed`."""
 
 from functools import partial
 
@@ -20,8 +20,7 @@ TREE = DynamicTree(3, 3, 9)
 
 
 class Settling(RMSNorm):
-    """A norm that freezes itself anew at its second call, with a copy of its weight, as one would that tries two ways
-    and keeps the better."""
+    """A norm that replaces its frozen function at its second call."""
 
     calls = 0
 
@@ -37,8 +36,8 @@ class Settling(RMSNorm):
         return super().forward(x)
 
 
-def test_what_the_warm_up_has_made_is_held():
-    """Also after another engine has frozen the modules anew."""
+def test_graphs_hold_what_the_warm_up_has_made():
+    """Also after another engine has frozen the modules again."""
     target = tiny_target()
     drafter = tiny_drafter(target)
     drafter.hidden_norm.__class__ = Settling
@@ -48,8 +47,7 @@ def test_what_the_warm_up_has_made_is_held():
     assert recorded.graphs.backend.captures == 1
 
 
-def test_tables_that_another_engine_lets_grow(monkeypatch):
-    """In the midst of a decoding, an engine of the same target takes longer texts than there are positions for."""
+def test_another_engine_may_replace_the_tables_of_positions(monkeypatch):
     monkeypatch.setattr(rope, "GROWTH", 64)
     target = tiny_target(context=600)
     alone = Engine(target).generate([[3, 5, 7]], max_new_tokens=12).rows[0].tokens
@@ -65,15 +63,14 @@ def test_tables_that_another_engine_lets_grow(monkeypatch):
     assert sequence.tokens == alone
 
 
-def test_settings_go_with_their_graphs(monkeypatch):
-    """However many settings an engine meets in its life, it keeps those of its graphs and the present ones."""
+def test_settings_are_dropped_with_their_graphs(monkeypatch):
+    """An engine keeps the settings of its graphs and the present ones, however many it meets."""
     monkeypatch.setattr(static_batch, "MOST", 2)
-    target = tiny_target()
-    drafter = tiny_drafter(target)
-    recorded, plain = Engine(target, drafter, TREE, graphs=Tape()), launching(target, drafter, TREE)
-    counts = []
+    target = tiny_target(layers=1)
+    parts, counts = (target, tiny_drafter(target), TREE), []
+    recorded, plain = Engine(*parts, graphs=Tape()), launching(*parts)
     penalised = [Sampling(0.5, repetition_penalty=1.5), Sampling(1.0, frequency_penalty=0.5)]
-    for step, sampling in enumerate((penalised, SAMPLED, Sampling(), Sampling(0.7), Sampling(0.6), penalised)):
+    for step, sampling in enumerate((penalised, SAMPLED, Sampling(), Sampling(0.7), penalised)):
         how = SHORT | {"sampling": sampling, "eos": frozenset(range(11, 11 + step % 5))}
         assert_same(outcome(recorded, **how), outcome(plain, **how))
         batch = recorded.graphs.batch

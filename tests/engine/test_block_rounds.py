@@ -1,4 +1,4 @@
-"""Rounds with block drafters: recorded ones, the tree over a block, proposals that are cut."""
+"""Rounds with block drafters."""
 
 import numpy as np
 import pytest
@@ -25,29 +25,23 @@ def test_a_tree_is_no_deeper_than_the_block():
         assert (policy.topk, policy.steps, policy.num_draft_tokens) == built
 
 
-@pytest.mark.parametrize("cut", [0.05, 0.999])
-@pytest.mark.parametrize("policy", [Chain(5), DynamicTree(3, 4, 10)], ids=["chain", "dynamic"])
-def test_a_cut_proposal_changes_no_text(policy, cut):
-    """From nearly nothing to everything cut: the text is the target's, and rounds draft less."""
-    target = tiny_target()
-    prompts = [[3, 5, 7], [1], [2] * 9]
+def test_cuts_by_confidence():
+    """From nearly nothing to everything cut, the text stays the same. A cut needs a confidence head."""
+    target, prompts = tiny_target(), [[3, 5, 7], [1], [2] * 9]
     expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
-    drafter = DRAFTERS["dspark"](target)
-    drafter.cut = cut
-    rows = Engine(target, drafter, policy).generate(prompts, max_new_tokens=20).rows
-    assert [row.tokens for row in rows] == expected
-
-
-def test_a_cut_needs_a_confidence_head():
-    target = tiny_target()
-    drafter = DRAFTERS["dflash"](target)
-    drafter.cut = 0.5
-    with pytest.raises(ValueError, match="no confidence head"):
-        Engine(target, drafter, Chain(2)).generate([[1]], max_new_tokens=3)
+    for kind, cut in (("dspark", 0.05), ("dspark", 0.999), ("dflash", 0.5)):
+        drafter = DRAFTERS[kind](target)
+        drafter.cut = cut
+        engine = Engine(target, drafter, Chain(5))
+        if kind == "dflash":
+            with pytest.raises(ValueError, match="no confidence head"):
+                engine.generate(prompts, max_new_tokens=3)
+        else:
+            assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
 
 
 def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monkeypatch):
-    """A block tree may be deeper than the drafter's block: the engine bounds it, and the policy must know."""
+    """A block tree may be deeper than the drafter's block. The engine bounds it, and the policy must too."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, prompts = tiny_target(), [[3, 5, 7], [1]]
     drafter, tree = DRAFTERS["dflash"](target), BlockTree(3, 16, 12)
@@ -60,8 +54,7 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
 
 
 def test_a_policy_is_told_numbers_of_nodes_without_any_probability():
-    """A selector proposes few tokens. Where a tree has more children, the others have probability 0, and so have those
-    below them."""
+    """A selector proposes fewer tokens than the tree has children; the other children have probability 0."""
     target, told = tiny_target(), []
     drafter = tiny_block(target, conditional="selector", head={"candidates": 2})
 

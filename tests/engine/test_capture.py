@@ -1,10 +1,11 @@
-"""In what order a capture calls torch: a stand-in notes the calls. Only a GPU can show what they do."""
+"""The order in which a capture calls torch, with a stand-in for `torch.cuda`. test_gpu_graphs.py runs the real one."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo  # before `torch.cuda` is replaced, which it reads
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from specdec.engine import graphs
@@ -12,47 +13,33 @@ from specdec.engine import graphs
 DEVICE = torch.device("cuda", 0)
 
 
-class Stream:
-    def __init__(self, log: list, name: str):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.log.append(f"{self.name} waits for {other.name}")
-
-
 class FakeCuda:
-    """What `graphs` uses of `torch.cuda`."""
+    """The functions of `torch.cuda` that `graphs` calls."""
 
     def __init__(self, log: list):
-        self.log, self.current, self.streams, self.pools = log, Stream(log, "current"), 0, 0
-        self.CUDAGraph = lambda: SimpleNamespace(
-            replay=lambda: log.append("replay"),
-        )
+        self.log, self.now, self.count = log, "current", 0
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: log.append("replay"))
+        self.device = lambda _: nullcontext()
+        self.current_stream = lambda: self.named("current")
+        self.Stream = lambda _: self.named(f"side {self.number()}")
+        self.graph_pool_handle = self.number
 
-    def Stream(self, device: torch.device) -> Stream:
-        self.streams += 1
-        return Stream(self.log, f"side {self.streams}")
+    def number(self) -> int:
+        self.count += 1
+        return self.count
 
-    def graph_pool_handle(self) -> int:
-        self.pools += 1
-        return self.pools
-
-    def current_stream(self) -> Stream:
-        return self.current
+    def named(self, name: str):
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"))
 
     @contextmanager
-    def device(self, device: torch.device):
+    def stream(self, stream):
+        self.now = stream.name
         yield
+        self.now = "current"
 
     @contextmanager
-    def stream(self, stream: Stream):
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-    @contextmanager
-    def graph(self, graph, pool: int, stream: Stream, capture_error_mode: str):
-        self.log.append(f"capture in pool {pool}, {capture_error_mode}")
+    def graph(self, graph, pool: int, stream, capture_error_mode: str):
+        self.log.append(f"capture, {capture_error_mode}")
         with self.stream(stream):
             yield
         self.log.append("captured")
@@ -62,83 +49,53 @@ class FakeCuda:
 def log(monkeypatch):
     log = []
     monkeypatch.setattr(torch, "cuda", FakeCuda(log))
-    monkeypatch.setattr(
-        torch._C, "_cuda_clearCublasWorkspaces", lambda: log.append("workspaces cleared"), raising=False
-    )
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: log.append("workspaces cleared"), raising=False)
     graphs.capture_stream.cache_clear()
     yield log
     graphs.capture_stream.cache_clear()
 
 
-def test_warm_up_and_capture(log):
-    """Both run on the side stream. A capture finds no workspace and leaves none, and what it changes is put back."""
-    backend = graphs.CudaGraphs(DEVICE)
-    kept, seen = torch.tensor([1, 2]), []
-
-    def run(bound: int) -> str:
-        log.append(f"run on {torch.cuda.current_stream().name}")
-        seen.append(kept.tolist())
-        kept.add_(1)
-        return f"made for {bound}"
-
-    replay = backend.capture(run, [kept], 256)
-    assert log == [
-        "side 1 waits for current", "run on side 1", "run on side 1", "current waits for side 1",
-        "workspaces cleared", "capture in pool 1, thread_local", "run on side 1", "captured", "workspaces cleared",
-    ]  # fmt: skip
-    assert seen == [[1, 2], [2, 3], [1, 2]]
-    log.clear()
-    assert replay(7) == "made for 256"
-    assert log == ["replay"]
-
-
-def test_a_round_is_compiled_before_it_is_captured(log, monkeypatch):
-    """What is warmed up and captured is the compiled function; what recording changed is put back. What it reads lives
-    as long as the graph."""
-    inputs = []
+@pytest.mark.parametrize("compiles", [False, True])
+def test_warm_up_and_capture(log, compiles, monkeypatch):
+    """Both run on the side stream, and what the warm-up changes is undone. A capture finds no cuBLAS workspace and
+    leaves none, also if it fails. The inputs of a compiled function live as long as its graph."""
+    inputs, kept = [], torch.tensor([1, 2])
 
     def compiling(graph):
         log.append("compiled")
         inputs.extend(StorageWeakRef(x.untyped_storage()) for x in graph.inputs)
-        return lambda inputs: log.append("compiled run") or list(graph.module(*inputs))
+        return lambda inputs: log.append(f"run on {torch.cuda.now}") or list(graph.module(*inputs))
 
     monkeypatch.setattr(graphs, "compile_now", compiling)
-    backend = graphs.CudaGraphs(DEVICE, compiles=True)
-    kept = torch.tensor([1, 2])
+    backend = graphs.CudaGraphs(DEVICE, compiles)
 
     def run(bound: int) -> torch.Tensor:
+        if not compiles:
+            log.append(f"run on {torch.cuda.now}")
         kept.add_(1)
         return kept * bound
 
     with torch.inference_mode():
         replay = backend.capture(run, [kept], 256)
-        assert kept.tolist() == [2, 3]  # the capture itself, which on a GPU runs nothing
-        assert torch.equal(replay(7), kept * 256)
-    assert [entry for entry in log if "compiled" in entry] == ["compiled"] + ["compiled run"] * 3
-    assert log.index("compiled") < log.index("side 1 waits for current")
+    assert log == ["compiled"] * compiles + [
+        "side 1 waits for current", "run on side 1", "run on side 1", "current waits for side 1",
+        "workspaces cleared", "capture, thread_local", "run on side 1", "captured", "workspaces cleared",
+    ]  # fmt: skip
+    assert kept.tolist() == [2, 3]  # the capture itself, which on a GPU runs nothing
+    assert replay(7).tolist() == [512, 768]
+    assert log[-1] == "replay"
     assert not any(x.expired() for x in inputs)
     del replay
-    assert inputs[0].expired()
-
-
-def test_what_a_failed_capture_leaves(log):
-    """No workspace that lies in the pool of a graph which is not there."""
-    backend = graphs.CudaGraphs(DEVICE)
-
-    def run(_: int) -> None:
-        if log[-1].startswith("capture in"):
-            raise RuntimeError("cannot be captured")
-
-    with pytest.raises(RuntimeError, match="cannot be captured"):
-        backend.capture(run, [], 256)
+    assert not compiles or inputs[0].expired()
+    with pytest.raises(ZeroDivisionError):
+        graphs.CudaGraphs(DEVICE).capture(lambda _: log[-1].startswith("capture,") and 1 / 0, [], 256)
     assert log[-1] == "workspaces cleared"
 
 
 def test_engines_share_a_stream_and_no_pool(log):
-    first, second = graphs.CudaGraphs(DEVICE), graphs.CudaGraphs(DEVICE)
-    other = graphs.CudaGraphs(torch.device("cuda", 1))
+    first, second, other = (graphs.CudaGraphs(torch.device("cuda", index)) for index in (0, 0, 1))
     assert first.stream is second.stream is not other.stream
-    assert len({first.pool, second.pool, other.pool}) == 3
-    pool = first.pool
+    pools = {first.pool, second.pool, other.pool}
     first.forget()
-    assert first.pool not in (pool, second.pool)
+    assert len(pools | {first.pool}) == 4

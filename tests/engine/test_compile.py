@@ -1,10 +1,10 @@
-"""Rounds that are compiled for real, and what the process needs that compiles them."""
+"""Rounds that Inductor compiles, in this process and in another one."""
 
 import pickle
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import assert_as_alone, tiny_drafter, tiny_target
 from policies import Depths
 from tape import Interpreted
 from test_graphs import SHORT, parts
@@ -24,93 +24,11 @@ try:
     COMPILER = native.compiler()
 except ValueError:
     COMPILER = None
+HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 20, "eos": frozenset()}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 60, "eos": frozenset()}
-
-
-def pair():
-    """Weights that a checkpoint in bf16 could hold, so that FBGEMM multiplies with them where it can."""
-    target = tiny_target(layers=1)
-    drafter = tiny_drafter(target)
-    for parameter in (*target.parameters(), *drafter.parameters()):
-        parameter.data = parameter.data.bfloat16().float()
-    return target, drafter.requires_grad_(False), Chain(2)
-
-
-@needs_compiler
-@pytest.mark.matrix
-@pytest.mark.parametrize("how", [True, "aside"], ids=["at once", "aside"])
-def test_a_compiled_round(how, tmp_path, monkeypatch, capfd):
-    """It gives the same text as a launched one, is kept, and is loaded by the next engine; what is damaged is removed.
-    Where another process compiles nobody waits: rounds are launched meanwhile."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, drafter, tree = pair()
-    expected = Engine(target, drafter, tree).generate(**HOW).rows[0]
-    engine = Engine(target, drafter, tree, compile=how)
-    result = engine.generate(**HOW)
-    assert (result.rows[0].tokens, result.rows[0].trace) == (expected.tokens, expected.trace)
-    if how == "aside":
-        (graph,) = engine.graphs.batch.graphs.values()
-        assert graph.launched
-        assert not list(tmp_path.glob("specdec/compiled/*/round.so"))
-        engine.graphs.finish()
-        assert engine.generate(**HOW).rows[0].tokens == expected.tokens
-        assert not graph.launched
-    else:
-        assert result.decode_seconds < result.parts["capture"] < result.seconds
-    said = capfd.readouterr().err
-    assert ("compiling a round ... " in said) == (how is True)
-    assert "kept for the next time" in said
-
-    (library,) = tmp_path.glob("specdec/compiled/*/round.so")
-    assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
-    monkeypatch.setattr(build, "make_library", None)
-    for again in (Engine(target, drafter, tree, compile=True), Engine(target, drafter, tree, compile="aside")):
-        assert again.generate(**HOW).rows[0].tokens == expected.tokens
-        assert not any(graph.launched for graph in again.graphs.batch.graphs.values())
-    assert "loaded a compiled round" in capfd.readouterr().err
-
-    damaged = tmp_path / "damaged" / "round.so"
-    damaged.parent.mkdir()
-    damaged.write_bytes(b"no library")
-    assert build.load_if_kept(damaged) is None
-    assert not damaged.parent.exists()
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["rows", "rows, int8", "torch's", "int8"])
-@torch.inference_mode()
-def test_products_with_packed_weights(dtype, kind, monkeypatch):
-    """The same numbers to the last bit, with and without bias, from a graph that holds handles or packed tensors."""
-    native.load()
-    rows, int8 = native.has_rows() and kind.startswith("rows"), kind.endswith("int8")
-    monkeypatch.setattr(native, "has_rows", lambda: rows)
-    monkeypatch.setattr(cpu_linear, "LARGE", 0)
-    with torch.inference_mode(False), torch.no_grad():
-        weight, bias = (torch.randn(size).bfloat16().to(dtype) for size in ((24, 16), (24,)))
-        products = cpu_linear.linear(weight, None, int8), cpu_linear.linear(weight, bias, int8)
-    x, out = torch.randn(3, 16).to(dtype), torch.empty(2, 3, 24, dtype=dtype)
-
-    def multiply(bound: int) -> None:
-        for place, product in zip(out, products, strict=True):
-            place.copy_(product(x))
-
-    multiply(8)
-    expected, graphs = out.clone(), []
-
-    def interpret(graph):
-        graphs.append(graph)
-        return lambda inputs: list(graph.module(*inputs))
-
-    compiled_run(multiply, [], [8, 4], interpret)(8)
-    assert torch.equal(out, expected)
-    used = {str(node.target).split(".")[0] for node in graphs[0].module.graph.nodes if node.op == "call_function"}
-    assert used & {"quantized", "mkldnn"} == set()
 
 
 def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
-    """Flags are read before models."""
     monkeypatch.setattr(ModelSettings, "load_target", None)
     words = ["--compile", "--no-graphs"]
     for check in (
@@ -124,11 +42,96 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", [True, "aside"], ids=["here", "aside"])
+@pytest.mark.parametrize("drafts", [False, True], ids=["target", "pair"])
+def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
+    """The text is that of an eager round. The library is kept and loaded by the next engine; a damaged one is removed.
+    Nobody waits for another process that compiles: rounds are launched meanwhile."""
+    monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
+    target = tiny_target(layers=1)
+    models = [target, tiny_drafter(target)] if drafts else [target]
+    for parameter in (p for model in models for p in model.parameters()):  # as bf16 holds them, for FBGEMM
+        parameter.requires_grad_(False).copy_(parameter.bfloat16())
+    parts = (*models, Chain(1)) if drafts else models
+    expected = Engine(*parts).generate(**HOW).rows[0]
+    engine = Engine(*parts, compile=how)
+    result = engine.generate(**HOW)
+    assert (result.rows[0].tokens, result.rows[0].trace) == (expected.tokens, expected.trace)
+    if how == "aside":
+        (graph,) = engine.graphs.batch.graphs.values()
+        assert graph.launched
+        assert not list(tmp_path.glob("*/round.so"))
+        engine.graphs.finish()
+        assert engine.generate(**HOW).rows[0].tokens == expected.tokens
+        assert not graph.launched
+    else:
+        assert result.decode_seconds < result.parts["capture"] < result.seconds
+    said = capfd.readouterr().err
+    assert ("compiling a round ... " in said) == (how is True)
+    assert "kept for the next time" in said
+
+    (library,) = tmp_path.glob("*/round.so")
+    assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
+    monkeypatch.setattr(build, "make_library", None)
+    for again in (Engine(*parts, compile=True), Engine(*parts, compile="aside")):
+        assert again.generate(**HOW).rows[0].tokens == expected.tokens
+        assert not any(graph.launched for graph in again.graphs.batch.graphs.values())
+    assert "loaded a compiled round" in capfd.readouterr().err
+    damaged = tmp_path / "damaged" / "round.so"
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"no library")
+    assert build.load_if_kept(damaged) is None
+    assert not damaged.parent.exists()
+
+
+@needs_compiler
+def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
+    target = tiny_target(layers=1)
+    engine, expected = Engine(target, compile="aside"), Engine(target).generate(**HOW).rows[0].tokens
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(2):
+        assert engine.generate(**HOW).rows[0].tokens == expected
+        engine.graphs.finish()
+    said = capfd.readouterr().err
+    assert "a round stays launched, as it was not compiled" in said
+    assert "no-such-compiler" in said
+    assert "Traceback" not in said
+    assert [graph.launched for graph in engine.graphs.batch.graphs.values()] == [True]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "int8"), [(True, False), (True, True), (False, False), (False, True)])
+@torch.inference_mode()
+def test_products_with_packed_weights(dtype, rows, int8, monkeypatch):
+    """A graph gives the same numbers to the last bit, from weights that are handles or packed tensors."""
+    native.load()
+    rows, graphs = native.has_rows() and rows, []
+    monkeypatch.setattr(native, "has_rows", lambda: rows)
+    monkeypatch.setattr(cpu_linear, "LARGE", 0)
+    with torch.inference_mode(False), torch.no_grad():
+        weight, bias = (torch.randn(size).bfloat16().to(dtype) for size in ((24, 16), (24,)))
+        products = cpu_linear.linear(weight, None, int8), cpu_linear.linear(weight, bias, int8)
+    x = torch.randn(3, 16).to(dtype)
+    expected = torch.stack([product(x) for product in products])
+
+    def interpret(graph):
+        graphs.append(graph)
+        return lambda inputs: list(graph.module(*inputs))
+
+    run = compiled_run(lambda _: torch.stack([product(x) for product in products]), [], [8, 4], interpret)
+    assert torch.equal(run(8), expected)
+    used = {str(node.target).split(".")[0] for node in graphs[0].module.graph.nodes if node.op == "call_function"}
+    assert used & {"quantized", "mkldnn"} == set()
+
+
+@needs_compiler
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "draft-model", "dspark"])
 def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_path):
-    """Operators, numbers and shapes, packed weights among them: what the other process compiles is what is looked for
-    here. It holds no tensor, and each library is ordered once."""
+    """The other process compiles what this one looks for, without any tensor. Each library is ordered once."""
     native.load()
     engine = Engine(*parts(drafter), graphs=Interpreted())
     engine.generate(**SHORT, sampling=sampling)
@@ -145,25 +148,8 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_p
     assert workshop.orders == []
 
 
-@needs_compiler
-def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
-    target = tiny_target(layers=1)
-    engine = Engine(target, compile="aside")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    rows = engine.generate(**HOW).rows
-    engine.graphs.backend.workshop.finish()
-    assert engine.generate(**HOW).rows[0].tokens == rows[0].tokens == Engine(target).generate(**HOW).rows[0].tokens
-    said = capfd.readouterr().err
-    assert "a round stays launched, as it was not compiled" in said
-    assert "no-such-compiler" in said
-    assert "Traceback" not in said
-    (graph,) = engine.graphs.batch.graphs.values()
-    assert graph.launched
-
-
 class Slow(Interpreted):
-    """Each graph is there from its third round on."""
+    """Each graph is ready from its third round on."""
 
     def capture(self, run, kept, bound):
         replay, rounds = super().capture(run, kept, bound), []
@@ -180,7 +166,7 @@ class Slow(Interpreted):
 
 
 def test_a_policy_is_told_when_rounds_take_another_time():
-    """Once for each number of rows and levels; and who waits is told which rounds were recorded."""
+    """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
     policy, told, captured = Depths(3), [], 0
     policy.changed = lambda *what: told.append(what)
@@ -191,7 +177,4 @@ def test_a_policy_is_told_when_rounds_take_another_time():
         captured += report.captured
     assert sorted(told) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
     assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
-    plain = Engine(target)
-    assert [row.tokens for row in rows] == [
-        plain.generate([row.prompt], max_new_tokens=row.limit, eos=frozenset()).rows[0].tokens for row in rows
-    ]
+    assert_as_alone(target, rows)

@@ -1,5 +1,7 @@
-"""Rounds as recorded functions of static tensors: the tape of `tape.py` stands in for a CUDA graph."""
+"""Rounds as recorded functions of static tensors; the tape of tape.py stands in for a CUDA graph."""
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +20,6 @@ from specdec.engine import graphs, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
-from specdec.model import cpu_linear
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.structs import Sampling
@@ -30,8 +31,10 @@ POLICIES = {
     "dynamic": DynamicTree(3, 3, 9),
     "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
     "sampled": SampledTree((2, 2)),
+    "block": BlockTree(4, 5, 14),
 }
 CAPTURABLE = [*LEARNERS, "draft-model", *BLOCKS, "pard2"]
+CASES = [(policy, drafter) for policy in [*POLICIES][:4] for drafter in CAPTURABLE] + [("block", "dflash")]
 launching = partial(Engine, compact=False)  # rows that have ended are carried along, as in recorded rounds
 PENALISED = Sampling(0.5, repetition_penalty=1.5, frequency_penalty=0.5)
 SHORT = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": [9, 12]}
@@ -43,23 +46,19 @@ def parts(drafter: str = "eagle3", policy: str = "dynamic"):
 
 
 @pytest.fixture(params=[Tape, Interpreted], ids=["captured", "compiled"])
-def backend(request, monkeypatch) -> Tape | Interpreted:
+def backend(request, unpacked) -> Tape | Interpreted:
     """Records rounds as a CUDA graph would, or as they are compiled."""
-    if request.param is Interpreted:
-        monkeypatch.setattr(cpu_linear, "pack", lambda weight: None)
     return request.param()
 
 
 def assert_as_launched(backend, *parts_, **how) -> None:
-    """An engine whose rounds are recorded tells what one does that launches them."""
+    """Compare an engine that records rounds with one that launches them."""
     assert_same(outcome(Engine(*parts_, graphs=backend), **how), outcome(launching(*parts_), **how))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("drafter", CAPTURABLE)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "drafter"), CASES)
 def test_a_record_does_what_the_round_does(policy, drafter, backend):
-    """Greedy on a tree of each kind, sampled on the two whose rounds draw more than one sort of number."""
     target, drafter, policy = parts(drafter, policy)
     sampling = SAMPLED if policy.samples or policy.topk == 1 else Sampling()
     assert_as_launched(backend, target, drafter, policy, sampling=sampling, **SHORT)
@@ -69,13 +68,6 @@ def test_a_record_does_what_the_round_does(policy, drafter, backend):
     else:  # the graph computes what is drawn
         nodes = [str(node.target) for node in backend.made[0].module.graph.nodes]
         assert not any("rand" in name or "exponential" in name for name in nodes)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-def test_a_tree_over_a_block(sampling):
-    target = tiny_target()
-    block = DRAFTERS["dflash"](target), BlockTree(4, 5, 14)
-    assert_as_launched(Tape(), target, *block, sampling=sampling, **SHORT)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -89,15 +81,13 @@ def test_every_rule(verifier, backend):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_plain_decoding(rows, sampling, backend):
-    """One row alone too, whose attention takes the bound for its length without graphs."""
     how = {"prompts": [[3, 5, 7], [1]][:rows], "max_new_tokens": 12, "sampling": sampling, "logprobs": True}
     assert_as_launched(backend, tiny_target(), **how)
 
 
 @pytest.mark.parametrize("window", [4, 200])
 def test_all_lengths(window, backend):
-    """Of a target whose layers are of two kinds, one of which sees few positions only, or more than half of those that
-    there is room for: then a round of half of them has no mask. One compiled graph serves all of them."""
+    """Some layers of the target see a window. One compiled graph serves all lengths, with and without a mask."""
     plain = tiny_target()
     target = Target(replace(plain.config, sliding=(True, False, True), window=window)).eval()
     target.load_state_dict(plain.state_dict())
@@ -111,61 +101,11 @@ def test_all_lengths(window, backend):
         assert len(graph.inputs[0]) == recorded.graphs.batch.room == target.config.context
 
 
-def test_one_call_after_another_on_the_same_graph():
-    """Other prompts, limits, ends, seeds and noise go into the same tensors, and nothing that rounds keep moves."""
-    target, drafter, policy = parts()
-    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
-    outcome(recorded, sampling=SAMPLED, **SHORT)
-    rounds = recorded.graphs.batch
-    places = [x.data_ptr() for x in static_tensors(recorded)]
-    for seed, prompts in enumerate(([[1, 2], [6, 7, 8, 9, 10]], [[16], [0]])):
-        how = {"prompts": prompts, "max_new_tokens": [20, 4 + seed], "sampling": SAMPLED, "seed": seed}
-        assert_same(outcome(recorded, **how), outcome(plain, **how))
-    assert recorded.graphs.batch is rounds
-    outcome(recorded, **how)
-    assert drafter.cache is rounds.draft_cache
-    assert [x.data_ptr() for x in static_tensors(recorded)] == places
-    assert recorded.graphs.backend.captures == 1
-    assert_same(outcome(recorded, **SHORT), outcome(plain, **SHORT))  # greedy is another program
-    assert recorded.graphs.backend.captures == 2
-
-
-def static_tensors(engine: Engine) -> list[torch.Tensor]:
-    rounds = engine.graphs.batch
-    caches = [rounds.cache, rounds.draft_cache]
-    kept = [rounds.root, rounds.state.readout, rounds.state.hidden, rounds.progress.active, rounds.progress.left]
-    return (
-        kept + [x for cache in caches for x in (cache.lens, *cache.layers)] + list(rounds.all_made.to_read().values())
-    )
-
-
-def test_penalties_and_rows_that_differ_are_inputs_too():
-    target, drafter, policy = parts()
-    recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
-    for prompts, penalty in (([[3, 5], [1]], 1.5), ([[2, 2], [9, 1]], 3.0)):
-        samplings = [Sampling(0.5, repetition_penalty=penalty), Sampling(1.0, frequency_penalty=penalty / 2)]
-        how = {"prompts": prompts, "max_new_tokens": 12, "sampling": samplings, "logprobs": True}
-        assert_same(outcome(recorded, **how), outcome(plain, **how))
-    assert recorded.graphs.backend.captures == 1
-
-
-def test_a_graph_for_each_length(monkeypatch):
-    monkeypatch.setattr(static_batch, "STEP", 8)
-    monkeypatch.setattr(graphs, "STEP", 8)
-    assert static_batch.buckets(5) == [5]
-    assert static_batch.buckets(8) == [8]
-    assert static_batch.buckets(50) == [8, 16, 32, 50]
-    target, drafter, policy = parts()
-    recorded = Engine(target, drafter, policy, graphs=Tape())
-    how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
-    assert_same(outcome(recorded, **how), outcome(launching(target, drafter, policy), **how))
-    assert recorded.graphs.batch.buckets == [8, 16, 32, 48]
-    assert {key[0] for key in recorded.graphs.batch.graphs} == {8, 16, 32, 48}
-
-
-def test_what_no_longer_fits_is_made_anew():
-    """More rows; weights that have changed, or been replaced; another choice of kernels."""
-    target, drafter, policy = parts()
+def test_a_graph_serves_all_that_fits_and_no_more(monkeypatch):
+    """Prompts, limits, seeds, penalties and noise are inputs. Another program, more rows, longer texts, new weights and
+    other kernels need new graphs."""
+    target = tiny_target(layers=1, context=600)
+    drafter, policy = DRAFTERS["eagle3"](target), POLICIES["dynamic"]
     recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
 
     def captures_for(**how) -> int:
@@ -173,9 +113,20 @@ def test_what_no_longer_fits_is_made_anew():
         assert_same(outcome(recorded, **(SHORT | how)), outcome(plain, **(SHORT | how)))
         return recorded.graphs.backend.captures - before
 
+    assert captures_for(sampling=SAMPLED) == 1
+    assert captures_for(sampling=SAMPLED, prompts=[[1, 2], [6, 7, 8, 9]], max_new_tokens=[9, 4], seed=4) == 0
+    rounds = recorded.graphs.batch
+    outcome(recorded, sampling=SAMPLED, **SHORT)
+    assert drafter.cache is rounds.draft_cache
+    for number, penalty in enumerate((1.5, 3.0)):
+        samplings = [Sampling(0.5, repetition_penalty=penalty), Sampling(1.0, frequency_penalty=penalty / 2)]
+        assert captures_for(sampling=samplings, logprobs=True) == 1 - number
     assert captures_for() == 1
-    assert captures_for() == 0
-    assert captures_for(prompts=[[3], [5], [7]], max_new_tokens=6) == 1
+    assert captures_for(eos=frozenset({4, 9})) == 0
+    assert recorded.graphs.batch is rounds
+    assert captures_for(prompts=[[3], [5], [7]], max_new_tokens=4) == 1
+    assert captures_for(prompts=[[3] * 300], max_new_tokens=4) == 1
+    assert recorded.graphs.batch.room == 512
     with torch.no_grad():
         drafter.fc.weight.mul_(0.5)
     assert captures_for() == 1
@@ -188,22 +139,31 @@ def test_what_no_longer_fits_is_made_anew():
         kernels.use("auto")
 
 
-def test_longer_texts_than_there_was_room_for():
-    target = tiny_target(context=600)
-    recorded = Engine(target, graphs=Tape())
-    for length, room, captures in ((10, 256, 1), (300, 512, 2), (10, 512, 3)):
-        how = {"prompts": [[3] * length], "max_new_tokens": 4}
-        assert_same(outcome(recorded, **how), outcome(launching(target), **how))
-        assert (recorded.graphs.batch.room, recorded.graphs.backend.captures) == (room, captures)
-
-
 class Forgetful(type(tiny_drafter(tiny_target()))):
-    """A drafter whose lengths are another tensor after every round: what graphs must not meet."""
+    """A drafter that replaces a static tensor in every round."""
 
     def extend(self, *inputs):
         state = super().extend(*inputs)
         self.cache.lens = self.cache.lens.clone()
         return state
+
+
+def test_graphs_of_each_length_that_a_dropped_engine_does_not_leave(monkeypatch):
+    monkeypatch.setattr(static_batch, "STEP", 8)
+    monkeypatch.setattr(graphs, "STEP", 8)
+    assert [static_batch.buckets(room) for room in (5, 8, 50)] == [[5], [8], [8, 16, 32, 50]]
+    target = tiny_target(layers=1)
+    recorded = Engine(target, graphs=Tape())
+    how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}
+    assert_same(outcome(recorded, **how), outcome(launching(target), **how))
+    assert {key[0] for key in recorded.graphs.batch.graphs} == {*recorded.graphs.batch.buckets} == {8, 16, 32, 48}
+    cache = weakref.ref(recorded.graphs.batch.cache)
+    gc.disable()
+    try:
+        del recorded
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_the_tape_tells_a_round_that_is_no_function_of_static_tensors():
@@ -242,7 +202,7 @@ def test_the_command_can_do_without(monkeypatch):
 
 
 def test_a_recorded_run_is_traced(tmp_path, backend):
-    """With the time of its rounds, that of recording apart."""
+    """The time of recording is kept apart from that of rounds."""
     parts_, told = parts(), []
     for graphs_ in (backend, None):
         recorder = Recorder()
@@ -256,19 +216,3 @@ def test_a_recorded_run_is_traced(tmp_path, backend):
             assert result.parts["capture"] > 0
             assert result.parts["round"] < result.decode_seconds < result.seconds - result.parts["capture"]
     assert told[0] == told[1]
-
-
-def test_engines_that_are_dropped_leave_nothing():
-    import gc
-    import weakref
-
-    target, drafter, policy = parts()
-    engine = Engine(target, drafter, policy, graphs=Tape())
-    engine.generate([[3]], max_new_tokens=4)
-    cache = weakref.ref(engine.graphs.batch.cache)
-    gc.disable()
-    try:
-        del engine
-        assert cache() is None
-    finally:
-        gc.enable()

@@ -1,6 +1,7 @@
 """The plan of a request's memory: exact for caches, an upper bound for the work, and a refusal with the numbers."""
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,7 @@ from specdec.drafters.ngram import NGram
 from specdec.engine import engine as engines
 from specdec.engine import memory
 from specdec.engine.engine import Engine
-from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan, unused_bytes
-from specdec.engine.report import Reads
+from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan
 from specdec.engine.round import Round
 from specdec.model import attention
 from specdec.model.hf_target import TransformersTarget
@@ -26,7 +26,7 @@ from specdec.verify import make_verifier, sample_and_match
 
 
 class Live(TorchDispatchMode):
-    """Bytes that live in tensors which operators have made, now and at most."""
+    """Counts the bytes of living tensors that operators made, now and at most."""
 
     def __init__(self):
         super().__init__()
@@ -68,11 +68,15 @@ def test_caches_to_the_byte(drafter):
     assert wanted.draft_cache == kept
 
 
-def test_the_adapters_cache(tmp_path):
+def test_caches_of_the_adapter_and_workspaces(tmp_path, monkeypatch):
+    """cuBLAS workspaces follow torch's `parseChosenWorkspaceSize`."""
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
     wanted = plan(Round(target, None, None, sample_and_match), Request(batch=3, prompt=5, room=20))
     assert wanted.target_cache == sum(kv.nbytes for kv in target.new_cache(3, 22).layers)
-    assert wanted.draft_cache == 0
+    assert wanted.draft_cache == wanted.libraries == 0  # there are no libraries on the CPU
+    for setting, size in ((":4096:2:16:8", 8 * 2**20 + 128 * 2**10), (":16:8", 128 * 2**10), ("", 32 * 2**20)):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
+        assert memory.cublas_workspace() == size
 
 
 SAMPLED = Sampling(0.8, 5, 0.9, 0.02)
@@ -99,8 +103,7 @@ CASES = [
 @pytest.mark.parametrize("vocab", [17, 3000])
 @pytest.mark.parametrize(("drafter", "tree", "verifier", "sampling", "length"), CASES)
 def test_the_work_stays_below_the_bound(drafter, tree, verifier, sampling, length, vocab):
-    """Long prompts and short ones, trees that are wide beside them, a vocabulary that is little or nearly all of it;
-    and the bound is not so high that it refuses what would fit more than four times."""
+    """The bound is at most four times what is taken."""
     if drafter == "draft-model" and vocab != 17:
         pytest.skip("the small draft model has 17 tokens")
     target = tiny_target(vocab=vocab, context=512)
@@ -129,85 +132,37 @@ class Inside(Live):
 
 
 @pytest.mark.parametrize("window", [None, 200], ids=["full", "window"])
-@pytest.mark.parametrize("drafts", [True, False], ids=["drafter", "plain"])
-def test_scores_where_attention_is_not_fused(monkeypatch, window, drafts):
-    """As on a GPU in fp32 with fewer key heads than query heads: torch's plain attention, made to run here."""
+@pytest.mark.parametrize("kind", ["drafter", "plain", "repeated"])
+def test_attention_that_is_not_fused(monkeypatch, kind, window):
+    """As on a GPU in fp32 with fewer key heads than query heads: attention writes scores, or gets keys and
+    values that are repeated for every query head."""
     config = tiny_target(context=512).config
+    config = replace(config, heads=16, intermediate=16) if kind == "repeated" else config
     target = Target(replace(config, sliding=(True,) * config.layers, window=window) if window else config).eval()
-    engine = Engine(target, *((tiny_drafter(target), TREE) if drafts else ()))
-    prompts = [[1 + i % 9 for i in range(400)], [3] * 200]
-    with sdpa_kernel(SDPBackend.MATH), Inside() as live:
+    engine, request = Engine(target, *((tiny_drafter(target), TREE) if kind == "drafter" else ())), Request(2, 400, 408)
+    before, prompts = plan(engine.round, request), [[1 + i % 9 for i in range(400)], [3] * 200]
+    if kind == "repeated":
+        for module in (attention, memory):
+            monkeypatch.setattr(module, "shares_key_heads", lambda q, masked: False)
+    with nullcontext() if kind == "repeated" else sdpa_kernel(SDPBackend.MATH), Inside() as live:
         engine.generate(prompts, max_new_tokens=8, eos=frozenset())
-    request = Request(2, 400, 408)
-    assert live.most > plan(engine.round, request).needed  # without the scores it is too low
-    monkeypatch.setattr(memory, "has_fused_attention", lambda target, masked: False)
-    wanted = plan(engine.round, request).needed
-    assert live.most <= wanted
-    assert wanted - SMALL <= 4 * live.most
-
-
-@pytest.mark.parametrize("window", [None, 200], ids=["full", "window"])
-def test_repeated_keys_and_values(monkeypatch, window):
-    """As on a GPU in fp32 with fewer key heads than query heads: torch is given keys and values of each query head."""
-    config = replace(tiny_target(context=512).config, heads=16, intermediate=16)
-    target = Target(replace(config, sliding=(True,) * config.layers, window=window) if window else config).eval()
-    engine, request = Engine(target), Request(2, 400, 408)
-    before = plan(engine.round, request)
-    for module in (attention, memory):
-        monkeypatch.setattr(module, "shares_key_heads", lambda q, masked: False)
-    with Live() as live:
-        engine.generate([[1 + i % 9 for i in range(400)], [3] * 200], max_new_tokens=8, eos=frozenset())
+    if kind != "repeated":
+        assert live.most > before.needed  # without the scores it is too low
+        monkeypatch.setattr(memory, "has_fused_attention", lambda target, masked: False)
     wanted = plan(engine.round, request)
-    assert wanted.prefill - before.prefill == 2 * 400 * 2 * 16 * 8 * 4
+    assert kind != "repeated" or wanted.prefill - before.prefill == 2 * 400 * 2 * 16 * 8 * 4
     assert live.most <= wanted.needed
     assert wanted.needed - SMALL <= 4 * live.most
 
 
-def test_who_asks_for_probabilities():
-    """Greedily the default rule asks for none, and others do."""
-    target = tiny_target(vocab=1000)
-    match, sglang = (Round(target, tiny_drafter(target), TREE, make_verifier(name)) for name in ("match", "sglang"))
-    greedy, drawn = Request(2, 5, 20), Request(2, 5, 20, greedy=False)
-    assert plan(match, greedy).round < plan(sglang, greedy).round
-    noise = 2 * match.path * 1000 * memory.NOISE
-    assert plan(match, drawn).round - noise == plan(sglang, greedy).round
-
-
-def test_what_is_read_is_counted():
-    """Logits of every graph, and those of one round and the next; nothing for who reads tokens or trees."""
-    target = tiny_target(vocab=1000)
-    round_ = Round(target, tiny_drafter(target), TREE, sample_and_match)
-    logits = 2 * 24 * 1000 * 4
-    for graphs, room, copies in ((False, 600, 2), (True, 200, 2 + 2 + 1), (True, 600, 2 + 2 + 3)):
-        tokens, trees, all_ = (plan(round_, Request(2, 10, room, reads=reads), graphs) for reads in Reads)
-        assert tokens == trees
-        assert all_.needed - tokens.needed == copies * logits
-
-
-def test_workspaces(monkeypatch):
-    """The rule of torch's `parseChosenWorkspaceSize`."""
-    for setting, size in ((":4096:2:16:8", 8 * 2**20 + 128 * 2**10), (":16:8", 128 * 2**10), ("", 32 * 2**20)):
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
-        assert memory.cublas_workspace() == size
-    assert plan(Round(tiny_target(), None, None, sample_and_match), Request(1, 5, 20)).libraries == 0  # none on the CPU
-
-
-def segment(total: int, active: int, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict:
-    return {"device": device, "segment_pool_id": pool, "total_size": total, "active_size": active}
-
-
-def test_what_graphs_hold_is_not_free():
-    segments = [segment(100, 30), segment(50, 50), segment(1000, 0, (0, 1)), segment(400, 0, device=1), segment(7, 0)]
-    assert unused_bytes(segments, 0) == 70 + 7
-    assert unused_bytes(segments, 1) == 400
-    assert unused_bytes([], 0) == 0
-
-
 def test_free_memory_is_looked_for_as_far_as_needed(monkeypatch):
-    """What the driver gives; then what torch holds unused; then the pools of graphs that are gone."""
-    device, asked = torch.device("cuda", 0), []
-    driver = [100]
-    segments = [segment(50, 20), segment(300, 0, (0, 1)), segment(10, 0, (0, 2))]
+    """The driver's first, then what torch holds unused, then the pools of graphs that are gone."""
+
+    def segment(total: int, active: int, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict:
+        return {"device": device, "segment_pool_id": pool, "total_size": total, "active_size": active}
+
+    device, asked, driver = torch.device("cuda", 0), [], [100]
+    segments = [segment(50, 20), segment(300, 0, (0, 1)), segment(9, 9), segment(400, 0, device=1)]
 
     def empty_cache() -> None:
         asked.append("emptied")
@@ -217,12 +172,13 @@ def test_free_memory_is_looked_for_as_far_as_needed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (driver[0], 2000))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: asked.append("snapshot") or segments)
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    assert free_bytes(device, 100) == 100
-    assert asked == []
-    assert free_bytes(device, 130) == 130
-    assert asked == ["snapshot"]
-    assert free_bytes(device, 131) == 430
-    assert asked == ["snapshot", "snapshot", "emptied", "snapshot"]
+    for wanted, free, calls in (
+        (100, 100, []),
+        (130, 130, ["snapshot"]),
+        (131, 430, ["snapshot", "emptied", "snapshot"]),
+    ):
+        asked.clear()
+        assert (free_bytes(device, wanted), asked) == (free, calls)
 
 
 def test_what_fits_and_what_does_not():

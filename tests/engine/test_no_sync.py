@@ -1,6 +1,6 @@
 """A round does not wait for the device: no operator in it needs a value on the host."""
 
-from pathlib import Path
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +15,14 @@ from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import VERIFIERS
 
-ROOT = Path(__file__).parents[2]
+POLICIES = {
+    "chain": Chain(3),
+    "dynamic": DynamicTree(3, 3, 9),
+    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
+}
+# Rows that differ in everything, with penalties and log-probabilities
+MIXED = [Sampling(repetition_penalty=1.3), Sampling(0.8, 5, 0.9, 0.02, presence_penalty=0.5, frequency_penalty=-0.2)]
+SAMPLINGS = {"greedy": [Sampling()], "sampled": [Sampling(0.8, 5, 0.9, 0.02)], "mixed": MIXED}
 
 
 def test_the_guard_sees_what_it_should():
@@ -26,76 +33,37 @@ def test_the_guard_sees_what_it_should():
             bad()
 
 
-def test_no_tolist_or_cpu_where_the_guard_is_blind():
-    """On CPU tensors these two run without an operator."""
-    files = [*(ROOT / "trees").glob("*.py"), *(ROOT / "drafters").glob("*.py")]
-    files.remove(ROOT / "trees" / "optimal.py")  # it measures acceptance along texts: no part of a round
-    files += [*(ROOT / "specdec" / "verify").glob("*.py")]
-    files += [
-        ROOT / "specdec" / f"{name}.py"
-        for name in ("contracts", "model/cache", "model/attention", "model/target", "model/layers")
+def run_rounds(engine: Engine, samplings: str) -> None:
+    """Play rounds of two rows, the second of which stands still, with all levels and with levels by row."""
+    rows = [
+        Sequence(prompt, 20, sampling=sampling, logprobs=[] if samplings == "mixed" else None)
+        for prompt, sampling in zip(([1, 2, 3], [4]), SAMPLINGS[samplings] * 2, strict=False)
     ]
-    files += [*(ROOT / "specdec" / "sampling").glob("*.py")]
-    for path in files:
-        source = path.read_text(encoding="utf-8")
-        assert ".tolist(" not in source, path
-        assert ".cpu(" not in source, path
-
-
-POLICIES = {
-    "chain": Chain(3),
-    "dynamic": DynamicTree(3, 3, 9),
-    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
-}
+    batch = Batch(engine.round, 2, 50, Clock(engine.device))
+    batch.admit(rows)
+    root, state, active, few = batch.root, batch.state, torch.tensor([True, False]), torch.tensor([1, 0])
+    batch.cache.max_len = 3
+    for guard in (nullcontext(), NoHostSync()):  # shallower trees are made once
+        with guard:
+            for levels, most in ((None, None), (few, None), (few, 1)) if engine.drafter else ((None, None),) * 2:
+                played = engine.round.play(root, state, batch.cache, active, batch.settings, None, levels, most)
+                root, state, _ = played
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samplings", SAMPLINGS)
 @torch.inference_mode()
-def test_round(drafter, policy, sampling):
+def test_round(drafter, policy, samplings):
     target = tiny_target()
-    run_rounds(Engine(target, DRAFTERS[drafter](target), POLICIES[policy]), sampling)
-
-
-def run_rounds(engine: Engine, *samplings: Sampling, logprobs: bool = False) -> None:
-    """Two rounds of two rows, of which the second stands still."""
-    rows = [
-        Sequence(prompt, 20, sampling=sampling, logprobs=[] if logprobs else None)
-        for prompt, sampling in zip(([1, 2, 3], [4]), samplings * 2, strict=False)
-    ]
-    batch = Batch(engine.round, 2, 24, Clock(engine.device))
-    batch.admit(rows)
-    root, state, active = batch.root, batch.state, torch.tensor([True, False])
-    batch.cache.max_len = 3
-    with NoHostSync():
-        for _ in range(2):
-            root, state, _ = engine.round.play(root, state, batch.cache, active, batch.settings)
-
-
-# Rows that differ in everything, under penalties, with log-probabilities
-MIXED = [Sampling(repetition_penalty=1.3), Sampling(0.8, 5, 0.9, 0.02, presence_penalty=0.5, frequency_penalty=-0.2)]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@torch.inference_mode()
-def test_rows_that_differ_and_penalties(policy):
-    target = tiny_target()
-    run_rounds(Engine(target, tiny_drafter(target), POLICIES[policy]), *MIXED, logprobs=True)
+    run_rounds(Engine(target, *([DRAFTERS[drafter](target), POLICIES[policy]] if drafter else [])), samplings)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samplings", SAMPLINGS)
 @torch.inference_mode()
-def test_rules_do_not_wait_either(verifier, sampling):
+def test_rules_do_not_wait_either(verifier, samplings):
     target, rule = tiny_target(), VERIFIERS[verifier]()
-    run_rounds(
-        Engine(target, tiny_drafter(target), SampledTree((1, 1) if rule.chains_only else (2, 2)), rule), sampling
-    )
-
-
-@pytest.mark.parametrize("penalised", [False, True])
-@torch.inference_mode()
-def test_plain_round(penalised):
-    run_rounds(Engine(tiny_target()), *(MIXED if penalised else [Sampling(1.0)]), logprobs=penalised)
+    tree = SampledTree((1, 1) if rule.chains_only else (2, 2))
+    run_rounds(Engine(target, tiny_drafter(target), tree, rule), samplings)

@@ -1,4 +1,4 @@
-"""Long prompts are read in parts: rows that run wait for a part at a time, and every text is the one it has alone."""
+"""Long prompts are read in parts. Running rows wait for one part at a time, and no text changes."""
 
 import pytest
 from helpers import DRAFTERS, assert_as_alone, come_and_go, finish, job, tiny_target
@@ -16,6 +16,7 @@ def long(number: int) -> dict:
     return one | {"prompt": one["prompt"] * (2 + 3 * (number % 3)), "max_new_tokens": 12}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", sorted({*HYBRIDS} - {"qwen3_5_text"}))
 def test_targets_with_recurrent_layers(family, tmp_path):
     """A family whose layers read several positions from an empty state only reads its prompts at once."""
@@ -25,9 +26,14 @@ def test_targets_with_recurrent_layers(family, tmp_path):
     come_and_go(engine, [long(number) for number in range(6)], rows=3, part=7)
 
 
-def watched(engine: Engine, monkeypatch) -> list[list]:
-    """What the target's forwards read: a list that begins anew with every round."""
-    read, forward, play = [[]], engine.target.forward, engine.round.play
+def test_rows_that_run_wait_for_one_part_at_a_time(monkeypatch):
+    """Between two rounds the target reads PART prompt tokens at most, and every prompt token once."""
+    target, read, playing = tiny_target(), [[]], []
+    engine = Engine(target, DRAFTERS["eagle3"](target), DynamicTree(3, 3, 9))
+    engine.reserve(3, 60, part=PART)
+    first = engine.add([5, 6], max_new_tokens=50, eos=frozenset())
+    engine.step()
+    forward, play = target.forward, engine.round.play
 
     def reading(tokens, cache, **how):
         if not playing:
@@ -36,26 +42,13 @@ def watched(engine: Engine, monkeypatch) -> list[list]:
 
     def round_(*args, **how):
         playing.append(True)
-        try:
-            return play(*args, **how)
-        finally:
-            playing.clear()
-            read.append([])
+        output = play(*args, **how)
+        playing.clear()
+        read.append([])
+        return output
 
-    playing: list = []
-    monkeypatch.setattr(engine.target, "forward", reading)
+    monkeypatch.setattr(target, "forward", reading)
     monkeypatch.setattr(engine.round, "play", round_)
-    return read
-
-
-def test_rows_that_run_wait_for_one_part_at_a_time(monkeypatch):
-    """Between two of their rounds the target reads PART tokens of prompts at most, and all prompts in the end."""
-    target = tiny_target()
-    engine = Engine(target, DRAFTERS["eagle3"](target), DynamicTree(3, 3, 9))
-    engine.reserve(3, 60, part=PART)
-    first = engine.add([5, 6], max_new_tokens=50, eos=frozenset())
-    engine.step()
-    read = watched(engine, monkeypatch)
     others = [engine.add(**long(number)) for number in (1, 2, 4, 5)]
     while first.finish is None:
         engine.step()
@@ -72,19 +65,6 @@ def test_nobody_waits_where_nothing_runs():
     kinds = [engine.step().prefill for _ in range(8)]
     assert kinds == [True] * 6 + [False] * 2  # 24 tokens
     assert len(row.tokens) == 3
-
-
-def test_one_that_is_given_up_while_it_is_read_is_forgotten():
-    target = tiny_target()
-    engine = Engine(target)
-    engine.reserve(1, 48, part=PART)
-    gone, other = engine.add(**long(1)), engine.add(**long(2))
-    engine.step()
-    engine.abort(gone)
-    assert engine.loop.batch.reading.sequence is None
-    finish(engine)
-    assert gone.tokens == []
-    assert_as_alone(target, [other])
 
 
 def test_a_part_that_fails_can_be_repeated(monkeypatch):

@@ -1,4 +1,4 @@
-"""Traces: what the recorder keeps is what happened, it changes nothing, and a file is whole or refused."""
+"""Traces: the recorder keeps what happened and changes nothing, and a file is whole or refused."""
 
 import json
 import math
@@ -31,65 +31,49 @@ def target():
 
 
 def recorded(engine, sampling=None, recorder=None):
-    """A result, its recorder, and the reports with trees and verdicts as another observer saw them."""
+    """Return a result, its recorder, and the reports as another observer sees them."""
     recorder, reports = recorder or Recorder(), []
-
-    def observer(report):
-        reports.append(report)
-        recorder(report)
-
+    observer = lambda report: reports.append(report) or recorder(report)  # noqa: E731
     return engine.generate(PROMPTS, sampling=sampling, observer=observer, **HOW), recorder, reports
 
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@torch.inference_mode()
 def test_a_trace_is_what_happened(target, tree, sampling):
+    """The probabilities of every node are those of the plain text up to it, without cache or tree."""
     engine = Engine(target, tiny_drafter(target), TREES[tree])
     result, recorder, reports = recorded(engine, sampling)
     rows = recorder.trace.rows
-    assert [row.tokens for row in rows] == [row.tokens for row in result.rows]
-    assert [row.trace for row in rows] == [row.trace for row in result.rows]
-    assert [row.finish for row in rows] == [row.finish for row in result.rows]
+    for name in ("tokens", "trace", "finish"):
+        assert [getattr(row, name) for row in rows] == [getattr(row, name) for row in result.rows]
     assert len({len(row.rounds) for row in rows}) > 1, "no row ended before another: the test shows too little"
     assert metrics.tau(rows) > 1, "nothing was accepted: the test shows nothing"
     for i, row in enumerate(rows):
         assert (row.prompt, row.steps, row.sampling) == (PROMPTS[i], engine.policy.steps, sampling)
-        context = len(PROMPTS[i]) + 1
+        text, context = row.prompt + row.tokens, len(PROMPTS[i]) + 1
         for number, r in enumerate(row.rounds):
             report = reports[number + 1]
             place = report.rows.index(result.rows[i])
             assert r.context == context
-            assert torch.equal(r.tree.tokens, report.tree.tokens[place].int())
-            assert torch.equal(r.tree.parents, report.tree.parents[place].int())
-            assert torch.equal(r.tree.logq, report.tree.logq[place])
+            for name in ("tokens", "parents", "logq"):
+                assert torch.equal(getattr(r.tree, name), getattr(report.tree, name)[place].to(getattr(r.tree, name)))
             assert r.path == report.verdict.path[place, : len(r.path)].tolist()
             accepted = r.tree.tokens[r.path[1:]].tolist()
             assert r.emitted[: len(accepted)] == accepted[: len(r.emitted)]
-            context += len(r.emitted)
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
-@torch.inference_mode()
-def test_probabilities_are_the_target_s(target, sampling):
-    """Of every node, from the plain text up to it, without cache or tree."""
-    _, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["dynamic"]), sampling)
-    for row in recorder.trace.rows:
-        text, context = row.prompt + row.tokens, len(row.prompt) + 1
-        for r in row.rounds[:4]:
             assert (r.tree.logp[0], r.tree.p[0]) == (0, 1)
-            for node in range(1, len(r.tree.tokens)):
+            for node in range(1, len(r.tree.tokens) if number < 3 else 1):
                 above, branch = int(r.tree.parents[node]), []
                 while above:
                     branch.insert(0, int(r.tree.tokens[above]))
                     above = int(r.tree.parents[above])
-                logits = target(torch.tensor([text[:context] + branch]), None)[0][0, -1]
-                token = r.tree.tokens[node]
+                logits, token = target(torch.tensor([text[:context] + branch]), None)[0][0, -1], r.tree.tokens[node]
                 torch.testing.assert_close(r.tree.logp[node], logits.log_softmax(-1)[token], rtol=0, atol=1e-4)
                 torch.testing.assert_close(r.tree.p[node], filtered_probs(logits, sampling)[token], rtol=0, atol=1e-4)
             context += len(r.emitted)
 
 
-def test_seconds_are_the_engine_s(target):
+def test_seconds_are_those_of_the_engine(target):
     result, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["chain"]))
     longest = max((row.rounds for row in recorder.trace.rows), key=len)
     for part in ("draft", "verify", "commit", "host"):
@@ -98,7 +82,7 @@ def test_seconds_are_the_engine_s(target):
     assert all("output" not in r.seconds for r in longest)
 
 
-def test_plain_decoding(target, tmp_path):
+def test_plain_decoding_several_calls_and_names(target, tmp_path):
     result, recorder, _ = recorded(Engine(target))
     write_trace(recorder.trace, tmp_path / "t")
     rows = read_trace(tmp_path / "t").rows
@@ -106,44 +90,28 @@ def test_plain_decoding(target, tmp_path):
     assert {(r.path[0], r.drafted, r.tree) for row in rows for r in row.rounds} == {(0, 0, None)}
     assert metrics.tau(rows) == 1
     assert math.isnan(metrics.vllm_mean_acceptance_length(rows))
-
-
-def test_several_calls_and_names(target):
     engine, recorder = Engine(target, tiny_drafter(target), TREES["chain"]), Recorder()
     recorder.name(["q1", "q1", "q2"], ["math", "math", None])
     for _ in range(2):
         recorded(engine, recorder=recorder)
-    rows = recorder.trace.rows
-    assert [row.call for row in rows] == [0, 0, 0, 1, 1, 1]
-    assert [row.question for row in rows] == ["q1", "q1", "q2", "3", "4", "5"]
-    assert [row.category for row in rows[:3]] == ["math", "math", None]
-    assert rows[0].trace == rows[3].trace
+    told = [(row.call, row.question, row.category) for row in recorder.trace.rows]
+    assert told[:3] == [(0, "q1", "math"), (0, "q1", "math"), (0, "q2", None)]
+    assert told[3:] == [(1, "3", None), (1, "4", None), (1, "5", None)]
     recorder.name(["q1"])
     with pytest.raises(ValueError, match="1 questions were named, but 3 prompts"):
         recorded(engine, recorder=recorder)
-
-
-def test_settings_that_are_not_json_are_refused_before_the_run():
-    with pytest.raises(TypeError, match="not JSON serializable"):
+    with pytest.raises(TypeError, match="not JSON serializable"):  # before the run
         Recorder({"target": object()})
 
 
 # Files
 
 
-def same(a: Trace, b: Trace) -> bool:
-    def tensors(trace):
-        return [getattr(r.tree, f) for row in trace.rows for r in row.rounds if r.tree for f in record.NODE_FIELDS]
-
-    def rest(trace):
-        rows = [asdict(row) for row in trace.rows]
-        for row in rows:
-            for r in row["rounds"]:
-                r["tree"] = r["tree"] is None
-        return trace.settings, trace.versions, rows
-
-    pairs = list(zip(tensors(a), tensors(b), strict=True))
-    return rest(a) == rest(b) and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+def plain(trace: Trace) -> tuple:
+    """Return all values of a trace, tensors as dtypes and bytes."""
+    nodes = [getattr(r.tree, f) for row in trace.rows for r in row.rounds if r.tree for f in record.NODE_FIELDS]
+    rows = [asdict(row) | {"rounds": [asdict(r) | {"tree": r.tree is None} for r in row.rounds]} for row in trace.rows]
+    return trace.settings, trace.versions, rows, [(x.dtype, x.numpy().tobytes()) for x in nodes]
 
 
 @pytest.fixture
@@ -151,16 +119,19 @@ def folder(target, tmp_path):
     _, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["dynamic"]), SAMPLED, Recorder({"seed": 3}))
     recorder.name(["ein Straßenname", "日本語", "x\ny"])
     _, recorder, _ = recorded(Engine(target), recorder=recorder)
-    write_trace(recorder.trace, tmp_path / "trace")
     folder = tmp_path / "trace"
-    assert same(read_trace(folder), recorder.trace)
+    write_trace(recorder.trace, folder)
+    assert plain(read_trace(folder)) == plain(recorder.trace)
     return folder
 
 
-def flip(file):
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+def flip(name: str):
+    def change(folder):
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+
+    return change
 
 
 def edit_header(**fields):
@@ -171,36 +142,26 @@ def edit_header(**fields):
     return change
 
 
-DAMAGE = {
-    "rows": (lambda f: flip(f / "rows.jsonl"), "rows.jsonl is damaged"),
-    "rounds": (lambda f: flip(f / "rounds.jsonl"), "rounds.jsonl is damaged"),
-    "nodes": (lambda f: flip(f / "nodes.safetensors"), "nodes.safetensors is damaged"),
-    "cut short": (lambda f: (f / "rounds.jsonl").write_text(""), "rounds.jsonl is damaged"),
-    "a file less": (lambda f: (f / "nodes.safetensors").unlink(), "nodes.safetensors is missing"),
-    "no header": (lambda f: (f / "trace.json").unlink(), "is not a trace: it has no trace.json"),
-    "no JSON": (lambda f: (f / "trace.json").write_text('{"format'), "trace.json is not valid JSON"),
-    "another file": (edit_header(format="report"), "is not the header of a trace"),
-    "another version": (edit_header(version=2), "is a trace of version 2, and this program reads version 1"),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damaged_traces_are_refused(folder, case):
-    change, message = DAMAGE[case]
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(flip(name), f"{name} is damaged") for name in ("rows.jsonl", "rounds.jsonl", "nodes.safetensors")]
+    + [
+        (lambda f: (f / "rounds.jsonl").write_text(""), "rounds.jsonl is damaged"),
+        (lambda f: (f / "nodes.safetensors").unlink(), "nodes.safetensors is missing"),
+        (lambda f: (f / "trace.json").unlink(), "is not a trace: it has no trace.json"),
+        (lambda f: (f / "trace.json").write_text('{"format'), "trace.json is not valid JSON"),
+        (edit_header(format="report"), "is not the header of a trace"),
+        (edit_header(version=2), "is a trace of version 2, and this program reads version 1"),
+    ],
+)
+def test_damaged_traces_are_refused(folder, change, message):
     change(folder)
     with pytest.raises(ValueError, match=message):
         read_trace(folder)
 
 
-def test_nothing_and_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="is not a trace"):
-        read_trace(tmp_path / "nowhere")
-    write_trace(Trace({}, {}, []), tmp_path / "empty")
-    assert read_trace(tmp_path / "empty") == Trace({}, {}, [])
-
-
 def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
-    before = read_trace(folder)
+    before = plain(read_trace(folder))
 
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -208,33 +169,22 @@ def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
     monkeypatch.setattr(trace_files, "save_file", full)
     with pytest.raises(ValueError, match=r"cannot write .*: No space left"):
         write_trace(Trace({}, {}, []), folder)
-    assert same(read_trace(folder), before)
+    assert plain(read_trace(folder)) == before
     monkeypatch.undo()
     write_trace(Trace({}, {}, []), folder)
-    assert read_trace(folder).rows == []
+    assert read_trace(folder) == Trace({}, {}, [])
     assert [p.name for p in folder.parent.iterdir()] == ["trace"], "what the failure left is still there"
 
 
-def test_a_folder_of_other_things_is_left_alone(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds notes.txt, which is not of a trace"):
-        write_trace(Trace({}, {}, []), tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-
-
 # The command
-
-
-def run(capsys, *args) -> str:
-    command.main([*map(str, args)])
-    return capsys.readouterr().out
 
 
 def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("The quick brown\nWhat is 12?\nfox")
     flags = ("--target", target_path, "--draft", drafter_path, "--prompt-file", tmp_path / "prompts.txt")
     flags += ("--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2, "--trace", tmp_path / "trace")
-    told = json.loads(run(capsys, *flags).splitlines()[-1])
+    command.main([*map(str, flags)])
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
     trace = read_trace(tmp_path / "trace")
     assert [row.tokens for row in trace.rows] == told["token_ids"], "plain decoding for --compare is not recorded"
     assert metrics.tau(trace.rows) == told["tau"]
@@ -246,13 +196,11 @@ def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path,
     assert trace.versions["torch"] == torch.__version__
 
 
-def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, monkeypatch):
-    flags = ("--target", target_path, "--no-draft", "--max-new-tokens", 4, "--trace", tmp_path / "trace")
-    run(capsys, *flags, "--prompt", "fox")
-    assert len(read_trace(tmp_path / "trace").rows) == 1
-    lines = ["The quick", "brown fox"]
-    monkeypatch.setattr("builtins.input", lambda _: lines.pop(0) if lines else exec("raise EOFError"))
-    run(capsys, *flags, "--chat")
+def test_chats_are_traced_too(target_path, tmp_path, monkeypatch):
+    lines = iter(["The quick", "brown fox"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or exec("raise EOFError"))
+    flags = ("--target", target_path, "--no-draft", "--max-new-tokens", 4, "--trace", tmp_path / "trace", "--chat")
+    command.main([*map(str, flags)])
     first, second = read_trace(tmp_path / "trace").rows
     assert first.tokens != []
     assert second.prompt[: len(first.prompt)] == first.prompt, "the history is part of the second prompt"
@@ -260,6 +208,9 @@ def test_chat_and_plain_decoding_are_traced_too(target_path, tmp_path, capsys, m
 
 def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes.txt, which is not of a trace"):
+        write_trace(Trace({}, {}, []), tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for place in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(SystemExit) as stop:

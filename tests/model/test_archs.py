@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
-from test_no_sync import NoHostSync
+from tape import NoHostSync
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specdec.model.loader import load_target

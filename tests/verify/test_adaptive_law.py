@@ -1,5 +1,4 @@
-"""A cut that may not be seen: drawn chains whose length an adaptive policy chooses leave the target's law as it is, and
-cuts that know too much do not."""
+"""Drawn chains that an adaptive policy cuts keep the target's law. Cuts that know too much do not."""
 
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from specdec.children import children_of
 from specdec.engine.guide import Guide, Played, trimmed
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
-from specdec.structs import DraftTree
 from specdec.trees import SampledTree
 from specdec.verify import BlockVerification, MultiRoundRejection
 
@@ -43,14 +41,10 @@ BY_LEVEL = costs(1.0, 1.0, (1 + FIRST + SECOND) / (1 + FIRST), 1.5)
 TOGETHER = costs(1.0, 1.01 * (1 + FIRST), 1 + FIRST + SECOND, 3.0)
 
 
-def row(draft, b):
-    """The draft of one row by itself."""
-    parts = ("edges", "parents", "depth", "ancestors", "live")
-    return replace(draft, **{name: getattr(draft, name)[b : b + 1] for name in parts})
-
-
-def as_it_is(draft, tree, p):
-    return draft
+def rows_of(draft, rows):
+    """Return some rows of a `Draft` or `DraftTree`."""
+    parts = ("edges", "live", "tokens", "parents", "depth", "ancestors", "logq", "q")
+    return replace(draft, **{name: value[rows] for name in parts if (value := getattr(draft, name, None)) is not None})
 
 
 def by_its_own_token(draft, tree, p):
@@ -85,7 +79,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     kept = []
     for b in first:  # rows of the same tokens are cut alike
         policy.drafts, policy.seen = survival.BEGIN, survival.FIRST  # before that, drafts are verified whole
-        kept.append(policy.keep(row(draft, b)))
+        kept.append(policy.keep(rows_of(draft, slice(b, b + 1))))
     widths = torch.tensor([4 if k is None else k.shape[1] for k in kept])[torch.from_numpy(kind).flatten()]
     tokens, n = torch.zeros(ROWS, 4, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     for width in range(2, 5):
@@ -93,25 +87,15 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
         if not len(some):
             continue
         cut = trimmed(rows_of(tree, some), torch.arange(width).repeat(len(some), 1))
-        verdict = verify(verifier, cut, WARM, noise_at(some))
+        own = Noise([(0, b) for b in some.tolist()], hashes_of(torch.arange(len(DRAFTER))))
+        verdict = verify(verifier, cut, WARM, own.behind(torch.zeros(len(some)).long(), 4))
         tokens[some, :width], n[some] = verdict.tokens, verdict.n
     return filled_up(tokens, n, WARM, later), widths
 
 
-def noise_at(rows):
-    """The noise of some of the rows of `noise_of`."""
-    noise = Noise([(0, b) for b in rows.tolist()], hashes_of(torch.arange(len(DRAFTER))))
-    return noise.behind(torch.zeros(len(rows)).long(), 4)
-
-
-def rows_of(tree, rows) -> DraftTree:
-    parts = ("tokens", "parents", "depth", "ancestors", "logq", "q")
-    return replace(tree, **{name: getattr(tree, name)[rows] for name in parts})
-
-
 @pytest.mark.parametrize("verifier", [MultiRoundRejection(), BlockVerification()], ids=str)
 def test_a_chain_that_is_cut_by_the_draft_leaves_the_law(verifier):
-    tokens, widths = three_tokens(verifier, as_it_is)
+    tokens, widths = three_tokens(verifier, lambda draft, tree, p: draft)
     assert len(widths.unique()) > 1, "nothing was cut differently: the test shows nothing"
     assert pvalue(tokens, target_law(WARM)) > 1e-3
 

@@ -1,6 +1,7 @@
-"""The verifier against a walk in plain Python, and the filters against transformers' own."""
+"""The verifier against a walk in plain Python, and the filters against those of transformers."""
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -20,30 +21,20 @@ from specdec.verify import sample_and_match
 
 
 def random_tree(seed: int, b: int = 5, n: int = 12, vocab: int = 6) -> DraftTree:
-    """Random shape, distinct siblings, breadth first."""
-    g = torch.Generator().manual_seed(seed)
-    parents, depth, tokens = [], [], []
+    """Return trees of random shape with distinct siblings, breadth first."""
+    rng, parents, tokens = random.Random(seed), [], []
     for _ in range(b):
-        raw = [0] + [int(torch.randint(i, (1,), generator=g)) for i in range(1, n)]
-        level = [0] * n
-        for i in range(1, n):
-            level[i] = level[raw[i]] + 1
-        order = sorted(range(n), key=lambda i, level=level: (level[i], i))
-        place = {old: new for new, old in enumerate(order)}
-        row = [place[raw[old]] for old in order]
-        used: dict[int, list[int]] = {}
-        word = [0]
-        for i in range(1, n):
-            free = [t for t in range(vocab + n) if t not in used.get(row[i], [])]
-            pick = free[int(torch.randint(min(vocab, len(free)), (1,), generator=g))]
-            used.setdefault(row[i], []).append(pick)
-            word.append(pick)
+        row, word = [0], [0]
+        while len(row) < n:  # a parent that is not before the last one keeps the nodes breadth first
+            row.append(rng.randint(row[-1], min(row[-1] + 3, len(row) - 1)))
+            taken = [token for token, parent in zip(word[1:], row[1:-1], strict=True) if parent == row[-1]]
+            word.append(rng.choice([token for token in range(vocab + n) if token not in taken][:vocab]))
         parents.append(row)
-        depth.append([level[old] for old in order])
         tokens.append(word)
-    parents, depth, tokens = (torch.tensor(x) for x in (parents, depth, tokens))
-    steps = int(depth.max())
-    return DraftTree(tokens, parents, depth, ancestors_of(parents, steps), steps)
+    parents, tokens = torch.tensor(parents), torch.tensor(tokens)
+    ancestors = ancestors_of(parents, n)
+    depth = ancestors.sum(-1) - 1
+    return DraftTree(tokens, parents, depth, ancestors, int(depth.max()))
 
 
 @pytest.mark.matrix
@@ -112,10 +103,15 @@ def test_draws_follow_the_distribution_and_the_seeds():
         {"min_p": 2.0},
         {"top_k": -1},
         {"top_k": 5, "temperature": 0.0},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("nan")},
+        {"presence_penalty": 2.5},
+        {"frequency_penalty": -3},
+        {"frequency_penalty": float("nan")},
     ],
 )
 def test_nonsense_is_refused(fields):
-    with pytest.raises(ValueError, match=r"temperature|top_|min_p"):
+    with pytest.raises(ValueError, match=next(iter(fields))):
         Sampling(**({"temperature": 1.0} | fields))
 
 

@@ -104,7 +104,7 @@ def test_streams_of_a_round_are_its_own():
 
 def test_coins_of_no_two_rounds_are_the_same():
     """A coin decides on a token in one round only: it follows from the round's root, not from the position alone."""
-    noise = Noise([(3, 0)], hashes_of(torch.arange(TOKENS)))
+    noise = Noise([(3, 0)], hashes_of(torch.arange(256)))
     tokens = torch.tensor([[7]])
     coins = {}
     for root in range(40):

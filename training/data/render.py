@@ -170,10 +170,12 @@ class _Chat:
 
     def _check_nothing_left_out(self, whole: str) -> None:
         """Raise ValueError, which names it, for what the conversation holds and the template does not write."""
-        fields = {name for m in self.messages for name in m} & set(CARRIED) - {"tool_call_id", "name"}
-        for name in sorted(fields):
-            if self._same(whole, [{k: v for k, v in m.items() if k != name} for m in self.messages], self.tools):
-                raise ValueError(_ignored(f"the field {name!r} of turns"))
+        for i, message in enumerate(self.messages):
+            for name in sorted(message.keys() & set(CARRIED) - {"tool_call_id", "name"}):
+                without = {key: value for key, value in message.items() if key != name}
+                # In the text up to this turn: later texts may leave out the reasoning of earlier turns.
+                if self._same(self.text(i + 1), [*self.messages[:i], without], self.tools):
+                    raise ValueError(_ignored(f"the field {name!r} of turns"))
         if self.tools and self._same(whole, list(self.messages), None):
             raise ValueError(_ignored("the field 'tools'"))
         for i, message in enumerate(self.messages):

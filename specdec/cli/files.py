@@ -25,6 +25,9 @@ Made = TypeVar("Made")
 def output_folder(path: Path | str) -> Path:
     """A folder for results, made if it is not there. Raises ValueError if nothing can be written there."""
     path = Path(path)
+    whole = path.resolve()
+    if whole.is_dir() and (whole.parent == Path(whole.anchor) or whole == Path.home()):
+        raise ValueError(f"{path} is a folder of the system, or your home: give a folder of its own for results")
     with _one_sentence(path, "cannot write to"):
         path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):

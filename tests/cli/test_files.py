@@ -170,3 +170,9 @@ def test_nobody_else_renames():
     places = [path for room in ("specdec", "drafters", "trees", "training", "lab", "scripts")
               for path in (ROOT / room).rglob("*.py") if renames(path.read_text(encoding="utf-8"))]  # fmt: skip
     assert places == [ROOT / "specdec" / "cli" / "files.py", ROOT / "training" / "vllm_side" / "hidden_state_files.py"]
+
+
+@pytest.mark.parametrize("path", ["/", "/tmp", "/usr/../etc", str(Path.home())])
+def test_results_get_a_folder_of_their_own(path):
+    with pytest.raises(ValueError, match="give a folder of its own"):
+        output_folder(path)

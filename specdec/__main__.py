@@ -48,7 +48,7 @@ def overview(lab: bool = False) -> str:
         "",
         *(f"  {name:{width}}  {words}" for name, words in does.items()),
         "",
-        f"{prefix} COMMAND --help says more of one; specdec --version prints the version.",
+        f"{prefix} COMMAND --help says more of one; specdec --version [--verbose] prints the version.",
         'Try:  specdec generate --prompt "Write a short story about a dragon." --compare',
     ]
     return "\n".join(lines[:-1] if lab else lines)
@@ -71,6 +71,20 @@ def nearest(name: str) -> str:
 
 
 @one_sentence_errors
+def installation() -> str:
+    """Return what a bug report needs, a line each: versions, system, processor and GPU."""
+    import platform
+
+    import torch
+
+    from specdec.engine.recorder import versions
+    from specdec.machine import machine
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = {"specdec": __version__} | versions() | {"system": platform.platform()} | machine(device)
+    return "\n".join(f"{name}: {value}" for name, value in found.items())
+
+
 def main(argv: list[str] | None = None) -> None:
     name, rest = split((sys.argv[1:] if argv is None else argv) or ["--help"])
     if name in ("-h", "--help", "help"):
@@ -82,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     if name == "lab":
         raise ValueError(f"there is no command {'lab ' + rest[0]!r}; specdec lab --help lists all")
     if name == "--version":
-        print(__version__)
+        print(__version__ if rest != ["--verbose"] else installation())
         return
     if name not in COMMANDS:
         raise ValueError(f"there is no command {name!r}; {nearest(name)}specdec --help lists all")

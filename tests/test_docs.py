@@ -15,7 +15,11 @@ from specdec.__main__ import COMMANDS, split
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = "specdec|drafters|trees|training|conf|scripts|tests|docs"
-PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"),
+]
 MADE_UP = ("NAME", "toy")  # docs/architecture.md's placeholder; the drafter that docs/add_a_drafter.md makes
 
 

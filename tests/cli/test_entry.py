@@ -88,6 +88,10 @@ def test_a_command_that_is_not_there(name, meant, capsys):
 
 def test_the_version(capsys):
     assert shown(["--version"], capsys) == f"{specdec.__version__}\n"
+    long = shown(["--version", "--verbose"], capsys)
+    assert {"specdec", "torch", "transformers", "system", "device", "cpu"} <= {
+        x.split(":")[0] for x in long.splitlines()
+    }
 
 
 def test_everything_is_installed():

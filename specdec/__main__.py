@@ -70,7 +70,6 @@ def nearest(name: str) -> str:
     return f"did you mean {near[0]}? " if near else ""
 
 
-@one_sentence_errors
 def installation() -> str:
     """Return what a bug report needs, a line each: versions, system, processor and GPU."""
     import platform
@@ -85,6 +84,7 @@ def installation() -> str:
     return "\n".join(f"{name}: {value}" for name, value in found.items())
 
 
+@one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
     name, rest = split((sys.argv[1:] if argv is None else argv) or ["--help"])
     if name in ("-h", "--help", "help"):

@@ -25,7 +25,7 @@ from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
 from specdec.drafters.formats import open_checkpoint
 from specdec.drafters.formats.convert import SERVERS, without_a_form
-from specdec.drafters.vocab import DraftVocab, most_frequent
+from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
@@ -43,21 +43,10 @@ from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
 
 
-def fitting_size(target: Target) -> int:
-    """Return the draft vocabulary whose head costs as much as the rest of an EAGLE-3 drafter, at most 32,000 tokens.
-
-    A token costs `hidden` products in the head. The rest costs 7 hidden^2 (`fc` of three taps, attention of two inputs)
-    and 3 hidden x intermediate (MLP).
-    """
-    hidden = target.config.hidden
-    rest = 7 * hidden + 3 * getattr(target.config, "intermediate", 4 * hidden)
-    return min(max(rest // 1024, 1) * 1024, 32000)
-
-
 def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
     """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
     vocab = target.vocab
-    size = fitting_size(target) if size == "auto" else size
+    size = fitting_size(target.config) if size == "auto" else size
     if size is None or size >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)

@@ -12,9 +12,10 @@ from specdec.drafters.eagle3 import look_at_itself, scale_of
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.drafters.formats.convert import without_a_form
 from specdec.drafters.layers import DraftAttention, DraftShape
+from specdec.drafters.vocab import fitting_size
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope, RopeTable
-from specdec.training.train import build_drafter, fitting_size
+from specdec.training.train import build_drafter
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -56,8 +57,7 @@ def test_the_draft_vocabulary_is_that_of_the_checkpoint_unless_a_size_is_given(t
     ("hidden", "intermediate", "size"), [(576, 1536, 8192), (1024, 3072, 16384), (4096, 14336, 32000)]
 )
 def test_the_head_costs_no_more_than_the_rest(hidden, intermediate, size):
-    target = SimpleNamespace(config=SimpleNamespace(hidden=hidden, intermediate=intermediate))
-    assert fitting_size(target) == size
+    assert fitting_size(SimpleNamespace(hidden=hidden, intermediate=intermediate)) == size
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,13 @@ def create(
 
 
 def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> Target:
-    """The language model of a checkpoint folder or hub name, on the target's device; ValueError as for `create`."""
+    """The language model of a checkpoint folder or hub name, on the target's device; ValueError as for `create`. One of
+    transformers that is in memory has no tokenizer to compare, so its vocabulary must be of the target's size."""
+    if not isinstance(path, str | os.PathLike):
+        model, path = load_target(path, allow_nonfinite=allow_nonfinite).to(target.device), type(path).__name__
+        if model.vocab == target.vocab:
+            return model
+        raise ValueError(f"{path} has a vocabulary of {model.vocab}, the target one of {target.vocab}: give its folder")
     folder = resolve(path)
     tokenizer = target.tokenizer
     compare = tokenizer is not None and any((folder / name).is_file() for name in TOKENIZER_FILES)

@@ -5,6 +5,9 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
 
 from specdec.adaptive import Policy
 from specdec.calibrate import Crowd, adaptive_engine
@@ -15,7 +18,7 @@ from specdec.engine.fits import most_steps
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.traces import acceptance_by_depth, tau
-from specdec.model.loader import load_target
+from specdec.model.loader import is_transformers, load_target
 from specdec.model.target import Target
 from specdec.model_settings import DEMO_DRAFTER, DEMO_TARGET, ModelSettings
 from specdec.sampling.json_grammar import grammars_of
@@ -25,6 +28,9 @@ from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
 from specdec.trees.spec import STEPS, TreeSpec, load_tree
 from specdec.verify import make_verifier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
 
@@ -88,9 +94,9 @@ def make_tree(
 
 
 def generate(
-    target: Target | str | Path,
+    target: "Target | PreTrainedModel | str | Path",
     prompts: Prompt | abc.Sequence[Prompt],
-    drafter: Drafter | str | Path | None = None,
+    drafter: "Drafter | PreTrainedModel | str | Path | None" = None,
     *,
     tree: TreePolicy | str | None = None,
     verifier: Verifier | str = "match",
@@ -102,7 +108,8 @@ def generate(
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram.
+    target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram. Models of
+    transformers serve as they are in memory (`load_target`).
     tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
     (`make_verifier`, or its name); the default is lossless with any tree. children: which the tree takes above
     temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs, compile: see `Engine`.
@@ -112,8 +119,7 @@ def generate(
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
     target = as_target(target)
-    if isinstance(drafter, str | Path):
-        drafter = load_drafter(drafter, target)
+    drafter = as_drafter(drafter, target)
     tree = as_tree(tree, drafter)
     parts = target, drafter, tree, as_verifier(verifier)
     how = {"children": children, "graphs": graphs, "compile": compile}
@@ -123,9 +129,14 @@ def generate(
     return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **request)
 
 
-def as_target(target: Target | str | Path) -> Target:
-    """A target; a name is loaded."""
-    return load_target(target) if isinstance(target, str | Path) else target
+def as_target(target: "Target | PreTrainedModel | str | Path") -> Target:
+    """A target; a name is loaded, and a model of transformers is taken as it is in memory."""
+    return target if isinstance(target, nn.Module) and not is_transformers(target) else load_target(target)
+
+
+def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: Target) -> Drafter | None:
+    """A drafter; a name is loaded, and a model of transformers becomes a draft model."""
+    return drafter if drafter is None or isinstance(drafter, Drafter) else load_drafter(drafter, target)
 
 
 def as_tree(tree: TreePolicy | str | None, drafter: Drafter | None) -> TreePolicy | None:

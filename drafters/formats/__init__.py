@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -43,6 +44,9 @@ from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
 from specdec.model.names import bundled, resolve
 from specdec.model.weight_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
@@ -175,7 +179,7 @@ def find_layout(family: Family, name: str) -> Layout:
 
 
 def load_drafter(
-    path: str | os.PathLike,
+    path: "str | os.PathLike | PreTrainedModel",
     target,
     *,
     token_map: str | os.PathLike | None = None,
@@ -187,7 +191,7 @@ def load_drafter(
     `requires_grad_(True)` lets it learn.
 
     path: `ngram`, `ngram:lookup` and `ngram:suffix` name drafters without a checkpoint. A whole language model is an
-    independent draft model. All others tell in `conventions` how their checkpoint was read.
+    independent draft model, and so is a model of transformers. All others tell in `conventions` how they were read.
     token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
     feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
     dtype: None is the target's; a narrower one costs some acceptance, but no exactness. torch.int8 on a CPU: that of
@@ -200,10 +204,10 @@ def load_drafter(
         if dtype not in DRAFT_DTYPES:
             raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {dtype!r}")
         dtype = DRAFT_DTYPES[dtype]
-    drafter = ngram.from_name(str(path), target) or _language_model(path, target, allow_nonfinite)
+    drafter = _without_a_layout(path, target, allow_nonfinite)
     if drafter is not None:
         if token_map is not None or feedback is not None or dtype is not None:
-            raise ValueError(f"{path}: token_map, feedback and dtype are for drafters that learn")
+            raise ValueError("token_map, feedback and dtype are for drafters that learn, not for n-grams and models")
         return drafter
     checkpoint = open_checkpoint(path)
     if not allow_nonfinite:
@@ -234,7 +238,12 @@ def load_drafter(
     return drafter
 
 
-def _language_model(path: str | os.PathLike, target, allow_nonfinite: bool) -> Drafter | None:
+def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow_nonfinite: bool) -> Drafter | None:
+    """The drafter that is no checkpoint of a family: n-grams, or a draft model; None if it is one."""
+    if not isinstance(path, str | os.PathLike):
+        return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
+    if (drafter := ngram.from_name(str(path), target)) is not None:
+        return drafter
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
     if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -24,17 +24,20 @@ from specdec.model.checkpoint import (
     read_tensors,
     whole,
 )
-from specdec.model.config_fields import ConfigFields, check_config
+from specdec.model.config_fields import check_config
+from specdec.model.generation_config import ends_of, note_generation, read_eos
 from specdec.model.names import resolve
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
-from specdec.schema import check, shown
+from specdec.schema import shown
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures of drafters, by what published checkpoints and ours say.
 DRAFTER = re.compile(r"Eagle3?(Speculator)?$|Medusa|^MtpDrafter$|DFlash|DSpark|DraftModel")
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from specdec.model.hf_target import TransformersTarget
 
 
@@ -65,23 +68,24 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
 
 
 def load_target(
-    path: str | os.PathLike,
+    path: "str | os.PathLike | PreTrainedModel",
     *,
     dtype: str = "auto",
     device: str = "cpu",
-    tokenizer: bool = True,
+    tokenizer: "bool | PreTrainedTokenizerBase" = True,
     generic: bool = False,
     allow_nonfinite: bool = False,
     tp_plan: str | None = None,
     device_map: str | None = None,
 ) -> "Target | TransformersTarget":
-    """A target from a checkpoint folder or hub name.
+    """A target from a checkpoint folder, a GGUF file, a hub name, or a model of transformers that is in memory.
 
     It is our own decoder; for a model that is not native, or if `generic`, it is transformers' modules behind the same
     interface. So it is for a target on several devices.
 
     dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
-    tokenizer: load it too; without one the target decodes token ids only.
+    tokenizer: load it too, or the tokenizer itself; without one the target decodes token ids only. A model in memory
+    comes without one. Its dtype and device stay, and a native target has a copy of its weights.
     allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
     tp_plan: 'auto' cuts it into a share for each process of the launcher, by transformers' plan for tensor parallelism.
     device_map: 'auto' spreads its layers over GPUs, memory and disk by accelerate; or a file (`hf_place.read_map`).
@@ -91,6 +95,8 @@ def load_target(
         raise ValueError("give a tp_plan or a device_map, not both")
     if tp_plan not in (None, "auto"):
         raise ValueError(f"tp_plan must be auto, or not given, got {shown(tp_plan)}")
+    if not isinstance(path, str | os.PathLike):
+        return model_in_memory(path, tokenizer, generic, allow_nonfinite)
     folder = resolve(path)
     raw = read_json(folder / "config.json")
     refuse_drafter(raw, str(path))
@@ -111,15 +117,59 @@ def load_target(
         elif tp_plan or device_map:
             target.take_shape(config)
     else:
-        target = load_native(folder, str(path), raw, config, weights, place, allow_nonfinite)
+        held = read_headers(folder), read_tensors(folder)
+        target = load_native(str(path), raw, config, *held, weights, place, allow_nonfinite)
     if is_wrapped(raw):
         print(f"note: {path}: it reads and writes text only; what sees or hears is left out", file=sys.stderr)
     target.eval().name = str(path)
     target.eos = read_eos(folder, raw)
     note_generation(folder, str(path))
     if tokenizer:
-        target.tokenizer = load_tokenizer(folder)
+        target.tokenizer = load_tokenizer(folder) if tokenizer is True else tokenizer
     return target
+
+
+def model_in_memory(
+    model: "PreTrainedModel",
+    tokenizer: "bool | PreTrainedTokenizerBase" = False,
+    generic: bool = False,
+    allow_nonfinite: bool = False,
+) -> "Target | TransformersTarget":
+    """Return a target with the weights of a causal language model of transformers. See `load_target`.
+
+    Raises:
+        TypeError: It is no such model.
+        ValueError: We cannot run it.
+    """
+    if not is_transformers(model):
+        kind = type(model).__name__
+        raise TypeError(f"give a folder, a hub name, or a model of transformers in memory, got an object of {kind}")
+    name, raw = type(model).__name__, model.config.to_dict()
+    try:
+        config = None if generic else read_config(raw, name)
+    except NotNative:
+        config = None
+    if config is None:
+        from specdec.model.hf_target import TransformersTarget
+
+        target = TransformersTarget(model)
+    else:
+        weights = model.state_dict()
+        if config.tied:
+            weights.pop("lm_head.weight", None)
+        place = model.get_input_embeddings().weight
+        target = load_native(name, raw, config, weights, weights.items(), place.dtype, place.device, allow_nonfinite)
+    target.eval().name = name
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    target.eos = frozenset([ends] if isinstance(ends, int) else ends or ends_of(raw))
+    target.tokenizer = None if isinstance(tokenizer, bool) else tokenizer
+    return target
+
+
+def is_transformers(model: object) -> bool:
+    """Whether this is a model of transformers, which is not imported to find out."""
+    loaded = sys.modules.get("transformers")
+    return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
 def own_gpu(device: str) -> str:
@@ -136,18 +186,19 @@ def refuse_drafter(config: dict, name: str) -> None:
 
 
 def load_native(
-    folder: Path,
     name: str,
     raw: dict,
     config: ModelConfig,
+    headers: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     device: torch.device,
     allow_nonfinite: bool = False,
 ) -> Target:
-    """Our own decoder, filled with every tensor of the folder that is the target's.
+    """Our own decoder, filled with every tensor that is the target's. headers: shapes of the tensors, by name.
 
     Raises ValueError for a tensor that is missing, left over, of another shape, or not finite in this dtype."""
-    headers = {text_name(tensor, raw): value for tensor, value in read_headers(folder).items()}
+    headers = {text_name(tensor, raw): value for tensor, value in headers.items()}
     check_sizes(name, config, headers)
     with torch.device("meta"):
         target = Target(config).to(dtype)
@@ -156,7 +207,7 @@ def load_native(
     target.to_empty(device=device)
     fill = StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
     spare_head = None
-    for tensor, value in read_tensors(folder):
+    for tensor, value in tensors:
         key = text_name(tensor, raw)
         if key == "lm_head.weight" and config.tied:
             spare_head = value
@@ -194,42 +245,6 @@ def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -
             raise ValueError(
                 f"{name}: tensor {tensor} has shape {list(shape)}, but config.json gives {size} for {field}"
             )
-
-
-# What transformers' `generate` obeys and we leave out: name -> the value that does nothing
-GENERATION = {
-    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "min_length": 0,
-    "encoder_no_repeat_ngram_size": 0, "min_new_tokens": 0, "max_new_tokens": None, "max_length": 20, "num_beams": 1,
-    "suppress_tokens": None, "begin_suppress_tokens": None, "bad_words_ids": None, "sequence_bias": None,
-    "forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": None, "penalty_alpha": None,
-    "exponential_decay_length_penalty": None, "guidance_scale": 1, "stop_strings": None, "watermarking_config": None,
-    "max_time": None, "do_sample": False,
-}  # fmt: skip
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")  # if it samples
-
-
-def note_generation(folder: Path, name: str) -> None:
-    """Print one line on standard error that names what generation_config.json asks for and decoding leaves out."""
-    file = folder / "generation_config.json"
-    stated = read_json(file) if file.exists() else {}
-    left = {key: stated[key] for key, neutral in GENERATION.items() if stated.get(key) not in (None, [], {}, neutral)}
-    if stated.get("do_sample"):
-        left |= {key: stated[key] for key in DRAWN if stated.get(key) is not None}
-    if left:
-        named = ", ".join(f"{key}={shown(value)}" for key, value in left.items())
-        print(f"note: generation_config.json of {name} is not applied: {named}; give the sampling yourself",
-              file=sys.stderr)  # fmt: skip
-
-
-def read_eos(folder: Path, config: dict) -> frozenset[int]:
-    """End-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
-    generation = folder / "generation_config.json"
-    stated = read_json(generation) if generation.exists() or generation.is_symlink() else {}
-    check(ConfigFields, stated, str(generation))
-    eos = stated.get("eos_token_id")
-    if eos is None:
-        eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    return frozenset([eos] if isinstance(eos, int) else eos or [])
 
 
 def load_texts(path: str | os.PathLike) -> SimpleNamespace:

@@ -8,6 +8,7 @@ from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, e
 from test_ends import MLA, SMALL_MOE
 from transformers import GPT2LMHeadModel
 
+import specdec
 from specdec.drafters import eagle3
 from specdec.engine.engine import Engine
 from specdec.model.hf_target import TransformersTarget
@@ -175,3 +176,28 @@ def test_half_precision_decodes(tmp_path):
     drafter = eagle3.create(target).to(torch.bfloat16).eval()
     rows = Engine(target, drafter, DynamicTree(3, 3, 9)).generate([[1, 2], [3]], max_new_tokens=9).rows
     assert all(0 < len(row.tokens) <= 9 for row in rows)
+
+
+@pytest.mark.parametrize(("family", "generic"), [("llama", False), ("llama", True), ("gpt_neox", False)])
+def test_a_model_in_memory_is_a_target_and_a_draft_model(family, generic, tmp_path):
+    model = save_hf(tmp_path, family, vocab_size=60, eos_token_id=7, head=4.0)
+    target = load_target(model, generic=generic)
+    loaded = load_target(tmp_path, tokenizer=False, generic=generic)
+    tokens = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(target(tokens, None)[0], loaded(tokens, None)[0])
+        torch.testing.assert_close(target(tokens, None)[0], model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert (target.eos, target.tokenizer) == ({7}, None)
+    prompt = [[1, 2, 3, 4, 5]]
+    plain = specdec.generate(target if generic else model, prompt, max_new_tokens=20)
+    drafted = specdec.generate(target, prompt, model, tree="1/3/4", max_new_tokens=20)
+    assert drafted.rows[0].tokens == plain.rows[0].tokens
+    assert drafted.tau > 3  # it drafts for itself
+
+
+def test_what_is_no_model_is_named():
+    for wrong in (5, None, {"model": 1}):
+        with pytest.raises(TypeError, match=f"transformers in memory, got an object of {type(wrong).__name__}"):
+            specdec.generate(wrong, "x")
+    with pytest.raises(TypeError, match="got an object of int"):
+        specdec.generate("demo/target", "x", 5)

@@ -231,7 +231,7 @@ def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
     entry = given | read_entry(entry, FIELDS, f"entries.{name}")
     drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
-    if isinstance(drafter, str | Path):
+    if not isinstance(drafter, Drafter):
         drafter = load_drafter(drafter, target, token_map=entry["token_map"])
     tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
     rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)

@@ -1,7 +1,8 @@
 """Replay: what any tree would have accepted, from one recording of what a drafter proposes along texts."""
 
-from specdec.lab.replay.acceptance import Rule, likely, while_likely
-from specdec.lab.replay.recorder import record
-from specdec.lab.replay.superset import Superset
+from specdec.lab.replay.rules import likely, while_likely
+from specdec.recording import Recording
+from specdec.trees.dynamic import Rule
+from specdec.trees.record import record
 
-__all__ = ["Rule", "Superset", "likely", "record", "while_likely"]
+__all__ = ["Recording", "Rule", "likely", "record", "while_likely"]
